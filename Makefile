@@ -1,0 +1,69 @@
+# Needs Python 3.11, g++ and make. `make install` once, then `make serve`.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+MODEL ?= build/default-model
+HOST ?= 127.0.0.1
+PORT ?= 8000
+ARGS ?=
+TESTS ?= tests
+
+python := $(VENV)/bin/python
+stamps := $(VENV)/.stamps
+scripts := deploy/scripts
+# The default model answers to a name without the path of its folder.
+name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
+# Tests and tools never report usage or ask a model hub.
+quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
+
+.PHONY: help install dev serve test lint bench docs lock clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+install: $(stamps)/project build/default-model/config.json ## Locked environment, this project, the default model
+
+dev: install $(stamps)/dev
+
+serve: install ## Serve MODEL on HOST:PORT; ARGS go to the server unchanged
+	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: dev ## Run TESTS with pytest; ARGS go to pytest
+	$(quiet) $(python) -m pytest $(TESTS) $(ARGS)
+
+lint: dev ## ruff, mypy --strict and the import contracts
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+bench: dev ## Measure a running or own server; ARGS go to benchmarks.run
+	$(quiet) $(python) -m benchmarks.run $(ARGS)
+
+docs: dev ## Rewrite the generated pages of docs/
+	$(quiet) $(python) docs/generate.py
+
+lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
+	$(python) requirements/lock.py $(ARGS)
+
+clean: ## Remove the environment and everything built
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(python):
+	@python=$$(PYTHON=$(PYTHON) $(scripts)/find_python.sh) && "$$python" -m venv $(VENV)
+
+$(stamps)/locked: requirements/torch.txt requirements/cpu.lock $(scripts)/install_locked.sh | $(python)
+	$(scripts)/install_locked.sh $(VENV) requirements/torch.txt requirements/cpu.lock
+	@mkdir -p $(@D) && touch $@
+
+$(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyproject.toml $(scripts)/install_project.sh
+	$(scripts)/install_project.sh $(VENV) -e
+	@touch $@
+
+$(stamps)/dev: $(stamps)/locked requirements/dev.lock
+	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
+	@touch $@
+
+build/default-model/config.json: $(wildcard default_model/*.*) $(stamps)/project
+	$(python) -m default_model.build --out $(@D)

@@ -1,0 +1,1 @@
+"""The small Llama checkpoint that is built from this repository and served by default."""

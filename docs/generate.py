@@ -1,0 +1,196 @@
+"""Writes docs/configuration.md and docs/metrics.md from the tables in the code.
+
+`python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
+when a page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
+from rbln_backend.stats import METRICS, MetricDecl
+from server.observability.metrics import SERVER_METRICS
+from server.settings import ENV_PREFIX, ServerSettings
+
+DOCS = Path(__file__).resolve().parent
+NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check the pages; return the exit code."""
+    parser = argparse.ArgumentParser(description="Generate the reference pages from the code.")
+    parser.add_argument("--check", action="store_true", help="fail if a page is stale")
+    check = parser.parse_args(arguments).check
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+    for path in stale:
+        if not check:
+            path.write_text(pages()[path], encoding="utf-8")
+        sys.stdout.write(f"{path.name}: {'stale, run `make docs`' if check else 'written'}\n")
+    return 1 if check and stale else 0
+
+
+def pages() -> dict[Path, str]:
+    """Return each generated page and its text."""
+    return {DOCS / "configuration.md": configuration_page(), DOCS / "metrics.md": metrics_page()}
+
+
+def configuration_page() -> str:
+    """Return the page of all settings."""
+    return _page(
+        "# Configuration",
+        NOTICE,
+        "Three things are configured: the engine by vLLM's own flags, the backend by `RblnConfig`, "
+        "and the HTTP server by `ServerSettings`. A wrong name or value is refused at start, with "
+        "the nearest known name or the allowed values.",
+        "## Backend",
+        'A field is set by `--additional-config \'{"rbln": {"<field>": <value>}}\'`, else by its '
+        "variable, else it has its default. Booleans of variables are `true`, `1`, `yes`, `on`, "
+        "`false`, `0`, `no` or `off`. A field marked *graph* changes compiled graphs: another "
+        "value means other artifacts.",
+        _table(("Field", "Values", "Default", "Meaning", "Variable"), _field_rows()),
+        "### Environment variables",
+        "Every documented name of the RBLN stack that concerns the backend. Unknown `VLLM_RBLN_*` "
+        "names are an error; other `RBLN_*` names belong to the RBLN SDK, which reads them itself.",
+        _table(("Variable", "Value", "Field", "Status", "Meaning or reason"), _variable_rows()),
+        "### Options of vllm-rbln",
+        "Keys that vllm-rbln 0.12 takes in `additional_config` under another name than ours are "
+        "understood in the `rbln` object too.",
+        _table(("Key", "Same as"), ((_code(k), _code(v)) for k, v in OPTION_NAMES.items())),
+        "## Server",
+        "A setting comes from its flag, else from its variable, else from the file of `--config`, "
+        "else it has its default.",
+        _table(("Flag", "Variable", "Values", "Default", "Meaning"), _setting_rows()),
+    )
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics."""
+    header = ("Metric", "Kind", "Labels", "Meaning")
+    return _page(
+        "# Metrics",
+        NOTICE,
+        "`/metrics` serves three families: vLLM's own `vllm:*`, untouched and documented by vLLM; "
+        "the server's; and the engine's, collected from all worker processes. Units are base "
+        "units. Labels hold values of small closed sets, never a request id or a prompt.",
+        "## Server",
+        _table(header, map(_metric_row, SERVER_METRICS)),
+        "## Engine",
+        "Counters and histograms of several ranks add up. A gauge of several ranks is the most "
+        "recent, the largest or the sum of theirs, as its kind says.",
+        _table(header, map(_metric_row, METRICS)),
+        "## Histogram buckets",
+        _table(
+            ("Metric", "Upper bounds"),
+            (
+                (_code(m.name), ", ".join(f"{bound:g}" for bound in m.buckets))
+                for m in (*SERVER_METRICS, *METRICS)
+                if m.buckets
+            ),
+        ),
+    )
+
+
+def _field_rows() -> Iterable[tuple[str, ...]]:
+    for option in dataclasses.fields(RblnConfig):
+        names = [
+            _code(var.name)
+            for var in ENV_VARS
+            if var.field == option.name and var.status is not Status.ALIAS
+        ]
+        doc = str(option.metadata["doc"])
+        yield (
+            _code(option.name),
+            _values(str(option.type), CHOICES.get(option.name)),
+            _default(option.default),
+            f"{doc} *graph*" if option.metadata["graph"] else doc,
+            ", ".join(names),
+        )
+
+
+def _variable_rows() -> Iterable[tuple[str, ...]]:
+    for var in sorted(ENV_VARS, key=lambda var: var.name):
+        target = _code(var.field) if var.field else ""
+        status = var.status.value
+        if var.status is Status.REFUSED:
+            accepted = str(var.accepts).lower()
+            status = f"refused unless {_code(accepted)}"
+        yield _code(var.name), var.parser.describe, target, status, var.doc
+
+
+def _setting_rows() -> Iterable[tuple[str, ...]]:
+    for name, setting in ServerSettings.model_fields.items():
+        yield (
+            _code("--" + name.replace("_", "-")),
+            _code(ENV_PREFIX + name.upper()),
+            _kind(setting.annotation),
+            _default(setting.default),
+            setting.description or "",
+        )
+
+
+def _metric_row(metric: MetricDecl) -> tuple[str, ...]:
+    merges = metric.kind == "gauge" and metric.across_ranks != "mostrecent"
+    kind = f"{metric.kind}, {metric.across_ranks}" if merges else metric.kind
+    return _code(metric.name), kind, ", ".join(map(_code, metric.labels)), metric.help
+
+
+def _values(annotation: str, choices: Sequence[str] | None) -> str:
+    if choices:
+        return ", ".join(map(_code, choices))
+    names = {
+        "bool": "boolean",
+        "int": "integer > 0",
+        "int | None": "integer > 0",
+        "str": "text",
+        "str | None": "text",
+        "tuple[int, ...]": "list of integers > 0",
+        "tuple[int, ...] | None": "list of integers > 0",
+    }
+    return names[annotation]
+
+
+def _kind(annotation: object) -> str:
+    """Say in words what a server setting takes."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(_code(str(choice)) for choice in get_args(annotation))
+    inner = [part for part in get_args(annotation) if part is not type(None)] or [annotation]
+    names = {str: "text", int: "integer", float: "number", bool: "boolean", Path: "path"}
+    return " or ".join(names.get(part, str(part)) for part in inner)
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return _code(str(value).lower())
+    return _code(str(list(value) if isinstance(value, tuple) else value))
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def _page(*blocks: str) -> str:
+    return "\n\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

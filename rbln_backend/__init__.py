@@ -1,0 +1,8 @@
+"""The vLLM platform plugin for RBLN devices; importing it loads nothing heavy."""
+
+from __future__ import annotations
+
+
+def register() -> str:
+    """Return the dotted path of the platform class, as `vllm.platform_plugins` asks for."""
+    return "rbln_backend.platform.RblnPlatform"

@@ -1,0 +1,1 @@
+"""Attention on RBLN devices: the vLLM backend, its step metadata and the custom ops."""

@@ -1,0 +1,1 @@
+"""Compilation: the compiler port, its adapters, cache keys and the artifact store."""

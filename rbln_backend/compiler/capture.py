@@ -1,0 +1,80 @@
+"""Capture of one whole-model graph with Dynamo: one graph, no breaks, static shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.errors import CompileError
+
+
+def capture(
+    function: nn.Module | Callable[..., Any],
+    args: tuple[Tensor, ...],
+    table: TensorTable,
+    inputs: Mapping[str, Tensor],
+) -> Program:
+    """Trace ``function(*args)`` into a program whose placeholders are bound through ``table``.
+
+    ``inputs`` names the step's buffers, which include ``args``. The function is not run on a
+    device: the graph is taken from Dynamo and thrown away as a callable. Raises ``CompileError``
+    when the model cannot be captured as one graph or reads a tensor without a name.
+    """
+    captured: list[Program] = []
+
+    def take(graph_module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        captured.append(_bind(graph_module, table, inputs))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        cause = error.__cause__
+        if isinstance(cause, CompileError):
+            raise cause from error
+        raise CompileError(f"the model cannot be captured as one static graph: {error}") from error
+    finally:
+        torch._dynamo.reset()
+    if len(captured) != 1:
+        raise CompileError(f"capture produced {len(captured)} graphs instead of one")
+    return captured[0]
+
+
+def _bind(
+    module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]
+) -> Program:
+    graph = module.graph
+    _refuse_constants(graph)
+    _drop_data_reads(graph)
+    bindings = []
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        grapharg = node.meta.get("grapharg")
+        example = getattr(grapharg, "example", None)
+        if not isinstance(example, Tensor):
+            if node.users:
+                raise CompileError(f"graph input {node.name!r} is not a tensor")
+            graph.erase_node(node)
+            continue
+        bindings.append(table.name_of(example, inputs))
+    return Program(graph, tuple(bindings))
+
+
+def _refuse_constants(graph: fx.Graph) -> None:
+    """A program holds no tensors: refuse graphs that carry one as an attribute."""
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise CompileError(f"the graph embeds {node.target!r}; it cannot be stored as data")
+
+
+def _drop_data_reads(graph: fx.Graph) -> None:
+    """``weight.data`` is the weight: nothing here is differentiated."""
+    for node in graph.nodes:
+        if node.target is torch._C._autograd._get_data_attr:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)

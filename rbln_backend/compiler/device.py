@@ -1,0 +1,59 @@
+"""Which device this process compiles for, and the compiler of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
+from rbln_backend.compiler.port import Compiler
+from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk, npu_name
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.build import KernelSet, load_kernels
+from rbln_backend.errors import ConfigError
+
+Device = Literal["emulated", "rebel"]
+
+
+def choose_device(config: RblnConfig) -> Device:
+    """``rebel`` when asked for, or when the SDK sees an NPU (or is told to pretend one).
+
+    Raises ``ConfigError`` when ``rebel`` is asked for and cannot be had.
+    """
+    if config.device == "emulated":
+        return "emulated"
+    sdk = find_sdk()
+    found = npu_name(sdk, config.force_npu_name) if sdk is not None else None
+    if config.device == "rebel":
+        if sdk is None:
+            raise ConfigError(
+                "device='rebel' needs the RBLN SDK, but the module 'rebel' is not installed; "
+                "install the 'npu' extra or use device='emulated'"
+            )
+        if found is None:
+            raise ConfigError(
+                "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
+            )
+    return "rebel" if found is not None else "emulated"
+
+
+def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
+    """The SDK's compiler for the NPU found by ``choose_device``."""
+    sdk = find_sdk()
+    assert sdk is not None
+    device = npu_name(sdk, config.force_npu_name)
+    assert device is not None
+    return RebelCompiler(
+        sdk,
+        device=device,
+        cache_dir=cache_dir,
+        strict=config.strict_mode,
+        num_devices=config.num_devices_per_local_rank,
+    )
+
+
+def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:
+    """The emulated compiler over the kernels that could be built or loaded here."""
+    kernels = load_kernels(Path(config.cache_root), config.kernels)
+    fingerprint = {"kernels": kernels.name, "isa": kernels.isa}
+    return EmulatedCompiler(fingerprint, packed=kernels.packs_linear), kernels

@@ -1,0 +1,87 @@
+"""The compiler port: what a device must offer so that the rest of the backend need not know it.
+
+A *graph spec* names one static shape. The runner captures it once as an fx graph, a compiler
+lowers that graph to a storable program and loads programs into callable *compiled graphs*.
+Two adapters exist: ``emulated_adapter`` (this host's CPU) and ``rebel_adapter`` (the RBLN SDK).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from rbln_backend.compiler.program import Program
+
+
+class Phase(Enum):
+    """What a graph computes."""
+
+    PREFILL = "prefill"
+    """One request, one chunk of prompt tokens: ``[1, bucket]`` in, ``[1, vocab]`` out."""
+    DECODE = "decode"
+    """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
+    LOGITS = "logits"
+    """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
+
+
+@dataclass(frozen=True, order=True)
+class GraphSpec:
+    """One static shape of one phase; ``bucket`` counts tokens (PREFILL), requests or rows."""
+
+    phase_name: str
+    bucket: int
+
+    @classmethod
+    def of(cls, phase: Phase, bucket: int) -> GraphSpec:
+        return cls(phase.value, bucket)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.phase_name)
+
+    @property
+    def batch_size(self) -> int:
+        """Requests per run."""
+        return 1 if self.phase is Phase.PREFILL else self.bucket
+
+    @property
+    def query_len(self) -> int:
+        """Tokens per request and run."""
+        return self.bucket if self.phase is Phase.PREFILL else 1
+
+    def __str__(self) -> str:
+        return f"{self.phase_name}-{self.bucket}"
+
+
+class CompiledGraph(Protocol):
+    """A graph bound to its weights, KV caches and input buffers; runs without arguments."""
+
+    spec: GraphSpec
+
+    def run(self) -> tuple[Tensor, ...]:
+        """Run once over the bound buffers; outputs may be overwritten by the next run."""
+        ...
+
+
+class Compiler(Protocol):
+    """One device's compiler."""
+
+    name: str
+
+    def fingerprint(self) -> Mapping[str, str | int | bool | None]:
+        """Everything about the device and its tool chain that changes a program (cache key)."""
+        ...
+
+    def lower(self, program: Program) -> Program:
+        """Rewrite a captured program for the device; raises ``CompileError``."""
+        ...
+
+    def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
+        """Make ``program`` callable over ``tensors``, one per placeholder, in order."""
+        ...

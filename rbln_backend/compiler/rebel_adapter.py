@@ -1,0 +1,113 @@
+"""The RBLN SDK behind the compiler port; the only module that imports ``rebel``.
+
+Nothing here has run on an NPU: no SDK exists on the machines this project is built on. The calls
+follow the documented interface (backend callable, option keys, ``CompileContext``), and contract
+tests check them against a scripted stand-in of that interface.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, fx
+
+from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.compiler.program import Program
+from rbln_backend.errors import CompileError
+
+_OUT_OF_MEMORY = ("SYS_ENOMEM: Out of memory", "SYS_EBUSY: Lack of device memory")
+
+
+def find_sdk() -> ModuleType | None:
+    """The ``rebel`` module, or None where the SDK is not installed."""
+    try:
+        return importlib.import_module("rebel")
+    except ImportError:
+        return None
+
+
+def npu_name(sdk: ModuleType, forced_name: str | None) -> str | None:
+    """The NPU's name, e.g. ``RBLN-CR13``; ``forced_name`` stands in on a host without one."""
+    name = forced_name or sdk.get_npu_name()
+    return str(name) if name else None
+
+
+class RebelGraph:
+    """A runtime returned by ``rbln_backend`` and the tensors it is called with."""
+
+    def __init__(
+        self, spec: GraphSpec, runtime: Callable[..., Any], tensors: Sequence[Tensor]
+    ) -> None:
+        self.spec = spec
+        self._runtime = runtime
+        self._tensors = list(tensors)
+
+    def run(self) -> tuple[Tensor, ...]:
+        outputs = self._runtime(*self._tensors)
+        return outputs if isinstance(outputs, tuple) else tuple(outputs)
+
+
+class RebelCompiler:
+    """Hands captured graphs to ``rbln_backend`` with the documented options."""
+
+    name = "rebel"
+
+    def __init__(
+        self,
+        sdk: ModuleType,
+        *,
+        device: str,
+        cache_dir: Path | None,
+        strict: bool,
+        num_devices: int = 1,
+        process_groups: Mapping[str, list[int]] | None = None,
+        kv_caches: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._sdk = sdk
+        self._device = device
+        self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
+        self._context = sdk.CompileContext(use_weight_sharing=True)
+        for name, cache in (kv_caches or {}).items():
+            self._context.mark_static_address(cache, name)
+        options: dict[str, Any] = {
+            "compile_context": self._context,
+            "num_devices": num_devices,
+            "process_group_dict": dict(process_groups or {}),
+            "mode": "strict" if strict else None,
+            "cache_dir": str(cache_dir) if cache_dir else None,
+        }
+        # The SDK's callers drop empty values before the call.
+        self._options = {key: value for key, value in options.items() if value not in (None, "")}
+
+    def fingerprint(self) -> Mapping[str, str | int | bool | None]:
+        version = str(getattr(self._sdk, "__version__", "unknown"))
+        # Patch releases of the compiler are compatible with each other's artifacts.
+        return {
+            "compiler": self.name,
+            "compiler_version": ".".join(version.split(".")[:2]),
+            "npu": self._device,
+            "num_devices": int(self._options["num_devices"]),
+        }
+
+    def lower(self, program: Program) -> Program:
+        return program
+
+    def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
+        """Compile or fetch from the SDK's own cache; raises ``CompileError`` with what to change."""
+        holder: list[Any] = []
+        options = {**self._options, "_runtime_holder": holder}
+        module = fx.GraphModule({}, program.graph)
+        try:
+            runtime = self._backend(module, list(tensors), options=options)
+        except RuntimeError as error:
+            if any(marker in str(error) for marker in _OUT_OF_MEMORY):
+                raise CompileError(
+                    f"Not enough device memory for graph {spec}. Try reducing the number of blocks"
+                    " by setting --num-gpu-blocks-override."
+                ) from error
+            raise CompileError(f"compiling graph {spec} failed: {error}") from error
+        return RebelGraph(spec, runtime, tensors)

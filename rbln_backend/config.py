@@ -1,0 +1,292 @@
+"""`RblnConfig`: every setting of the backend, validated once and then frozen.
+
+It knows nothing of the environment: `rbln_backend.envs` resolves documented variable names
+into it, and workers receive it through `VllmConfig.additional_config`. Defaults live here
+and nowhere else. The metadata of each field feeds `docs/configuration.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from rbln_backend.errors import ConfigError
+
+Device: TypeAlias = Literal["auto", "emulated", "rebel"]
+Kernels: TypeAlias = Literal["auto", "native", "aten"]
+HotPathPolicy: TypeAlias = Literal["error", "warn"]
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "device": get_args(Device),
+    "kernels": get_args(Kernels),
+    "hot_path_policy": get_args(HotPathPolicy),
+    "decode_batch_bucket_strategy": ("exponential", "exp", "linear", "manual"),
+}
+"""The allowed values of the fields that have a closed set of them."""
+
+_GIB = 1024**3
+
+
+def _about(doc: str, *, graph: bool = False) -> dict[str, object]:
+    """Describe one field; `graph` says that it changes what a compiled graph contains."""
+    return {"doc": doc, "graph": graph}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RblnConfig:
+    """The backend's settings. Raises `ConfigError` for a value that is not allowed."""
+
+    device: Device = field(
+        default="auto",
+        metadata=_about(
+            "Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."
+        ),
+    )
+    kernels: Kernels = field(
+        default="auto",
+        metadata=_about(
+            "Emulated device: `native` fails without a compiler, `aten` never builds kernels."
+        ),
+    )
+    strict_mode: bool = field(
+        default=False,
+        metadata=_about("A compile failure raises instead of falling back to the CPU.", graph=True),
+    )
+    enable_warm_up: bool = field(
+        default=True,
+        metadata=_about("Compile or load and run every planned graph before the service is ready."),
+    )
+    hot_path_policy: HotPathPolicy = field(
+        default="error",
+        metadata=_about("What a shape without a compiled graph does after warm-up."),
+    )
+    decode_batch_bucket_strategy: str = field(
+        default="exponential",
+        metadata=_about("How the decode buckets are derived from `max_num_seqs`."),
+    )
+    decode_batch_bucket_min: int = field(
+        default=1, metadata=_about("Smallest decode bucket, in requests.")
+    )
+    decode_batch_bucket_step: int = field(
+        default=2,
+        metadata=_about(
+            "Divisor (exponential) or difference (linear) between neighbouring buckets."
+        ),
+    )
+    decode_batch_bucket_limit: int = field(
+        default=32,
+        metadata=_about("Largest number of decode buckets, counted from the largest bucket."),
+    )
+    decode_batch_bucket_manual_buckets: tuple[int, ...] = field(
+        default=(),
+        metadata=_about(
+            "The decode buckets of strategy `manual`; the largest must equal `max_num_seqs`."
+        ),
+    )
+    prefill_chunk_buckets: tuple[int, ...] | None = field(
+        default=None,
+        metadata=_about(
+            "Prefill chunk sizes in tokens; unset derives chunk, chunk/4 and chunk/16 down to 16."
+        ),
+    )
+    cache_root: str = field(
+        default="~/.cache/vllm",
+        metadata=_about("Directory of the caches; artifacts lie under its `rbln/`."),
+    )
+    cache_max_bytes: int = field(
+        default=20 * _GIB,
+        metadata=_about("Size in bytes above which the least recently used artifacts are evicted."),
+    )
+    cache_read_only: bool = field(
+        default=False, metadata=_about("Read artifacts but never write, evict or quarantine any.")
+    )
+    disable_compile_cache: bool = field(
+        default=False, metadata=_about("Neither read nor write compiled artifacts.")
+    )
+    use_vllm_model: bool = field(
+        default=True,
+        metadata=_about(
+            "Run vLLM's own model code; the optimum path (false) is not part of this backend."
+        ),
+    )
+    sampler: bool = field(
+        default=True, metadata=_about("No effect: sampling is vLLM's, on the host.")
+    )
+    flash_causal_attn: bool = field(
+        default=True,
+        metadata=_about("No effect: the op follows from whether a sequence fits in one block."),
+    )
+    use_custom_kernel: bool = field(
+        default=False,
+        metadata=_about("Use the custom-kernel variants of the attention ops.", graph=True),
+    )
+    enforce_model_fp32: bool = field(
+        default=False,
+        metadata=_about("Compute in float32 whatever the checkpoint's dtype.", graph=True),
+    )
+    sub_block_cache: bool = field(
+        default=True, metadata=_about("No effect: prefixes are shared in whole blocks.")
+    )
+    num_devices_per_local_rank: int = field(
+        default=1, metadata=_about("NPUs that one rank splits its tensors over.", graph=True)
+    )
+    force_npu_name: str | None = field(
+        default=None,
+        metadata=_about("Compile for this NPU although the host has none, such as RBLN-CR13."),
+    )
+    profiler: bool = field(
+        default=False, metadata=_about("Record an RBLN profile; excludes model parallelism.")
+    )
+    num_threads: int | None = field(
+        default=None,
+        metadata=_about("Host threads of one rank; unset leaves the number to torch."),
+    )
+    run_dir: str | None = field(
+        default=None,
+        metadata=_about("Directory where workers leave progress and metrics for the API process."),
+    )
+
+    def __post_init__(self) -> None:
+        """Normalise spellings, then check each field and the fields against each other."""
+        for option in fields(self):
+            value = _CHECKS[str(option.type)](option.name, getattr(self, option.name))
+            object.__setattr__(self, option.name, value)
+        object.__setattr__(self, "cache_root", _absolute(self.cache_root))
+        self._check_buckets()
+        if not self.use_vllm_model:
+            raise ConfigError(
+                "use_vllm_model=False is not supported: this backend runs vLLM's own model "
+                "code and has no optimum path; leave it unset or set it to true"
+            )
+
+    def _check_buckets(self) -> None:
+        strategy = self.decode_batch_bucket_strategy
+        if strategy == "exponential" and self.decode_batch_bucket_step <= 1:
+            raise ConfigError(
+                "decode_batch_bucket_step: For exponential bucketing, step must be greater "
+                f"than 1, step: {self.decode_batch_bucket_step}"
+            )
+        if strategy == "manual" and not self.decode_batch_bucket_manual_buckets:
+            raise ConfigError(
+                "decode_batch_bucket_strategy='manual' needs at least one entry in "
+                "decode_batch_bucket_manual_buckets "
+                "(VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS): There must be at least one "
+                "decode batch size in the manual buckets"
+            )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> RblnConfig:
+        """Build a config from field names and JSON values; lists stand for tuples.
+
+        Raises `ConfigError` for an unknown key, with the nearest known one, or a bad value.
+        """
+        known = [option.name for option in fields(cls)]
+        for key in mapping:
+            if key not in known:
+                raise ConfigError(f"Unknown option {key!r}{did_you_mean(key, known)}")
+        values: dict[str, Any] = dict(mapping)
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields as JSON values; `from_mapping` restores an equal config."""
+        pairs = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in pairs.items()}
+
+    def graph_fields(self) -> dict[str, object]:
+        """Return the fields that change a compiled graph, for the cache key.
+
+        `device`, `kernels` and `force_npu_name` are requests: what they resolve to belongs to
+        the compiler's description of itself, so that `auto` and an explicit choice share
+        artifacts. Bucket settings are absent because each graph's key holds its own shape.
+        """
+        values = self.to_dict()
+        return {o.name: values[o.name] for o in fields(self) if o.metadata["graph"]}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a suggestion to append to an error about an unknown name."""
+    options = sorted(known)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else f"; known names: {', '.join(options)}"
+
+
+def _absolute(path: str) -> str:
+    """Expand `~` and make the path absolute: workers may run in another directory."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise ConfigError(
+            f"cache_root={path!r} needs a home directory and there is none; set VLLM_CACHE_ROOT"
+        ) from None
+
+
+def _reject(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"Invalid {name}: {value!r}, {expected}")
+
+
+def _check_bool(name: str, value: object) -> object:
+    if not isinstance(value, bool):
+        raise _reject(name, value, "Valid choices: true, false")
+    return value
+
+
+def _check_positive_int(name: str, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _reject(name, value, "must be an integer")
+    if value <= 0:
+        raise ConfigError(f"{name} must be greater than 0, got {value}")
+    return value
+
+
+def _check_str(name: str, value: object) -> object:
+    if not isinstance(value, str) or not value:
+        raise _reject(name, value, "must be a non-empty string")
+    choices = CHOICES.get(name)
+    if choices is None:
+        return value
+    lowered = value.lower()
+    if lowered not in choices:
+        raise _reject(name, value, f"Valid choices: {', '.join(choices)}")
+    return "exponential" if lowered == "exp" else lowered
+
+
+def _check_sizes(name: str, value: object) -> object:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise _reject(name, value, "must be a list of integers")
+    for size in value:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise _reject(name, value, "must be a list of integers")
+    if any(size <= 0 for size in value):
+        raise ConfigError(f"{name} must all be > 0, got {list(value)}")
+    if len(set(value)) != len(value):
+        raise ConfigError(f"{name} must be unique, got {list(value)}")
+    return tuple(sorted(value))
+
+
+def _check_nonempty_sizes(name: str, value: object) -> object:
+    sizes = _check_sizes(name, value)
+    if not sizes:
+        raise _reject(name, value, "must have at least one entry")
+    return sizes
+
+
+def _optional(check: Callable[[str, object], object]) -> Callable[[str, object], object]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+_CHECKS: Mapping[str, Callable[[str, object], object]] = {
+    "bool": _check_bool,
+    "int": _check_positive_int,
+    "int | None": _optional(_check_positive_int),
+    "str": _check_str,
+    "Device": _check_str,
+    "Kernels": _check_str,
+    "HotPathPolicy": _check_str,
+    "str | None": _optional(_check_str),
+    "tuple[int, ...]": _check_sizes,
+    "tuple[int, ...] | None": _optional(_check_nonempty_sizes),
+}

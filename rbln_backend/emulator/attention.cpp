@@ -1,0 +1,325 @@
+// Causal attention over the paged KV cache: writes the new keys and values, then attends.
+//
+// One work item is a KV head with all its query heads and a run of query tokens. It walks the keys
+// in tiles of kKeys aligned to absolute positions, with an online softmax, so a query's result
+// depends on its position and the cache alone: not on the chunk, its row in it, or the batch.
+// Masked keys are left out, never multiplied by zero: what lies beyond a row's position may be NaN.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "tile.h"
+
+namespace rbln {
+namespace {
+
+constexpr int64_t kKeys = 64;        // key positions per tile
+constexpr int64_t kQueryRows = 72;   // query rows (tokens x group) an item aims at
+constexpr int64_t kSerialWork = 1 << 14;
+
+using Eight = VecTypes<8>;
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+inline void transpose(Eight::U (&m)[8]) {
+  using U = Eight::U;
+  U a[8], b[8];
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{0, 8, 1, 9, 4, 12, 5, 13});
+    a[2 * i + 1] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+  for (int i = 0; i < 2; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const U low = a[4 * i + j], high = a[4 * i + 2 + j];
+      b[4 * i + 2 * j] = __builtin_shuffle(low, high, U{0, 1, 8, 9, 4, 5, 12, 13});
+      b[4 * i + 2 * j + 1] = __builtin_shuffle(low, high, U{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    m[i] = __builtin_shuffle(b[i], b[i + 4], U{0, 1, 2, 3, 8, 9, 10, 11});
+    m[i + 4] = __builtin_shuffle(b[i], b[i + 4], U{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+template <class T>
+float to_float(T value) {
+  if constexpr (sizeof(T) == 4) return value;
+  else if constexpr (std::is_same_v<T, bf16>) return bit_cast<float>(uint32_t(value.bits) << 16);
+  else return half_to_float(value.bits);
+}
+
+// Eight key rows become columns: out[d * kTileColumns + key], d in [0, depth).
+template <class T>
+void transpose_keys(const T* const* rows, int64_t depth, float* out) {
+  constexpr int64_t step = std::is_same_v<T, bf16> ? 16 : 8;
+  int64_t d = 0;
+  for (; d + step <= depth; d += step) {
+    Eight::U block[8];
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) block[i] = load_raw<Eight::U>(rows[i] + d);
+      else block[i] = (Eight::U)widen<8>(rows[i] + d);
+    }
+    transpose(block);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        store_raw(out + (d + 2 * i) * kTileColumns, block[i] << 16);
+        store_raw(out + (d + 2 * i + 1) * kTileColumns, block[i] & 0xffff0000u);
+      } else {
+        store_raw(out + (d + i) * kTileColumns, block[i]);
+      }
+    }
+  }
+  for (; d < depth; ++d)
+    for (int i = 0; i < 8; ++i) out[d * kTileColumns + i] = to_float(rows[i][d]);
+}
+
+struct Scratch {
+  std::vector<float> memory;
+  float *queries, *keys, *values, *scores, *sums, *maxima, *totals, *factors;
+
+  void reserve(int64_t rows, int64_t depth, int64_t width) {
+    const int64_t sizes[] = {rows * depth, kKeys * depth, kKeys * width, rows * kKeys,
+                             rows * width, rows,          rows,          rows};
+    float** parts[] = {&queries, &keys, &values, &scores, &sums, &maxima, &totals, &factors};
+    int64_t total = 16;
+    for (int64_t size : sizes) total += round_up(size, 16);
+    if (int64_t(memory.size()) < total) memory.resize(size_t(total));
+    auto* next = reinterpret_cast<float*>(
+        round_up(int64_t(reinterpret_cast<intptr_t>(memory.data())), 64));
+    for (int i = 0; i < 8; ++i) {
+      *parts[i] = next;
+      next += round_up(sizes[i], 16);
+    }
+  }
+};
+
+template <class T>
+class Item {
+ public:
+  Item(const AttentionArgs& args, Scratch& scratch, int64_t batch, int64_t head, int64_t first,
+       int64_t tokens)
+      : args_(args), s_(scratch), batch_(batch), head_(head), first_(first),
+        groups_(tokens * args.group), width_(round_up(args.head_size, kTileColumns)),
+        reach_(args.table_width * args.block_size) {
+    s_.reserve(groups_.rows, args.head_size, width_);
+  }
+
+  void run() {
+    load_queries();
+    std::fill_n(s_.sums, groups_.rows * width_, 0.0f);
+    std::fill_n(s_.totals, groups_.rows, 0.0f);
+    std::fill_n(s_.maxima, groups_.rows, -std::numeric_limits<float>::infinity());
+    const int64_t keys = limit(groups_.rows - 1);
+    for (int64_t begin = 0; begin < keys; begin += kKeys) attend_tile(begin, keys);
+    write_rows();
+  }
+
+ private:
+  // Keys that a row sees: its own position and everything before it.
+  int64_t limit(int64_t row) const {
+    return std::min(args_.starts[batch_] + first_ + row / args_.group + 1, reach_);
+  }
+
+  const T* key_row(int64_t position, int kv) const {
+    const int64_t block =
+        args_.tables[batch_ * args_.table_width + position / args_.block_size];
+    return static_cast<const T*>(args_.cache) + block * args_.cache_stride.block +
+           kv * args_.cache_stride.kv + head_ * args_.cache_stride.head +
+           position % args_.block_size * args_.cache_stride.slot;
+  }
+
+  void load_queries() {
+    for (int64_t g = 0; g < groups_.count; ++g) {
+      const int size = groups_.size(g);
+      float* target = s_.queries + groups_.begin(g) * args_.head_size;
+      for (int r = 0; r < size; ++r) {
+        const int64_t row = groups_.begin(g) + r;
+        const T* q = static_cast<const T*>(args_.q) + batch_ * args_.q_stride.batch +
+                     head_ * args_.q_stride.head + row % args_.group * args_.q_stride.group +
+                     (first_ + row / args_.group) * args_.q_stride.token;
+        for (int64_t d = 0; d < args_.head_size; ++d) target[d * size + r] = to_float(q[d]);
+      }
+    }
+  }
+
+  // Keys as columns and values as rows, both f32. Columns past `count` repeat the last key.
+  void load_tile(int64_t begin, int64_t count) {
+    const T* rows[kKeys];
+    for (int64_t i = 0; i < kKeys; ++i) rows[i] = key_row(begin + std::min(i, count - 1), 0);
+    for (int64_t i = 0; i < count; i += 8) {
+      float* panel = s_.keys + i / kTileColumns * kTileColumns * args_.head_size;
+      transpose_keys(rows + i, args_.head_size, panel + i % kTileColumns);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const T* value = key_row(begin + i, 1);
+      for (int64_t d = 0; d < args_.head_size; d += kLanes)
+        store(s_.values + i * width_ + d,
+              load_some(value + d, std::min<int64_t>(kLanes, args_.head_size - d)));
+    }
+  }
+
+  void attend_tile(int64_t begin, int64_t keys) {
+    const int64_t count = std::min(kKeys, keys - begin);
+    load_tile(begin, count);
+    for (int64_t g = 0; g < groups_.count; ++g) {
+      if (limit(groups_.begin(g) + groups_.size(g) - 1) <= begin) continue;
+      with_rows(groups_.size(g), [&]<int R>() { attend_group<R>(g, begin, count); });
+    }
+  }
+
+  template <int R>
+  void attend_group(int64_t g, int64_t begin, int64_t count) {
+    const int64_t row0 = groups_.begin(g);
+    score<R>(row0, count);
+    for (int r = 0; r < R; ++r)
+      softmax_row(row0 + r, std::min(kKeys, limit(row0 + r) - begin));
+    // Keys that every row of the group sees, then each row's own few more.
+    const int64_t shared = std::clamp<int64_t>(limit(row0) - begin, 0, kKeys);
+    for (int64_t d = 0; d < width_; d += kTileColumns) {
+      weigh<R>(row0, d, 0, shared, true);
+      for (int r = 1; r < R; ++r) {
+        const int64_t own = std::min(kKeys, limit(row0 + r) - begin);
+        if (own > shared) weigh<1>(row0 + r, d, shared, own, false);
+      }
+    }
+  }
+
+  template <int R>
+  void score(int64_t row0, int64_t count) {
+    for (int64_t key = 0; key < count; key += kTileColumns) {
+      VecF acc[R][kTileVectors] = {};
+      multiply_add<R, kTileVectors, 1, R>(args_.head_size, s_.queries + row0 * args_.head_size,
+                                          s_.keys + key * args_.head_size, kTileColumns, acc);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kTileVectors; ++c)
+          store(s_.scores + (row0 + r) * kKeys + key + c * kLanes, acc[r][c] * args_.scale);
+    }
+  }
+
+  // Scores to weights against the running maximum; `count` <= 0: this row sees nothing here.
+  void softmax_row(int64_t row, int64_t count) {
+    s_.factors[row] = 1.0f;
+    if (count <= 0) return;
+    float* scores = s_.scores + row * kKeys;
+    const float lowest = -std::numeric_limits<float>::infinity();
+    for (int64_t i = count; i < round_up(count, kLanes); ++i) scores[i] = lowest;
+    VecF largest = load(scores);
+    for (int64_t i = kLanes; i < count; i += kLanes) largest = max(largest, load(scores + i));
+    const float previous = s_.maxima[row];
+    const float maximum = std::max(previous, reduce_max(largest));
+    VecF sum = {};
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const VecF weight = exp(load(scores + i) - maximum);
+      store(scores + i, weight);
+      sum += weight;
+    }
+    const float factor = previous == maximum ? 1.0f : exp(broadcast(previous - maximum))[0];
+    s_.factors[row] = factor;
+    s_.maxima[row] = maximum;
+    s_.totals[row] = s_.totals[row] * factor + reduce_sum(sum);
+  }
+
+  template <int R>
+  void weigh(int64_t row0, int64_t d, int64_t from, int64_t to, bool rescale) {
+    VecF acc[R][kTileVectors];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kTileVectors; ++c) {
+        acc[r][c] = load(s_.sums + (row0 + r) * width_ + d + c * kLanes);
+        if (rescale) acc[r][c] *= s_.factors[row0 + r];
+      }
+    multiply_add<R, kTileVectors, kKeys, 1>(to - from, s_.scores + row0 * kKeys + from,
+                                            s_.values + from * width_ + d, width_, acc);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kTileVectors; ++c)
+        store(s_.sums + (row0 + r) * width_ + d + c * kLanes, acc[r][c]);
+  }
+
+  // A sink is one more logit in the denominator.
+  void write_rows() {
+    for (int64_t row = 0; row < groups_.rows; ++row) {
+      const int64_t member = row % args_.group, token = first_ + row / args_.group;
+      float factor = 1.0f, total = s_.totals[row];
+      if (args_.sinks != nullptr) {
+        const float sink = args_.sinks[head_ * args_.group + member];
+        const float maximum = std::max(s_.maxima[row], sink);
+        factor = exp(broadcast(s_.maxima[row] - maximum))[0];
+        total = total * factor + exp(broadcast(sink - maximum))[0];
+      }
+      T* out = static_cast<T*>(args_.out) +
+               (((batch_ * args_.length + token) * args_.kv_heads + head_) * args_.group +
+                member) * args_.head_size;
+      for (int64_t d = 0; d < args_.head_size; d += kLanes)
+        store_some(out + d, load(s_.sums + row * width_ + d) * factor / total,
+                   std::min<int64_t>(kLanes, args_.head_size - d));
+    }
+  }
+
+  const AttentionArgs& args_;
+  Scratch& s_;
+  const int64_t batch_, head_, first_;
+  const RowGroups groups_;
+  const int64_t width_, reach_;
+};
+
+// Stores the new keys and values of one request and head; positions past the table are dropped.
+template <class T>
+void write_cache(const AttentionArgs& args, int64_t batch, int64_t head) {
+  const int64_t reach = args.table_width * args.block_size;
+  for (int64_t token = 0; token < args.length; ++token) {
+    const int64_t position = args.starts[batch] + token;
+    if (position >= reach) return;
+    const int64_t block = args.tables[batch * args.table_width + position / args.block_size];
+    T* target = static_cast<T*>(args.cache) + block * args.cache_stride.block +
+                head * args.cache_stride.head +
+                position % args.block_size * args.cache_stride.slot;
+    const T* key = static_cast<const T*>(args.k) + batch * args.k_stride.batch +
+                   head * args.k_stride.head + token * args.k_stride.token;
+    const T* value = static_cast<const T*>(args.v) + batch * args.v_stride.batch +
+                     head * args.v_stride.head + token * args.v_stride.token;
+    std::copy_n(key, args.head_size, target);
+    std::copy_n(value, args.head_size, target + args.cache_stride.kv);
+  }
+}
+
+int64_t total_work(const AttentionArgs& args) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < args.batch; ++b)
+    keys += args.length * (args.starts[b] + args.length);
+  return keys * args.kv_heads * args.group * args.head_size;
+}
+
+template <class T>
+void run(const AttentionArgs& args) {
+  const int64_t tokens = std::min(args.length, std::max<int64_t>(1, kQueryRows / args.group));
+  const int64_t tiles = (args.length + tokens - 1) / tokens;
+  const int64_t heads = args.batch * args.kv_heads;
+  const int threads = team_size(total_work(args), kSerialWork);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    thread_local Scratch scratch;
+    if (tiles > 1) {
+#pragma omp for schedule(static)
+      for (int64_t bh = 0; bh < heads; ++bh)
+        write_cache<T>(args, bh / args.kv_heads, bh % args.kv_heads);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < heads * tiles; ++item) {
+      // The last query tiles see the most keys: they go first.
+      const int64_t bh = item % heads, first = (tiles - 1 - item / heads) * tokens;
+      const int64_t batch = bh / args.kv_heads, head = bh % args.kv_heads;
+      if (tiles == 1) write_cache<T>(args, batch, head);
+      Item<T>(args, scratch, batch, head, first, std::min(tokens, args.length - first)).run();
+    }
+  }
+}
+
+}  // namespace
+
+void causal_attention(const AttentionArgs& args) {
+  if (args.batch == 0 || args.length == 0 || args.kv_heads == 0 || args.group == 0) return;
+  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+}
+
+}  // namespace rbln

@@ -1,0 +1,234 @@
+"""Builds the C++ kernels once per host and makes one implementation of the ops active.
+
+The library lies in ``<cache_root>/rbln/kernels/<key>/`` beside a record of its SHA-256; the key
+covers the sources, the flags, the CPU and torch. A build happens in a private directory and
+appears under its key in one rename, under a lock that processes share. Where building or loading
+is impossible, the PyTorch bodies of ``fallback`` take over, and the ``KernelSet`` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rbln_backend.emulator import fallback, ops
+from rbln_backend.errors import CompileError
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["auto", "native", "aten"]
+
+_SOURCE_DIR = Path(__file__).parent
+_TORCH_DIR = Path(torch.__file__).parent
+_SOURCES = ("library", "attention", "linear", "norm", "rotary", "activation")
+_LIBRARY = "librbln_emulator.so"
+_RECORD = "library.json"
+# Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
+_FLAGS = (
+    "-O3 -march=native -std=c++20 -fopenmp -fPIC -fvisibility=hidden "
+    "-ffp-contract=off -fno-math-errno -w"
+).split()
+_COMPILE_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """The active implementation of the kernel ops, and why it is the active one."""
+
+    name: Literal["native", "aten"]
+    isa: str  # "avx2", "avx512", "avx512_bf16", "portable", or "aten"
+    library: Path | None
+    reason: str
+
+    @property
+    def packs_linear(self) -> bool:
+        """Whether packed linears are faster here than PyTorch's own."""
+        return self.name == "native"
+
+
+class _Active:
+    """What this process has registered with the dispatcher."""
+
+    native: KernelSet | None = None
+    fallback: list[torch.library.Library] | None = None
+
+
+def load_kernels(cache_root: Path, mode: Mode) -> KernelSet:
+    """Make the kernels of ``mode`` active, building the library first where needed.
+
+    "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
+    to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
+    """
+    assert ops.LIBRARY.ns == ops.NAMESPACE
+    if mode == "aten":
+        return _activate_fallback("requested")
+    try:
+        return _activate_native(cache_root)
+    except CompileError as error:
+        if mode == "native":
+            raise
+        logger.warning("running without native kernels: %s", error)
+        return _activate_fallback(str(error))
+
+
+def _activate_fallback(reason: str) -> KernelSet:
+    if _Active.fallback is None:
+        _Active.fallback = fallback.register()
+    return KernelSet("aten", "aten", None, reason)
+
+
+def _activate_native(cache_root: Path) -> KernelSet:
+    if _Active.native is None:
+        _Active.native = _load(cache_root / "rbln" / "kernels")
+    for library in _Active.fallback or ():
+        library._destroy()
+    _Active.fallback = None
+    return _Active.native
+
+
+def _load(store: Path) -> KernelSet:
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        entry, reason = _find_or_build(store / build_key())
+        return _open_library(entry / _LIBRARY, reason)
+    except OSError as error:
+        if (store / build_key() / _RECORD).exists() or os.access(store, os.W_OK):
+            raise CompileError(f"the kernel library in {store} cannot be used: {error}") from error
+    # A private copy serves this process; the loaded library outlives its file.
+    with tempfile.TemporaryDirectory(prefix="rbln-kernels-") as private:
+        _build(Path(private))
+        return _open_library(Path(private) / _LIBRARY, f"built for this process: {store} is read-only")
+
+
+def _open_library(path: Path, reason: str) -> KernelSet:
+    torch.ops.load_library(str(path))
+    describe = ctypes.CDLL(str(path)).rbln_emulator_isa
+    describe.restype = ctypes.c_char_p
+    return KernelSet("native", describe().decode(), path, reason)
+
+
+def build_key() -> str:
+    """32 hex digits naming what a built library depends on."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCE_DIR.glob("*.cpp")) + sorted(_SOURCE_DIR.glob("*.h")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update("\0".join((*_FLAGS, torch.__version__, str(_TORCH_DIR), _cpu())).encode())
+    return digest.hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """The CPU's model and features, which is what -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), *(line for line in lines if line.startswith(wanted))])
+
+
+def _find_or_build(entry: Path) -> tuple[Path, str]:
+    if _is_intact(entry):
+        return entry, "loaded from the cache"
+    with _lock(entry.with_suffix(".lock")):
+        if _is_intact(entry):
+            return entry, "loaded from the cache"
+        damaged = entry.exists()
+        staging = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
+        try:
+            seconds = _build(staging)
+            if damaged:
+                shutil.rmtree(entry)
+            staging.rename(entry)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    why = "rebuilt, the cached library was damaged" if damaged else "built"
+    return entry, f"{why} in {seconds:.1f} s"
+
+
+def _is_intact(entry: Path) -> bool:
+    try:
+        record = json.loads((entry / _RECORD).read_text())
+        content = (entry / _LIBRARY).read_bytes()
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.get("sha256") == hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build(directory: Path) -> float:
+    """Compile and link into ``directory``; returns the seconds it took. Raises CompileError."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise CompileError("no C++ compiler: g++ is not on PATH")
+    began = time.monotonic()
+    objects = [str(directory / f"{name}.o") for name in _SOURCES]
+    commands = [_compile_command(compiler, n, o) for n, o in zip(_SOURCES, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
+    _run(_link_command(compiler, objects, directory / _LIBRARY))
+    for path in objects:
+        os.unlink(path)
+    seconds = time.monotonic() - began
+    digest = hashlib.sha256((directory / _LIBRARY).read_bytes()).hexdigest()
+    (directory / _RECORD).write_text(json.dumps({"sha256": digest, "build_seconds": seconds}))
+    return seconds
+
+
+def _compile_command(compiler: str, name: str, target: str) -> list[str]:
+    command = [compiler, "-c", *_FLAGS, str(_SOURCE_DIR / f"{name}.cpp"), "-o", target]
+    if name == "library":
+        # Glue code: torch's headers are nearly all of its cost, and optimising it buys nothing.
+        command += ["-O1", f"-I{_TORCH_DIR / 'include'}"]
+    return command
+
+
+def _link_command(compiler: str, objects: list[str], target: Path) -> list[str]:
+    folder = _TORCH_DIR / "lib"
+    return [
+        *(compiler, "-shared", "-o", str(target), *objects, f"-L{folder}"),
+        *("-ltorch_cpu", "-lc10", str(_torch_openmp()), "-Wl,--no-undefined"),
+    ]
+
+
+def _torch_openmp() -> Path:
+    """torch's bundled OpenMP runtime: a second one would run a second set of threads."""
+    for folder in (_TORCH_DIR / "lib", _TORCH_DIR.parent / "torch.libs"):
+        found = sorted(folder.glob("libgomp*.so*"))
+        if found:
+            return found[0]
+    raise CompileError(f"torch in {_TORCH_DIR} bundles no libgomp to share")
+
+
+def _run(command: list[str]) -> None:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"the kernel build failed: {error}") from error
+    if result.returncode != 0:
+        first = "\n".join(result.stderr.strip().splitlines()[:8])
+        raise CompileError(f"the kernel build failed: {' '.join(command[:2])} ...\n{first}")

@@ -1,0 +1,116 @@
+// The kernels' plain-pointer interface: what library.cpp calls and the kernel files define.
+//
+// Strides are in elements and the innermost dimension is always contiguous. Nothing here depends
+// on torch, so the kernel files compile in seconds.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+
+namespace rbln {
+
+enum class Dtype { f32, bf16, f16 };
+
+// Columns of one packed weight panel, in every layout and on every instruction set.
+inline constexpr int64_t kPanel = 16;
+
+// A parallel region costs microseconds, and changing the team's size makes libgomp rebuild it: so
+// it is either this thread alone or torch's whole team.
+inline int team_size(int64_t work, int64_t least_parallel_work) {
+  if (work < least_parallel_work || omp_in_parallel()) return 1;
+  return omp_get_max_threads();
+}
+
+struct LinearArgs {
+  Dtype dtype;
+  const void* x;  // [rows, depth], row stride x_stride
+  int64_t rows, depth, x_stride;
+  const void* packed;  // see pack_weight
+  const void* bias;    // [columns] or null
+  int64_t columns;
+  void* out;  // [rows, columns], contiguous
+};
+void linear(const LinearArgs& args);
+
+// weight [columns, depth] -> f32, f16: [columns/16, depth, 16]; bf16: [columns/16, depth/2, 16, 2].
+// Both counts are rounded up and the fill is zero.
+void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,
+                 int64_t column_stride, void* packed);
+
+struct NormArgs {
+  Dtype dtype;
+  const void* x;         // [rows, width], row stride x_stride
+  const void* residual;  // the same with residual_stride, or null
+  int64_t rows, width, x_stride, residual_stride;
+  const void* weight;  // [width], of dtype or (weight_is_f32) float
+  bool weight_is_f32;
+  float epsilon;
+  void* out;           // [rows, width], contiguous
+  void* residual_out;  // the same, or null
+};
+void rms_norm(const NormArgs& args);
+
+struct SiluArgs {
+  Dtype dtype;
+  const void* x;  // [rows, 2 * width], row stride x_stride
+  int64_t rows, width, x_stride;
+  void* out;  // [rows, width], contiguous
+};
+void silu_and_mul(const SiluArgs& args);
+
+struct RotaryArgs {
+  Dtype dtype;
+  const int64_t* positions;  // [rows], checked by the caller
+  const void* cache;         // [max_position, rotary_dim]: cosines, then sines; of dtype
+  int64_t cache_stride, rotary_dim, head_size;
+  bool is_neox;
+  int64_t rows;
+  struct Side {
+    const void* x;  // [rows, heads * head_size], row stride
+    int64_t heads, stride;
+    void* out;  // contiguous
+  } sides[2];
+};
+void rotary_embedding(const RotaryArgs& args);
+
+struct AttentionArgs {
+  Dtype dtype;
+  const void *q, *k, *v;
+  struct {
+    int64_t batch, head, group, token;
+  } q_stride, k_stride, v_stride;
+  void* cache;
+  struct {
+    int64_t block, kv, head, slot;
+  } cache_stride;
+  int64_t batch, kv_heads, group, length, head_size, block_size, table_width;
+  const int64_t* starts;  // [batch]
+  const int64_t* tables;  // [batch, table_width], checked by the caller where they are used
+  float scale;
+  const float* sinks;  // [kv_heads, group] or null
+  void* out;           // [batch, length, kv_heads, group, head_size], contiguous
+};
+void causal_attention(const AttentionArgs& args);
+
+// Calls f(T*) for the element type: a null pointer that carries the type.
+#define RBLN_DISPATCH(dtype, T, ...)   \
+  switch (dtype) {                     \
+    case ::rbln::Dtype::f32: {         \
+      using T = float;                 \
+      __VA_ARGS__;                     \
+      break;                           \
+    }                                  \
+    case ::rbln::Dtype::bf16: {        \
+      using T = ::rbln::bf16;          \
+      __VA_ARGS__;                     \
+      break;                           \
+    }                                  \
+    case ::rbln::Dtype::f16: {         \
+      using T = ::rbln::f16;           \
+      __VA_ARGS__;                     \
+      break;                           \
+    }                                  \
+  }
+
+}  // namespace rbln

@@ -1,0 +1,272 @@
+// x W^T + bias over packed weights.
+//
+// A tile of panels is multiplied by every row group, depth block by depth block, so that a block is
+// fetched from memory once and stays in L1; weights narrower than f32 are widened in registers.
+// While a block is multiplied the next one is prefetched. A single group (decode: the limit is
+// bandwidth) runs through the whole depth at once.
+#include <algorithm>
+#include <vector>
+
+#include "kernels.h"
+#include "tile.h"
+
+namespace rbln {
+namespace {
+
+constexpr int kPanelVectors = int(kPanel) / kLanes;
+constexpr int kTilePanels = kTileColumns / int(kPanel);
+constexpr int64_t kDepthBlock = 256;      // depth rows of a panel: at most half of a small L1
+constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
+constexpr int64_t kSerialWork = 1 << 16;  // multiply-adds worth less than waking the team
+constexpr int64_t kAhead = 4096;          // bytes a lone group prefetches ahead of its use
+
+// How an element type lies in a panel. `kStep` depth rows share each 64 or 128 bytes.
+template <class T>
+struct Layout {
+  static constexpr int kStep = 1;
+  // Columns [v * kLanes, ...) of depth row t + step.
+  static inline __attribute__((always_inline)) VecF columns(const T* row, int /*step*/, int v) {
+    return load(row + v * kLanes);
+  }
+};
+
+template <>
+struct Layout<bf16> {
+  static constexpr int kStep = 2;
+  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int step, int v) {
+    // The second read goes to L1 again: holding the words would cost the tile its registers.
+    if (step == 1) asm("" : "+r"(row));
+    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
+    return step == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
+  }
+};
+
+int64_t padded_depth(Dtype dtype, int64_t depth) {
+  return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
+}
+
+// Activations as the tiles read them: per row group [depth][rows of the group], widened to f32.
+struct Activations {
+  RowGroups groups;
+  int64_t depth;  // padded
+  float* data;
+
+  const float* group(int64_t g, int64_t t) const {
+    return data + groups.begin(g) * depth + t * groups.size(g);
+  }
+};
+
+template <class T>
+void interleave_group(const LinearArgs& args, const Activations& to, int64_t g) {
+  const int size = to.groups.size(g);
+  float* target = to.data + to.groups.begin(g) * to.depth;
+  for (int r = 0; r < size; ++r) {
+    const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
+    float wide[kLanes];
+    for (int64_t t = 0; t < args.depth; t += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, args.depth - t);
+      store(wide, load_some(row + t, count));
+      for (int64_t i = 0; i < count; ++i) target[(t + i) * size + r] = wide[i];
+    }
+    for (int64_t t = args.depth; t < to.depth; ++t) target[t * size + r] = 0.0f;
+  }
+}
+
+template <class T, int R, int C>
+void write_tile(const LinearArgs& args, int64_t row, int64_t column, VecF (&acc)[R][C]) {
+  for (int c = 0; c < C; ++c) {
+    const int64_t first = column + c * kLanes;
+    const int64_t count = std::min<int64_t>(kLanes, args.columns - first);
+    if (count <= 0) return;
+    const VecF bias = args.bias == nullptr
+                          ? VecF{}
+                          : load_some(static_cast<const T*>(args.bias) + first, count);
+    for (int r = 0; r < R; ++r) {
+      const VecF value = args.bias == nullptr ? acc[r][c] : acc[r][c] + bias;
+      store_some(static_cast<T*>(args.out) + (row + r) * args.columns + first, value, count);
+    }
+  }
+}
+
+// A group's sums between depth blocks: [rows][C * kLanes] floats.
+template <int R, int C>
+void load_sums(const float* sums, VecF (&acc)[R][C]) {
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = load(sums + (r * C + c) * kLanes);
+}
+
+template <int R, int C>
+void store_sums(float* sums, const VecF (&acc)[R][C]) {
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
+}
+
+template <class T>
+const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
+  const int64_t last = (args.columns + kPanel - 1) / kPanel - 1;
+  // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
+  return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
+}
+
+// What a tile prefetches: `step` bytes per layout step, from one address per panel.
+template <int P>
+struct Ahead {
+  const char* address[P];
+  int64_t step;
+};
+
+// acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t)
+template <class T, int R, int P>
+inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
+                            VecF (&acc)[R][P * kPanelVectors]) {
+  constexpr int kStep = Layout<T>::kStep, C = P * kPanelVectors;
+  for (int64_t t = 0; t < depths; t += kStep) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      __builtin_prefetch(ahead.address[p]);
+      ahead.address[p] += ahead.step;
+    }
+#pragma GCC unroll 2
+    for (int step = 0; step < kStep; ++step) {
+      VecF columns[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c)
+        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], step, c % kPanelVectors);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const VecF row = broadcast(a[step * R + r]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
+      }
+    }
+    a += kStep * R;
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) panels[p] += kStep * kPanel;
+  }
+}
+
+// One work item: the row groups [first, last) against the tile of panels at `panel`.
+template <class T>
+struct Item {
+  const LinearArgs& args;
+  const Activations& x;
+  int64_t first, last, panel;
+
+  // One group over depths [begin, end), its sums continued from and left in `sums`.
+  template <int R, int P>
+  void tile(int64_t g, int64_t begin, int64_t end, float* sums) const {
+    constexpr int64_t kStepBytes = Layout<T>::kStep * kPanel * int64_t(sizeof(T));
+    const int64_t groups = last - first, block = end - begin;
+    const T* panels[P];
+    Ahead<P> ahead;
+    ahead.step = kStepBytes / groups;
+    for (int p = 0; p < P; ++p) {
+      panels[p] = panel_at<T>(args, x.depth, panel + p) + begin * kPanel;
+      // A lone group runs ahead of itself, several share the fetching of the next block.
+      const auto* here = reinterpret_cast<const char*>(panels[p]);
+      ahead.address[p] = groups == 1 ? here + kAhead
+                                     : here + block * kPanel * int64_t(sizeof(T)) +
+                                           (g - first) * ahead.step * block / Layout<T>::kStep;
+    }
+    VecF acc[R][P * kPanelVectors] = {};
+    if (begin > 0) load_sums(sums, acc);
+    multiply_panels<T, R, P>(panels, x.group(g, begin), block, ahead, acc);
+    if (end < x.depth) return store_sums(sums, acc);
+    write_tile<T>(args, x.groups.begin(g), panel * kPanel, acc);
+  }
+
+  void run(bool wide) const {
+    alignas(64) float sums[(kRowBlock + kMaxTileRows) * kTileColumns];
+    const int64_t row0 = x.groups.begin(first);
+    const int64_t block = last - first == 1 ? x.depth : kDepthBlock;
+    for (int64_t begin = 0; begin < x.depth; begin += block) {
+      const int64_t end = std::min(begin + block, x.depth);
+      for (int64_t g = first; g < last; ++g) {
+        float* partial = sums + (x.groups.begin(g) - row0) * kTileColumns;
+        with_rows(x.groups.size(g), [&]<int R>() {
+          // Few rows leave registers free for more panels: more independent chains, more loads.
+          if constexpr (is_wide(R)) {
+            if (wide) return tile<R, 2 * kTilePanels>(g, begin, end, nullptr);
+          }
+          tile<R, kTilePanels>(g, begin, end, partial);
+        });
+      }
+    }
+  }
+
+  static constexpr bool is_wide(int rows) { return 3 * rows <= kMaxTileRows; }
+};
+
+struct Buffer {
+  std::vector<float> memory;
+  float* take(int64_t count) {
+    if (int64_t(memory.size()) < count + 16) memory.resize(size_t(count + 16));
+    const auto address = reinterpret_cast<uintptr_t>(memory.data());
+    return reinterpret_cast<float*>((address + 63) / 64 * 64);
+  }
+};
+
+template <class T>
+void run(const LinearArgs& args) {
+  thread_local Buffer buffer;
+  const int64_t depth = padded_depth(args.dtype, args.depth);
+  const Activations x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
+  const int64_t panels = (args.columns + kPanel - 1) / kPanel;
+  const bool wide = x.groups.count == 1 && Item<T>::is_wide(x.groups.size(0));
+  const int64_t width = wide ? 2 * kTilePanels : kTilePanels;
+  const int64_t tiles = (panels + width - 1) / width;
+  const int64_t block_groups = kRowBlock / kMaxTileRows;
+  const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
+  const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
+  const bool serial_interleave = args.rows * depth < (1 << 14);
+  if (serial_interleave)
+    for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    if (!serial_interleave) {
+#pragma omp for schedule(static)
+      for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
+    }
+#pragma omp for schedule(dynamic, 4)
+    for (int64_t item = 0; item < row_blocks * tiles; ++item) {
+      const int64_t first = item / tiles * block_groups;
+      const int64_t last = std::min(first + block_groups, x.groups.count);
+      Item<T>{args, x, first, last, item % tiles * width}.run(wide);
+    }
+  }
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+  if (args.rows == 0 || args.columns == 0) return;
+  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+}
+
+void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,
+                 int64_t column_stride, void* packed) {
+  const int64_t panels = (columns + kPanel - 1) / kPanel;
+  const int64_t padded = padded_depth(dtype, depth);
+  const int64_t pair = dtype == Dtype::bf16 ? 2 : 1;
+  const auto pack = [&]<class Word>(const Word* source, Word* target) {
+#pragma omp parallel for schedule(static) num_threads(team_size(columns * depth, kSerialWork))
+    for (int64_t p = 0; p < panels; ++p) {
+      Word* panel = target + p * padded * kPanel;
+      for (int64_t t = 0; t < padded; ++t) {
+        Word* row = panel + t / pair * pair * kPanel + t % pair;
+        for (int64_t c = 0; c < kPanel; ++c) {
+          const int64_t column = p * kPanel + c;
+          const bool inside = column < columns && t < depth;
+          row[c * pair] = inside ? source[column * column_stride + t] : Word(0);
+        }
+      }
+    }
+  };
+  if (dtype == Dtype::f32) {
+    pack(static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(packed));
+  } else {
+    pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed));
+  }
+}
+
+}  // namespace rbln

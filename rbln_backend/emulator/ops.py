@@ -1,0 +1,78 @@
+"""Schemas and shape functions of the ops in ``torch.ops.rbln_emulator``.
+
+Importing this module defines the ops, whatever implements them later (``build.load_kernels``). All
+outputs are fresh and contiguous; inputs may be strided and are never written. Element types are
+float32, bfloat16 and float16 with float32 accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbln_backend.emulator.packing import packed_shape
+
+NAMESPACE = "rbln_emulator"
+SCHEMAS = {
+    "pack_linear_weight": "(Tensor weight) -> Tensor",
+    "linear": "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
+    "fused_add_rms_norm": (
+        "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
+    ),
+    "silu_and_mul": "(Tensor x) -> Tensor",
+    "rotary_embedding": (
+        "(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, int head_size, bool is_neox)"
+        " -> (Tensor, Tensor)"
+    ),
+}
+
+
+def _pack_linear_weight(weight: Tensor) -> Tensor:
+    out_features, in_features = weight.shape
+    return weight.new_empty(packed_shape(weight.dtype, out_features, in_features))
+
+
+def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fused_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _rotary_embedding(
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+_FAKES = {
+    "pack_linear_weight": _pack_linear_weight,
+    "linear": _linear,
+    "rms_norm": _rms_norm,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+    "silu_and_mul": _silu_and_mul,
+    "rotary_embedding": _rotary_embedding,
+}
+
+
+def _define() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=library)
+    return library
+
+
+LIBRARY = _define()

@@ -1,0 +1,260 @@
+// Vectors of float: the one place that knows the instruction set.
+//
+// GCC vector extensions carry the arithmetic, so the same source gives AVX-512, AVX2 or a portable
+// 4-lane build; intrinsics appear only where the extensions have no spelling (FMA, half precision,
+// the bf16 dot product). Built with -ffp-contract=off: a product and a sum are fused exactly where
+// fma() is written, which is what makes every code path round alike.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace rbln {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define RBLN_AVX512 1
+#define RBLN_HAS_FMA 1
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__) && defined(__FMA__)
+#define RBLN_AVX2 1
+#define RBLN_HAS_FMA 1
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+
+#if defined(RBLN_AVX512) && defined(__AVX512BF16__) && !defined(RBLN_NO_BF16_DOT)
+#define RBLN_BF16_DOT 1
+#endif
+
+template <int N>
+struct VecTypes {
+  typedef float F __attribute__((vector_size(N * 4)));
+  typedef int32_t I __attribute__((vector_size(N * 4)));
+  typedef uint32_t U __attribute__((vector_size(N * 4)));
+  typedef uint16_t H __attribute__((vector_size(N * 2)));
+};
+using VecF = VecTypes<kLanes>::F;
+using VecI = VecTypes<kLanes>::I;
+using VecU = VecTypes<kLanes>::U;
+using VecH = VecTypes<kLanes>::H;
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+template <class V>
+inline V load_raw(const void* source) {
+  V value;
+  std::memcpy(&value, source, sizeof(V));
+  return value;
+}
+
+template <class V>
+inline void store_raw(void* target, V value) {
+  std::memcpy(target, &value, sizeof(V));
+}
+
+template <class To, class From>
+inline To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+inline VecF broadcast(float value) {
+  return value - VecF{};
+}
+
+inline VecF fma(VecF a, VecF b, VecF c) {
+#if defined(RBLN_AVX512)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(RBLN_AVX2)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline VecF max(VecF a, VecF b) {
+  return a > b ? a : b;
+}
+
+// ---- conversions -------------------------------------------------------------------------------
+
+inline float half_to_float(uint16_t bits) {
+  const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+  const uint32_t magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return bit_cast<float>(sign | 0x7f800000u | (magnitude << 13));
+  // Half's denormals become normal floats through one exact multiplication.
+  const float scaled = bit_cast<float>(magnitude << 13) * bit_cast<float>(0x77800000u);
+  return bit_cast<float>(sign | bit_cast<uint32_t>(scaled));
+}
+
+inline uint16_t float_to_half(float value) {
+  const uint32_t bits = bit_cast<uint32_t>(value);
+  const uint16_t sign = uint16_t((bits >> 16) & 0x8000u);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
+  if (magnitude < 0x38800000u) {  // a denormal half: the float addition does the rounding
+    const float shifted = bit_cast<float>(magnitude) + 0.5f;
+    return sign | uint16_t(bit_cast<uint32_t>(shifted) - 0x3f000000u);
+  }
+  const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
+  return sign | uint16_t(rounded >> 13);
+}
+
+template <int N>
+inline typename VecTypes<N>::F widen(const float* source) {
+  return load_raw<typename VecTypes<N>::F>(source);
+}
+
+template <int N>
+inline typename VecTypes<N>::F widen(const bf16* source) {
+  const auto half = load_raw<typename VecTypes<N>::H>(source);
+  const auto word = __builtin_convertvector(half, typename VecTypes<N>::U) << 16;
+  return (typename VecTypes<N>::F)word;
+}
+
+template <int N>
+inline typename VecTypes<N>::F widen(const f16* source) {
+#if defined(RBLN_AVX512)
+  if constexpr (N == 16) return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)source));
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
+#endif
+  typename VecTypes<N>::F result;
+  for (int i = 0; i < N; ++i) result[i] = half_to_float(source[i].bits);
+  return result;
+}
+
+template <class T>
+inline VecF load(const T* source) {
+  return widen<kLanes>(source);
+}
+
+// Round to nearest even; a NaN stays one.
+inline VecU bf16_words(VecF value) {
+  const VecU bits = (VecU)value;
+  const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return value != value ? VecU{} + 0x7fc0u : rounded;
+}
+
+inline void store(float* target, VecF value) { store_raw(target, value); }
+
+inline void store(bf16* target, VecF value) {
+  store_raw(target, __builtin_convertvector(bf16_words(value), VecH));
+}
+
+inline void store(f16* target, VecF value) {
+#if defined(RBLN_AVX512)
+  _mm256_storeu_si256((__m256i*)target, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__) && defined(RBLN_AVX2)
+  _mm_storeu_si128((__m128i*)target, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) target[i].bits = float_to_half(value[i]);
+#endif
+}
+
+// The value as T would hold it.
+template <class T>
+inline VecF rounded_to(VecF value) {
+  if constexpr (sizeof(T) == 4) {
+    return value;
+  } else {
+    T stored[kLanes];
+    store(stored, value);
+    return load(stored);
+  }
+}
+
+template <>
+inline VecF rounded_to<bf16>(VecF value) {
+  return (VecF)(bf16_words(value) << 16);
+}
+
+// The first `count` (1..kLanes) elements; the rest of the vector is zero.
+template <class T>
+inline VecF load_some(const T* source, int64_t count) {
+  if (count >= kLanes) return load(source);
+  T whole[kLanes] = {};
+  std::memcpy(whole, source, size_t(count) * sizeof(T));
+  return load(whole);
+}
+
+template <class T>
+inline void store_some(T* target, VecF value, int64_t count) {
+  if (count >= kLanes) return store(target, value);
+  T whole[kLanes];
+  store(whole, value);
+  std::memcpy(target, whole, size_t(count) * sizeof(T));
+}
+
+// ---- reductions and functions ------------------------------------------------------------------
+
+template <int N, class Combine>
+inline float reduce(typename VecTypes<N>::F value, Combine combine) {
+  if constexpr (N == 2) {
+    return combine(value[0], value[1]);
+  } else {
+    using Half = typename VecTypes<N / 2>::F;
+    Half low, high;
+    std::memcpy(&low, &value, sizeof(Half));
+    std::memcpy(&high, reinterpret_cast<const char*>(&value) + sizeof(Half), sizeof(Half));
+    return reduce<N / 2>(combine(low, high), combine);
+  }
+}
+
+inline float reduce_sum(VecF value) {
+  return reduce<kLanes>(value, [](auto a, auto b) { return a + b; });
+}
+
+inline float reduce_max(VecF value) {
+  return reduce<kLanes>(value, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// e^x to about 1 ulp; exactly 1 at 0, 0 below -87.3, saturating near the largest float.
+inline VecF exp(VecF x) {
+  const VecF low = broadcast(-87.33f), high = broadcast(88.37f), magic = broadcast(12582912.0f);
+  const VecI underflow = x < low;
+  x = underflow ? low : x;
+  x = x > high ? high : x;
+  const VecF shifted = fma(x, broadcast(1.44269504f), magic);
+  const VecF n = shifted - magic;
+  VecF r = fma(n, broadcast(-0.693359375f), x);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  VecF p = broadcast(1.98412698e-4f);
+  p = fma(p, r, broadcast(1.38888889e-3f));
+  p = fma(p, r, broadcast(8.33333333e-3f));
+  p = fma(p, r, broadcast(4.16666667e-2f));
+  p = fma(p, r, broadcast(1.66666667e-1f));
+  p = fma(p, r, broadcast(0.5f));
+  p = fma(p, r, broadcast(1.0f));
+  p = fma(p, r, broadcast(1.0f));
+  const VecI exponent = ((VecI)shifted - (VecI)magic + 127) << 23;
+  return underflow ? VecF{} : p * (VecF)exponent;
+}
+
+inline const char* isa_name() {
+#if defined(RBLN_BF16_DOT)
+  return "avx512_bf16";
+#elif defined(RBLN_AVX512)
+  return "avx512";
+#elif defined(RBLN_AVX2)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+
+}  // namespace rbln

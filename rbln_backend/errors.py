@@ -1,0 +1,53 @@
+"""Every error the backend raises on purpose.
+
+    RblnError
+    |-- ConfigError            (ValueError)    a setting is unknown, malformed or impossible
+    |-- BucketError            (ValueError)    a bucket table is invalid, or no bucket fits
+    |-- UnsupportedModelError  (ValueError)    the model cannot run here, with the reason
+    |-- DeviceMemoryError      (MemoryError)   weights or KV cache do not fit on the device
+    |-- CompileError           (RuntimeError)  a graph could not be compiled or built
+    |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
+    `-- ArtifactError                          a stored artifact cannot be used
+        `-- CorruptArtifactError               its bytes differ from what its manifest promises
+
+The built-in second bases let callers that know nothing of this package (vLLM, argparse)
+treat each error as what it is.
+"""
+
+from __future__ import annotations
+
+
+class RblnError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(RblnError, ValueError):
+    """A setting names an unknown option or holds a value that is not allowed."""
+
+
+class BucketError(RblnError, ValueError):
+    """A bucket table cannot be built, or no bucket holds the requested size."""
+
+
+class UnsupportedModelError(RblnError, ValueError):
+    """The model, its quantisation or its layers cannot run on this device."""
+
+
+class DeviceMemoryError(RblnError, MemoryError):
+    """The device has too little memory for the weights or for one KV cache block."""
+
+
+class CompileError(RblnError, RuntimeError):
+    """A graph could not be captured, compiled or loaded."""
+
+
+class UncompiledShapeError(CompileError):
+    """A step asked for a shape that warm-up did not compile."""
+
+
+class ArtifactError(RblnError):
+    """A stored artifact cannot be used."""
+
+
+class CorruptArtifactError(ArtifactError):
+    """A stored artifact is damaged: missing, truncated or altered."""

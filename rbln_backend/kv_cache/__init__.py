@@ -1,0 +1,1 @@
+"""The paged KV cache: layout arithmetic and tensors."""

@@ -1,0 +1,252 @@
+"""The start-up narrative: what each worker is doing, for the terminal and for the API process.
+
+Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API process folds the
+files of all ranks. Invariants (tests/unit/backend/test_progress.py): a line is written with
+one system call, so that a reader sees whole lines plus at most one half-written last line;
+the phase `init` begins a rank's story anew; failing to write never stops a start-up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+logger = logging.getLogger(__name__)
+
+PHASES: tuple[str, ...] = ("init", "load", "compile", "warmup", "ready")
+"""The phases of a start-up, in order."""
+
+_BAR_WIDTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class GraphProgress:
+    """One graph: `state` is pending, running or done; `result` is compiled or loaded."""
+
+    name: str
+    state: str
+    result: str | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressSnapshot:
+    """The story so far over all ranks.
+
+    A graph counts as done when every rank that planned it is done with it; its seconds are
+    those of the slowest rank. `eta_s` is None while no graph is done. `updated` is the Unix
+    time of the latest event, None before the first.
+    """
+
+    phase: str
+    graphs_total: int
+    graphs_done: int
+    graphs: list[GraphProgress]
+    eta_s: float | None
+    detail: str
+    updated: float | None
+
+
+class ProgressWriter:
+    """Tells one rank's start-up; `terminal` is None for the ranks that stay silent.
+
+    On a tty one bar is redrawn in place, elsewhere each graph gets a line of its own.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: int, terminal: TextIO | None) -> None:
+        self._file: BinaryIO | None = None
+        self._terminal = terminal
+        self._redraws = terminal is not None and terminal.isatty()
+        self._planned: list[str] = []
+        self._num_done = 0
+        if run_dir is not None:
+            self._open(run_dir / f"progress-{rank}.jsonl")
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Enter a phase; `detail` says in a few words what it does."""
+        if name not in PHASES:
+            raise ValueError(f"Unknown phase {name!r}, valid choices: {', '.join(PHASES)}")
+        if name == "init":
+            self._planned, self._num_done = [], 0
+        self._append({"event": "phase", "name": name, "detail": detail})
+        self._print(f"{name}: {detail}" if detail else name)
+
+    def plan(self, graphs: list[str]) -> None:
+        """Announce the graphs to compile or load, in order."""
+        self._planned, self._num_done = list(graphs), 0
+        self._append({"event": "plan", "graphs": self._planned})
+
+    def graph_started(self, name: str) -> None:
+        """Say that work on a graph begins."""
+        self._append({"event": "graph_started", "name": name})
+        if self._redraws:
+            self._draw(name)
+
+    def graph_done(self, name: str, result: str, seconds: float) -> None:
+        """Say that a graph was `compiled` or `loaded`, and in how many seconds."""
+        self._num_done += 1
+        self._append(
+            {"event": "graph_done", "name": name, "result": result, "seconds": round(seconds, 6)}
+        )
+        summary = f"{name} {result} in {seconds:.2f} s"
+        if self._redraws:
+            self._draw(summary, end="\n" if self._num_done >= len(self._planned) else "")
+        else:
+            self._print(f"[{self._num_done}/{len(self._planned)}] {summary}")
+
+    def close(self) -> None:
+        """Close the file; the story stays readable."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            logger.warning("No start-up progress for other processes: %s", error)
+
+    def _append(self, event: dict[str, object]) -> None:
+        if self._file is None:
+            return
+        line = json.dumps({"time": time.time(), **event}) + "\n"
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            logger.warning("No further start-up progress for other processes: %s", error)
+            self.close()
+
+    def _draw(self, text: str, end: str = "") -> None:
+        total = max(len(self._planned), self._num_done, 1)
+        filled = _BAR_WIDTH * self._num_done // total
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        # Erase to the end of the line: the previous text may have been longer.
+        self._emit(f"\r[{bar}] {self._num_done}/{total} {text}\x1b[K{end}")
+
+    def _print(self, text: str) -> None:
+        self._emit(f"rbln: {text}\n")
+
+    def _emit(self, text: str) -> None:
+        if self._terminal is None:
+            return
+        try:
+            self._terminal.write(text)
+            self._terminal.flush()
+        except (OSError, ValueError):
+            # A closed terminal or pipe: the service goes on without its narrator.
+            self._terminal = None
+
+
+@dataclass(slots=True)
+class _RankStory:
+    """What one rank has told so far; `offset` is the first byte not folded yet."""
+
+    offset: int = 0
+    phase: str = "init"
+    detail: str = ""
+    updated: float | None = None
+    graphs: dict[str, GraphProgress] = field(default_factory=dict)
+
+    def fold(self, event: dict[str, Any]) -> None:
+        """Take one event in; an unknown kind of event only moves the clock."""
+        self.updated = float(event["time"])
+        kind = event["event"]
+        if kind == "phase":
+            self._enter(event["name"], event["detail"])
+        elif kind == "plan":
+            self.graphs = {g: GraphProgress(g, "pending", None, None) for g in event["graphs"]}
+        elif kind == "graph_started":
+            name = event["name"]
+            self.graphs[name] = GraphProgress(name, "running", None, None)
+        elif kind == "graph_done":
+            name = event["name"]
+            self.graphs[name] = GraphProgress(name, "done", event["result"], event["seconds"])
+
+    def _enter(self, phase: str, detail: str) -> None:
+        if phase not in PHASES:
+            raise ValueError(f"Unknown phase {phase!r}")
+        if phase == "init":
+            self.graphs = {}
+        self.phase, self.detail = phase, detail
+
+
+class ProgressReader:
+    """Follows the files of all ranks in `run_dir`; each poll reads only what is new."""
+
+    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._stories: dict[str, _RankStory] = {}
+
+    def poll(self) -> ProgressSnapshot:
+        """Read the new lines of every rank and return the folded story."""
+        for path in sorted(self._run_dir.glob("progress-*.jsonl")):
+            self._read(path)
+        stories = list(self._stories.values())
+        if not stories:
+            return ProgressSnapshot("init", 0, 0, [], None, "", None)
+        slowest = min(stories, key=lambda story: PHASES.index(story.phase))
+        graphs = _merge([story.graphs for story in stories])
+        num_done = sum(graph.state == "done" for graph in graphs)
+        times = [story.updated for story in stories if story.updated is not None]
+        updated = max(times, default=None)
+        return ProgressSnapshot(
+            phase=slowest.phase,
+            graphs_total=len(graphs),
+            graphs_done=num_done,
+            graphs=graphs,
+            eta_s=_eta(slowest.phase, graphs, updated, self._clock()),
+            detail=slowest.detail,
+            updated=updated,
+        )
+
+    def _read(self, path: Path) -> None:
+        story = self._stories.setdefault(path.name, _RankStory())
+        try:
+            with path.open("rb") as file:
+                file.seek(story.offset)
+                data = file.read()
+        except OSError:
+            return
+        end = data.rfind(b"\n") + 1
+        story.offset += end
+        for line in data[:end].splitlines():
+            try:
+                story.fold(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                logger.warning("Skipped a malformed progress line in %s", path)
+
+
+def _merge(ranks: Sequence[dict[str, GraphProgress]]) -> list[GraphProgress]:
+    """Fold the same graph of several ranks into one, in the order of the plans."""
+    names = dict.fromkeys(name for graphs in ranks for name in graphs)
+    return [_merge_one([graphs[name] for graphs in ranks if name in graphs]) for name in names]
+
+
+def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
+    states = {part.state for part in parts}
+    name = parts[0].name
+    if states != {"done"}:
+        state = "pending" if states == {"pending"} else "running"
+        return GraphProgress(name, state, None, None)
+    result = "compiled" if any(part.result == "compiled" for part in parts) else "loaded"
+    return GraphProgress(name, "done", result, max(part.seconds or 0.0 for part in parts))
+
+
+def _eta(
+    phase: str, graphs: list[GraphProgress], updated: float | None, now: float
+) -> float | None:
+    """Return the seconds that the remaining graphs take at the mean pace of the done ones."""
+    if phase == "ready":
+        return 0.0
+    done = [graph.seconds or 0.0 for graph in graphs if graph.state == "done"]
+    if not done or updated is None:
+        return None
+    remaining = (len(graphs) - len(done)) * sum(done) / len(done)
+    return max(0.0, remaining - max(0.0, now - updated))

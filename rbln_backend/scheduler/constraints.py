@@ -1,0 +1,39 @@
+"""The device's scheduling rules as pure predicates.
+
+One step is either one chunk of one request's prefill, or one token of each decoding request.
+"""
+
+from __future__ import annotations
+
+
+def is_prefill(num_computed_tokens: int, num_tokens: int) -> bool:
+    """Whether a request still needs a prefill chunk.
+
+    A request with a single token left is ready to decode: a one-token prompt, or a prompt whose
+    prefix hit leaves one token, joins a decode batch directly.
+    """
+    return num_computed_tokens < num_tokens - 1
+
+
+def prefill_block_reason(
+    *,
+    num_prefilling: int,
+    num_waiting: int,
+    num_running: int,
+    max_num_seqs: int,
+    decodes_owed: bool,
+) -> str | None:
+    """Why this step cannot be a prefill step, or None.
+
+    ``decodes_owed``: decoding requests exist and the previous step was a prefill; alternating
+    bounds the time between two tokens of a stream by one chunk.
+    """
+    if decodes_owed:
+        return "decoding requests take this step: a prefill chunk ran in the previous one"
+    if num_prefilling > 0:
+        return None
+    if num_waiting == 0:
+        return "no request waits"
+    if num_running >= max_num_seqs:
+        return f"all {max_num_seqs} sequence slots are taken"
+    return None

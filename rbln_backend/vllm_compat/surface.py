@@ -1,0 +1,97 @@
+"""Every upstream vLLM 0.30 name the backend builds on, imported here once.
+
+A release that moves one of them breaks this module and nothing else; ``tests`` import it to say
+which. Nothing upstream is patched: ``patches`` in this package is the ledger, and it is empty.
+"""
+
+from __future__ import annotations
+
+import vllm.version
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
+from vllm.v1.request import Request
+from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+VLLM_VERSION = str(vllm.version.__version__)
+
+__all__ = [
+    "VLLM_VERSION",
+    "EMPTY_MODEL_RUNNER_OUTPUT",
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionLayerBase",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionSpec",
+    "AttentionType",
+    "CachedRequestState",
+    "CompilationTimes",
+    "CustomOp",
+    "FullAttentionSpec",
+    "GrammarOutput",
+    "InputBatch",
+    "KVCacheConfig",
+    "KVCacheLayout",
+    "KVCacheSpec",
+    "Llama3RotaryEmbedding",
+    "LogprobsTensors",
+    "ModelRunnerOutput",
+    "MultipleOf",
+    "NewRequestData",
+    "RMSNorm",
+    "Request",
+    "RotaryEmbedding",
+    "Sampler",
+    "SamplerOutput",
+    "Scheduler",
+    "SchedulerOutput",
+    "SiluAndMul",
+    "VllmConfig",
+    "WorkerBase",
+    "apply_grammar_bitmask",
+    "build_logitsprocs",
+    "get_current_vllm_config",
+    "get_model_loader",
+    "init_logger",
+    "init_worker_distributed_environment",
+    "set_current_vllm_config",
+    "set_forward_context",
+    "set_random_seed",
+]

@@ -1,0 +1,1 @@
+"""One rank: the device, the weights, the graphs and the step loop."""

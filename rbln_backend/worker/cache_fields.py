@@ -1,0 +1,61 @@
+"""The part of a cache key that all graphs of one server share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rbln_backend
+from rbln_backend.config import RblnConfig
+from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
+
+# Fields of a Hugging Face config that say where a model came from, not what it computes.
+_PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
+# Sources whose text decides what a captured graph holds.
+_GRAPH_SOURCES = ("attention", "compiler", "emulator", "worker/graph_functions.py")
+
+
+def cache_fields(config: VllmConfig, rbln: RblnConfig, num_partitions: int) -> dict[str, Any]:
+    """Everything besides device, phase and bucket that changes a graph; weights do not."""
+    model, parallel = config.model_config, config.parallel_config
+    hf_config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _PROVENANCE}
+    # Label maps have integer keys and some fields hold dtypes; JSON has neither.
+    hf_config = json.loads(json.dumps(hf_config, default=str))
+    return {
+        "model": hf_config,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_dtype": config.cache_config.cache_dtype,
+        "block_size": config.cache_config.block_size,
+        "num_partitions": num_partitions,
+        "max_model_len": model.max_model_len,
+        "parallel": {
+            "tensor": parallel.tensor_parallel_size,
+            "pipeline": parallel.pipeline_parallel_size,
+            "data": parallel.data_parallel_size,
+            "expert": parallel.enable_expert_parallel,
+            "rank": parallel.rank,
+        },
+        "rbln": rbln.graph_fields(),
+        "torch": torch.__version__,
+        "vllm": VLLM_VERSION,
+        "backend_sources": sources_digest(),
+    }
+
+
+def sources_digest() -> str:
+    """SHA-256 over the sources that shape graphs, so that an upgrade never reads old programs."""
+    root = Path(rbln_backend.__file__).parent
+    digest = hashlib.sha256()
+    for entry in _GRAPH_SOURCES:
+        path = root / entry
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.relative_to(root).as_posix().encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

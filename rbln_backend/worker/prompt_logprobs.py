@@ -1,0 +1,70 @@
+"""Log-probabilities of prompt tokens, gathered chunk by chunk during prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rbln_backend.vllm_compat.surface import CachedRequestState, LogprobsTensors, Sampler
+
+# (hidden rows [n, H]) -> logits [n, V] in the model's dtype.
+LogitsOf = Callable[[Tensor], Tensor]
+
+
+class PromptLogprobs:
+    """Collects ``prompt_logprobs`` of requests that ask for them."""
+
+    def __init__(self, sampler: Sampler, logits_of: LogitsOf, vocab_size: int) -> None:
+        self._sampler = sampler
+        self._logits_of = logits_of
+        self._vocab_size = vocab_size
+
+    def collect(
+        self, request: CachedRequestState, hidden: Tensor | None, num_tokens: int
+    ) -> LogprobsTensors | None:
+        """Score one chunk of ``num_tokens`` tokens; the whole prompt's table when it is complete.
+
+        ``hidden`` [>= num_tokens, H], or None for a one-token step, which has nothing to score:
+        a row predicts the next prompt token, and the last row predicts a generated one.
+        """
+        wanted = self._num_wanted(request)
+        if wanted is None or request.prompt_token_ids is None:
+            return None
+        prompt = request.prompt_token_ids
+        start = request.num_computed_tokens
+        # A preempted request recomputes a prompt that was already reported.
+        if start >= len(prompt) or request.output_token_ids:
+            return None
+        table = request.in_progress_prompt_logprobs_cpu
+        if table is None:
+            table = LogprobsTensors.empty_cpu(len(prompt) - 1, wanted + 1)
+            request.in_progress_prompt_logprobs_cpu = table
+        count = min(num_tokens, len(prompt) - 1 - start)
+        if count > 0 and hidden is not None:
+            targets = torch.tensor(prompt[start + 1 : start + 1 + count])
+            self._score(table, hidden[:count], targets, start, wanted)
+        if start + num_tokens < len(prompt):
+            return None
+        request.in_progress_prompt_logprobs_cpu = None
+        return table
+
+    def _num_wanted(self, request: CachedRequestState) -> int | None:
+        params = request.sampling_params
+        if params is None or params.prompt_logprobs is None:
+            return None
+        return self._vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
+
+    def _score(
+        self, table: LogprobsTensors, hidden: Tensor, targets: Tensor, start: int, wanted: int
+    ) -> None:
+        logits = self._logits_of(hidden).to(torch.float32)
+        scores = logits
+        if "logits" not in self._sampler.logprobs_mode:
+            scores = self._sampler.compute_logprobs(logits)
+        token_ids, logprobs, ranks, *_ = self._sampler.gather_logprobs(scores, wanted, targets)
+        rows = slice(start, start + len(targets))
+        table.logprob_token_ids[rows] = token_ids
+        table.logprobs[rows] = logprobs
+        table.selected_token_ranks[rows] = ranks

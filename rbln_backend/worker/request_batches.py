@@ -1,0 +1,153 @@
+"""What persists per request, and the two persistent batches built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rbln_backend.compiler.port import Phase
+from rbln_backend.scheduler.constraints import is_prefill
+from rbln_backend.vllm_compat.surface import (
+    CachedRequestState,
+    InputBatch,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The requests of one step, in batch order; ``batch`` is the persistent batch they are in."""
+
+    phase: Phase
+    batch: InputBatch
+    num_reqs: int
+    num_tokens: int
+    """Tokens of the step: the chunk's length in prefill, ``num_reqs`` in decode."""
+    samples: bool
+    """False for a chunk that is not the last of its prompt: it produces no token."""
+
+
+class RequestBatches:
+    """Applies scheduler output; a prefill batch of one and a decode batch of ``max_num_seqs``.
+
+    Two batches, so that a prefill between decode steps does not disturb the decode rows and their
+    sampling state.
+    """
+
+    def __init__(self, make_batch: Callable[[int], InputBatch], max_num_seqs: int) -> None:
+        self.requests: dict[str, CachedRequestState] = {}
+        self._prefill = make_batch(1)
+        self._decode = make_batch(max_num_seqs)
+
+    def apply(self, scheduled: SchedulerOutput) -> StepWork | None:
+        """Update the states and return this step's work, or None when nothing is scheduled."""
+        for request_id in scheduled.finished_req_ids:
+            self.requests.pop(request_id, None)
+        for new_request in scheduled.scheduled_new_reqs:
+            self.requests[new_request.req_id] = _new_state(new_request)
+        self._update_cached(scheduled)
+        phase = self._phase(scheduled)
+        self._drop_departed(scheduled, phase)
+        if phase is None:
+            return None
+        batch = self._prefill if phase is Phase.PREFILL else self._decode
+        self._admit(batch, scheduled)
+        num_tokens = scheduled.total_num_scheduled_tokens
+        return StepWork(phase, batch, batch.num_reqs, num_tokens, self._samples(scheduled, phase))
+
+    def record(self, work: StepWork, token_ids: list[list[int]]) -> None:
+        """Append the sampled tokens ``[num_reqs][1]`` to the requests of the step."""
+        for row, sampled in enumerate(token_ids):
+            request = self.requests[work.batch.req_ids[row]]
+            end = request.num_tokens
+            work.batch.token_ids_cpu[row, end : end + len(sampled)] = sampled
+            work.batch.num_tokens_no_spec[row] = end + len(sampled)
+            request.output_token_ids.extend(sampled)
+
+    def _update_cached(self, scheduled: SchedulerOutput) -> None:
+        cached = scheduled.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            request = self.requests[request_id]
+            request.num_computed_tokens = cached.num_computed_tokens[index]
+            new_blocks = cached.new_block_ids[index]
+            if request_id in cached.resumed_req_ids:
+                # Preempted and resumed: it starts over with fresh blocks.
+                assert new_blocks is not None
+                request.block_ids = new_blocks
+                self._prefill.remove_request(request_id)
+                self._decode.remove_request(request_id)
+            elif new_blocks is not None:
+                self._append_blocks(request, new_blocks)
+
+    def _append_blocks(
+        self, request: CachedRequestState, new_blocks: tuple[list[int], ...]
+    ) -> None:
+        for held, added in zip(request.block_ids, new_blocks, strict=True):
+            held.extend(added)
+        for batch in (self._prefill, self._decode):
+            row = batch.req_id_to_index.get(request.req_id)
+            if row is not None:
+                batch.block_table.append_row(new_blocks, row)
+
+    def _phase(self, scheduled: SchedulerOutput) -> Phase | None:
+        if not scheduled.num_scheduled_tokens:
+            return None
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.requests[request_id]
+            if is_prefill(request.num_computed_tokens, request.num_tokens):
+                return Phase.PREFILL
+        return Phase.DECODE
+
+    def _drop_departed(self, scheduled: SchedulerOutput, phase: Phase | None) -> None:
+        """Free rows of finished requests, and of those that left the batch of this phase.
+
+        The other phase's batch keeps its rows: its requests merely sit this step out.
+        """
+        for batch, batch_phase in ((self._prefill, Phase.PREFILL), (self._decode, Phase.DECODE)):
+            departed = set(batch.req_id_to_index) & scheduled.finished_req_ids
+            if batch_phase is phase:
+                departed |= set(batch.req_id_to_index) - set(scheduled.num_scheduled_tokens)
+            for request_id in departed:
+                batch.remove_request(request_id)
+
+    def _admit(self, batch: InputBatch, scheduled: SchedulerOutput) -> None:
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.requests[request_id]
+            row = batch.req_id_to_index.get(request_id)
+            if row is None:
+                batch.add_request(request)
+            else:
+                batch.num_computed_tokens_cpu[row] = request.num_computed_tokens
+        batch.condense()
+        batch.refresh_metadata()
+
+    def _samples(self, scheduled: SchedulerOutput, phase: Phase) -> bool:
+        if phase is Phase.DECODE:
+            return True
+        ((request_id, count),) = scheduled.num_scheduled_tokens.items()
+        request = self.requests[request_id]
+        return request.num_computed_tokens + count >= request.num_tokens
+
+
+def _new_state(data: NewRequestData) -> CachedRequestState:
+    params = data.sampling_params
+    generator = None
+    if params is not None and params.seed is not None:
+        generator = torch.Generator(device="cpu")
+        generator.manual_seed(params.seed)
+    return CachedRequestState(
+        req_id=data.req_id,
+        prompt_token_ids=data.prompt_token_ids,
+        prompt_embeds=data.prompt_embeds,
+        mm_features=data.mm_features,
+        sampling_params=params,
+        pooling_params=data.pooling_params,
+        generator=generator,
+        block_ids=data.block_ids,
+        num_computed_tokens=data.num_computed_tokens,
+        output_token_ids=[],
+        lora_request=data.lora_request,
+    )

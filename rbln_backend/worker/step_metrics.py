@@ -1,0 +1,59 @@
+"""Counts every step on the metrics board; all label sets exist before the first step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.stats import CounterHandle, HistogramHandle, MetricsBoard
+
+
+@dataclass(frozen=True)
+class _Series:
+    steps: CounterHandle
+    seconds: HistogramHandle
+    useful_rows: CounterHandle
+    padded_rows: CounterHandle
+    useful_tokens: CounterHandle | None
+    padded_tokens: CounterHandle | None
+
+
+class StepMetrics:
+    """Bucket use and padding, per phase and bucket."""
+
+    def __init__(self, board: MetricsBoard, specs: list[GraphSpec]) -> None:
+        self._board = board
+        self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds")
+        self._series = {spec: self._declare(spec) for spec in specs}
+
+    def _declare(self, spec: GraphSpec) -> _Series:
+        labels = {"phase": spec.phase_name, "bucket": str(spec.bucket)}
+        is_prefill = spec.phase is Phase.PREFILL
+        chunk = {"chunk": str(spec.bucket)}
+        return _Series(
+            steps=self._board.counter("rbln_bucket_steps_total", **labels),
+            seconds=self._board.histogram("rbln_bucket_step_seconds", **labels),
+            useful_rows=self._board.counter("rbln_bucket_useful_rows_total", **labels),
+            padded_rows=self._board.counter("rbln_bucket_padded_rows_total", **labels),
+            useful_tokens=self._board.counter("rbln_prefill_useful_tokens_total", **chunk)
+            if is_prefill
+            else None,
+            padded_tokens=self._board.counter("rbln_prefill_padded_tokens_total", **chunk)
+            if is_prefill
+            else None,
+        )
+
+    def record(self, spec: GraphSpec, num_reqs: int, num_tokens: int, seconds: float) -> None:
+        """One step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens."""
+        series = self._series.get(spec)
+        if series is None:
+            series = self._series[spec] = self._declare(spec)
+        series.steps.inc()
+        series.seconds.observe(seconds)
+        series.useful_rows.inc(num_reqs)
+        series.padded_rows.inc(spec.batch_size - num_reqs)
+        if series.useful_tokens is not None and series.padded_tokens is not None:
+            series.useful_tokens.inc(num_tokens)
+            series.padded_tokens.inc(spec.bucket - num_tokens)
+        self._last_step.set(time.time())

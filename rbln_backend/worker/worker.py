@@ -1,0 +1,221 @@
+"""One rank of the engine: the methods vLLM's executor calls, in the order it calls them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from rbln_backend.compiler.device import (
+    choose_device,
+    make_emulated_compiler,
+    make_rebel_compiler,
+)
+from rbln_backend.compiler.port import Compiler
+from rbln_backend.compiler.rebel_adapter import find_sdk
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.layers import install_layers
+from rbln_backend.kv_cache.layout import kv_budget_bytes, num_partitions
+from rbln_backend.progress import ProgressWriter
+from rbln_backend.stats import MetricsBoard
+from rbln_backend.vllm_compat.surface import (
+    AttentionLayerBase,
+    CompilationTimes,
+    GrammarOutput,
+    KVCacheConfig,
+    KVCacheSpec,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    VllmConfig,
+    WorkerBase,
+    get_model_loader,
+    init_logger,
+    init_worker_distributed_environment,
+    set_current_vllm_config,
+    set_random_seed,
+)
+from rbln_backend.worker.engine_build import EngineBuild, build_engine
+from rbln_backend.worker.model_runner import RblnModelRunner
+from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+
+logger = init_logger(__name__)
+
+
+class RblnWorker(WorkerBase):
+    """init_device, load_model, KV cache, warm-up, then ``execute_model``/``sample_tokens``."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
+        self._rbln = RblnConfig.from_mapping(vllm_config.additional_config["rbln"])
+        run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
+        terminal = sys.stderr if is_driver_worker else None
+        self._progress = ProgressWriter(run_dir, rank, terminal)
+        self._board = MetricsBoard(run_dir, rank)
+        self._profiler: Profiler = NoProfiler()
+        self._model: nn.Module | None = None
+        self._compiler: Compiler | None = None
+        self._build: EngineBuild | None = None
+        self._runner: RblnModelRunner | None = None
+
+    def init_device(self) -> None:
+        self._progress.phase("init")
+        self.device = torch.device("cpu")
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            self.current_platform.dist_backend,
+        )
+        if self._rbln.num_threads is not None:
+            torch.set_num_threads(self._rbln.num_threads)
+        self._compiler = self._make_compiler()
+        set_random_seed(self.model_config.seed)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self._progress.phase("load", self.model_config.model)
+        with self._timed("load"), set_current_vllm_config(self.vllm_config):
+            if load_dummy_weights:
+                self.load_config.load_format = "dummy"
+            loader = get_model_loader(self.load_config)
+            self._model = loader.load_model(
+                vllm_config=self.vllm_config, model_config=self.model_config
+            )
+        weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
+
+    def get_model(self) -> nn.Module:
+        assert self._model is not None
+        return self._model
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        specs = {}
+        for name, layer in self._attention_layers().items():
+            spec = layer.get_kv_cache_spec(self.vllm_config)
+            if spec is not None:
+                specs[name] = spec
+        return specs
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache of this rank; see ``kv_budget_bytes``."""
+        explicit = self.cache_config.kv_cache_memory_bytes
+        if explicit is not None:
+            return int(explicit)
+        memory = psutil.virtual_memory()
+        specs = self.get_kv_cache_spec().values()
+        return kv_budget_bytes(
+            total_bytes=memory.total,
+            available_bytes=memory.available,
+            utilization=self.cache_config.gpu_memory_utilization,
+            used_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            bytes_per_block=sum(spec.page_size_bytes for spec in specs),
+            blocks_per_request=num_partitions(
+                self.model_config.max_model_len, self.cache_config.block_size
+            ),
+            max_num_seqs=self.scheduler_config.max_num_seqs,
+        )
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        assert self._compiler is not None
+        self._build = build_engine(
+            vllm_config=self.vllm_config,
+            rbln=self._rbln,
+            model=self.get_model(),
+            compiler=self._compiler,
+            attention_layers=self._attention_layers(),
+            kv_cache_config=kv_cache_config,
+            board=self._board,
+        )
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        assert self._build is not None
+        started = time.perf_counter()
+        self._runner = self._build.warm_up(self._progress)
+        self._progress.phase("ready")
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        assert self._runner is not None
+        return self._runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
+        assert self._runner is not None
+        return self._runner.sample_tokens(grammar_output)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def take_draft_token_ids(self) -> None:
+        return None
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
+        """Start or stop a profile; raises ``ConfigError`` unless RBLN_PROFILER was set."""
+        if is_start:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+
+    def synchronize_device(self) -> None:
+        """Graphs run synchronously: nothing is in flight between calls."""
+
+    def shutdown(self) -> None:
+        self._progress.close()
+        self._board.close()
+
+    def _attention_layers(self) -> dict[str, Any]:
+        layers = self.compilation_config.static_forward_context
+        return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+
+    def _make_compiler(self) -> Compiler:
+        root = Path(self._rbln.cache_root) / "rbln"
+        if choose_device(self._rbln) == "rebel":
+            sdk = find_sdk()
+            if self._rbln.profiler and sdk is not None:
+                self._profiler = RebelProfiler(sdk)
+            return make_rebel_compiler(
+                self._rbln, None if self._rbln.disable_compile_cache else root
+            )
+        if self._rbln.profiler:
+            self._profiler = EmulatedProfiler(root / "profile", self.rank)
+        compiler, kernels = make_emulated_compiler(self._rbln)
+        logger.info(
+            "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",
+            kernels.name,
+            kernels.isa,
+            torch.get_num_threads(),
+            f"; {kernels.reason}" if kernels.reason else "",
+        )
+        install_layers()
+        return compiler
+
+    def _timed(self, phase: str) -> _PhaseTimer:
+        return _PhaseTimer(self._board.gauge("rbln_startup_phase_seconds", phase=phase).set)
+
+
+class _PhaseTimer:
+    """Reports the seconds spent inside a ``with`` block."""
+
+    def __init__(self, report: Callable[[float], None]) -> None:
+        self._report = report
+        self._started = 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._report(time.perf_counter() - self._started)

@@ -1,0 +1,81 @@
+"""Resolves cpu.in and dev.in into cpu.lock and dev.lock: `python requirements/lock.py [--upgrade]`.
+
+Run it with the Python that the service runs on. Versions that are locked already stay unless
+--upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
+taken without its requirements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NO_DEPS = re.compile(r"#\s*no-deps\s*$")
+
+
+def _requirements(path: Path) -> tuple[list[str], list[str]]:
+    """Return the lines of an .in file to resolve with and without their requirements."""
+    resolved, alone = [], []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement:
+            (alone if NO_DEPS.search(line) else resolved).append(requirement)
+    return resolved, alone
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _resolve(lines: list[str], constraints: list[str], *options: str) -> dict[str, str]:
+    """Ask pip what it would install; returns normalised name -> version."""
+    if not lines:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, bounds, report = (Path(folder) / name for name in ("in", "bounds", "report"))
+        wanted.write_text("\n".join(lines), encoding="utf-8")
+        bounds.write_text("\n".join(constraints), encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
+        command += ["--ignore-installed", "--report", str(report), *options]
+        subprocess.run([*command, "-r", str(wanted), "-c", str(bounds)], check=True)
+        found = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return {_normal(item["metadata"]["name"]): item["metadata"]["version"] for item in found}
+
+
+def _locked(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
+    """Write <name>.lock: everything <name>.in needs that `base` does not hold already."""
+    target = HERE / f"{name}.lock"
+    constraints = base + ([] if upgrade else _locked(target))
+    resolved, alone = _requirements(HERE / f"{name}.in")
+    pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
+    held = {_normal(line.split("==")[0]) for line in base}
+    lines = [f"{package}=={pins[package]}" for package in sorted(pins) if package not in held]
+    header = f"# Made by requirements/lock.py from {name}.in; install it with --no-deps."
+    target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{target.name}: {len(lines)} packages\n")
+
+
+def main() -> None:
+    """Write both locks, the tools' one on top of the service's."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest that is allowed")
+    upgrade: bool = parser.parse_args().upgrade
+    _lock("cpu", [], upgrade=upgrade)
+    _lock("dev", _locked(HERE / "cpu.lock"), upgrade=upgrade)
+
+
+if __name__ == "__main__":
+    main()

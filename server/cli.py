@@ -1,0 +1,167 @@
+"""The command line: `rbln-serve serve MODEL [our flags] [vLLM's flags, verbatim]`.
+
+Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
+is imported, while the server already listens. Exit codes: 0 stopped as asked, 1 failed, 2 the
+command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from server import __version__
+from server.settings import ENV_PREFIX, ServerSettings, SettingsError, load_settings
+
+_PROG = "rbln-serve"
+_SERVE_EPILOG = """\
+Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted
+as well and means the same; --help=all lists them, --help=max-num-seqs explains one.
+"""
+# Settings that vLLM has under the same name, so that its --config file may hold them.
+_SHARED_WITH_VLLM = ("host", "port", "ssl_keyfile", "ssl_certfile")
+_BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    started_at = _process_start()
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _top_parser()
+    if args[:1] == ["serve"]:
+        return _serve(args[1:], started_at)
+    parser.parse_args(args)
+    parser.print_help()
+    return 2
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG, description="Serve a model over the OpenAI API on RBLN devices."
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
+    return parser
+
+
+def _serve_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROG} serve",
+        usage=f"{_PROG} serve MODEL [options] [vLLM options]",
+        description="Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
+        epilog=_SERVE_EPILOG,
+        # A prefix of one of our flags may be one of vLLM's.
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="FLAG", help="show help")
+    for name, field in ServerSettings.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        about = f"{field.description} [{ENV_PREFIX}{name.upper()}, {field.default!r}]"
+        parser.add_argument(flag, metavar="X", help=about.replace("%", "%%"))
+    return parser
+
+
+def _serve(argv: Sequence[str], started_at: float) -> int:
+    parser = _serve_parser()
+    ours, rest = parser.parse_known_args(argv)
+    flags = vars(ours)
+    topic = flags.pop("help", None)
+    if topic == "":
+        parser.print_help()
+        return 0
+    if topic is not None:
+        from server.vllm_frontend import print_help
+
+        print_help(topic)
+        return 0
+    try:
+        settings = load_settings(flags, _config_file(rest))
+    except (SettingsError, OSError) as error:
+        parser.error(str(error))
+    if not rest:
+        parser.error("MODEL is missing: name a directory or a model on the Hugging Face hub")
+    return _run(settings, rest, started_at)
+
+
+def _config_file(argv: Sequence[str]) -> dict[str, object]:
+    """Return what vLLM's --config file says about settings that are ours."""
+    probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    probe.add_argument("--config")
+    path = probe.parse_known_args(argv)[0].config
+    if path is None:
+        return {}
+    import yaml
+
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    named = {str(key).replace("-", "_"): value for key, value in content.items()}
+    return {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
+
+
+def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) -> int:
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        print(f"{_PROG}: cannot listen on {where}: {error}", file=sys.stderr)
+        return 1
+    if settings.engine_start == "forkserver":
+        from server.engine_process import start_forkserver
+
+        start_forkserver()
+    run_dir = Path(tempfile.mkdtemp(prefix="rbln-serve-", dir=settings.run_root))
+    try:
+        from asyncio import Runner
+
+        import uvloop
+
+        from server.engine import VllmLauncher
+        from server.service import serve
+
+        launcher = VllmLauncher(engine_argv, settings, run_dir)
+        with Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    if launcher.building:
+        # A thread is still deep in imports or waits for an engine that will not come; the
+        # interpreter's own end would run under its feet.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket: clients queue from now on instead of being refused."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _process_start() -> float:
+    """Return when this process began, on `time.monotonic`'s clock."""
+    stat = Path("/proc/self/stat").read_text(encoding="ascii")
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age

@@ -1,0 +1,202 @@
+"""What a client can be told, as exceptions, and the one table of what each looks like.
+
+    ServerError
+    +-- RequestError                 the request itself is wrong
+    |   +-- InvalidJsonError         the body is not a JSON object
+    |   +-- MediaTypeError           the body is not declared as JSON
+    |   +-- BodyTooLargeError
+    |   +-- MissingFieldError
+    |   +-- InvalidTypeError
+    |   +-- InvalidValueError
+    |   +-- UnknownFieldError
+    |   +-- UnsupportedFieldError    a known field that this service does not act on
+    |   +-- ContextLengthError
+    |   +-- RouteNotFoundError
+    |   +-- MethodNotAllowedError
+    |   +-- ModelNotFoundError
+    |   +-- NotFoundError
+    |   +-- UnsupportedOperationError
+    +-- OverloadedError              try again later, or elsewhere
+    +-- NotReadyError                still starting
+    +-- DrainingError                going away
+    +-- EngineFailedError            the engine process is gone
+    +-- InternalError                a fault of ours
+
+Responses and SSE frames are both made from `TABLE`, and its `outcome` is the metric label.
+Invariant (tests/http/test_errors.py): every class of the tree has a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """How one class of error is reported; `outcome` is the label of the request metrics."""
+
+    status: int
+    type: str
+    code: str
+    outcome: str
+
+
+class ServerError(Exception):
+    """An error with a message for the client; `param` names the field in question.
+
+    `headers` go with the answer; `retry_after_s` is one of them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
+
+    @property
+    def row(self) -> ErrorRow:
+        """The table's row for this class."""
+        return TABLE[type(self)]
+
+    def envelope(self) -> dict[str, object]:
+        """Return OpenAI's error object; `code` is always a string."""
+        row = self.row
+        error = {"message": self.message, "type": row.type, "param": self.param, "code": row.code}
+        return {"error": error}
+
+    def body(self, *, anthropic: bool = False) -> bytes:
+        """Return the JSON body; Anthropic's clients also look for a top-level `type`."""
+        envelope = self.envelope()
+        return json.dumps({"type": "error", **envelope} if anthropic else envelope).encode()
+
+
+class RequestError(ServerError):
+    """The request is wrong; sending it again does not help."""
+
+
+class InvalidJsonError(RequestError):
+    """The body is not a JSON object."""
+
+
+class MediaTypeError(RequestError):
+    """The body is declared as something else than JSON."""
+
+
+class BodyTooLargeError(RequestError):
+    """The body is larger than the limit."""
+
+
+class MissingFieldError(RequestError):
+    """A required field is absent."""
+
+
+class InvalidTypeError(RequestError):
+    """A field holds a value of the wrong JSON type."""
+
+
+class InvalidValueError(RequestError):
+    """A field holds a value that is not allowed."""
+
+
+class UnknownFieldError(RequestError):
+    """A field that this service does not know."""
+
+
+class UnsupportedFieldError(RequestError):
+    """A field of the API that this service knows and does not act on."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer do not fit into the model's context."""
+
+
+class RouteNotFoundError(RequestError):
+    """No such path."""
+
+
+class MethodNotAllowedError(RequestError):
+    """The path exists, for other methods."""
+
+
+class ModelNotFoundError(RequestError):
+    """The requested model is not served here."""
+
+
+class NotFoundError(RequestError):
+    """The requested object does not exist."""
+
+
+class UnsupportedOperationError(RequestError):
+    """The served model or engine cannot do this."""
+
+
+class OverloadedError(ServerError):
+    """More work waits than is allowed to."""
+
+
+class NotReadyError(ServerError):
+    """The service is still starting."""
+
+
+class DrainingError(ServerError):
+    """The service finishes its requests and takes no new ones."""
+
+
+class EngineFailedError(ServerError):
+    """The engine process is gone; the service is about to exit."""
+
+
+class InternalError(ServerError):
+    """A fault of ours; the log has the details under the request id."""
+
+
+_INVALID = "invalid_request_error"
+
+TABLE: dict[type[ServerError], ErrorRow] = {
+    ServerError: ErrorRow(500, "server_error", "internal_error", "server_error"),
+    RequestError: ErrorRow(400, _INVALID, "invalid_request", "client_error"),
+    InvalidJsonError: ErrorRow(400, _INVALID, "invalid_json", "client_error"),
+    MediaTypeError: ErrorRow(415, _INVALID, "unsupported_media_type", "client_error"),
+    BodyTooLargeError: ErrorRow(413, _INVALID, "body_too_large", "client_error"),
+    MissingFieldError: ErrorRow(400, _INVALID, "missing_field", "client_error"),
+    InvalidTypeError: ErrorRow(400, _INVALID, "invalid_type", "client_error"),
+    InvalidValueError: ErrorRow(400, _INVALID, "invalid_value", "client_error"),
+    UnknownFieldError: ErrorRow(400, _INVALID, "unknown_field", "client_error"),
+    UnsupportedFieldError: ErrorRow(400, _INVALID, "unsupported_field", "client_error"),
+    ContextLengthError: ErrorRow(400, _INVALID, "context_length_exceeded", "client_error"),
+    RouteNotFoundError: ErrorRow(404, _INVALID, "route_not_found", "client_error"),
+    MethodNotAllowedError: ErrorRow(405, _INVALID, "method_not_allowed", "client_error"),
+    ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
+    NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
+    UnsupportedOperationError: ErrorRow(
+        501, _INVALID, "unsupported_operation", "client_error"
+    ),
+    OverloadedError: ErrorRow(503, "overloaded_error", "overloaded", "rejected"),
+    NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),
+    DrainingError: ErrorRow(503, "service_unavailable", "draining", "rejected"),
+    EngineFailedError: ErrorRow(503, "service_unavailable", "engine_failed", "server_error"),
+    InternalError: ErrorRow(500, "server_error", "internal_error", "server_error"),
+}
+
+
+def describe(value: object, limit: int = 80) -> str:
+    """Return a short rendering of a request's value for a message, `limit` characters at most."""
+    if isinstance(value, dict | list):
+        kind = "object" if isinstance(value, dict) else "array"
+        return f"an {kind} of {len(value)} items" if len(value) > 4 else _clip(repr(value), limit)
+    return _clip(repr(value), limit)
+
+
+def _clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,97 @@
+"""The port between the HTTP edge and what generates: endpoints in, JSON or SSE frames out.
+
+The edge knows nothing of the engine beyond these protocols; `vllm_frontend` and `engine`
+implement them, and the tests have a scripted implementation. Invariant: a `Frontend` reports
+every failure as a `ServerError`, before the first frame wherever it can know then.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+JsonObject = dict[str, Any]
+
+
+class Endpoint(enum.Enum):
+    """The endpoints that need the engine; the value is the path, the method is POST."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    COUNT_TOKENS = "/v1/messages/count_tokens"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+
+    @property
+    def anthropic(self) -> bool:
+        """Whether clients expect Anthropic's envelopes and events."""
+        return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
+
+    @property
+    def named_events(self) -> bool:
+        """Whether each SSE frame has an `event:` line and nothing ends with [DONE]."""
+        return self in (Endpoint.MESSAGES, Endpoint.RESPONSES)
+
+
+class Frontend(Protocol):
+    """Turns request bodies into answers; usable from the moment the service is ready."""
+
+    async def handle(
+        self, endpoint: Endpoint, body: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Return the JSON body of the answer, or its SSE frames.
+
+        Raises a `ServerError` for anything wrong, also from the generator. Cancelling the call
+        or closing the generator aborts the request in the engine.
+        """
+        ...
+
+    async def models(self) -> list[JsonObject]:
+        """Return the served models as OpenAI's model objects."""
+        ...
+
+
+class RunningEngine(Protocol):
+    """An engine that has answered its self-test."""
+
+    @property
+    def frontend(self) -> Frontend:
+        """What answers requests."""
+        ...
+
+    def failure(self) -> str | None:
+        """Return why the engine is dead, None while it lives. Cheap: polled several times a s."""
+        ...
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """Stop the engine; it gets `timeout_s` seconds to end by itself."""
+        ...
+
+
+class EngineLauncher(Protocol):
+    """Builds the engine."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of what runs, by component; known before the launch."""
+        ...
+
+    async def launch(self) -> RunningEngine:
+        """Build the engine and prove it with one token. Raises `LaunchError`."""
+        ...
+
+    async def abandon(self) -> None:
+        """Give up a launch that is under way; returns within about a second."""
+        ...
+
+
+class LaunchError(Exception):
+    """The engine could not be built; `exit_code` is 2 when the command line is at fault."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

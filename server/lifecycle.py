@@ -1,0 +1,175 @@
+"""The service's life: starting (init, load, compile, warmup), ready, draining, dead.
+
+Every probe, the request gate and the drain read this one object. Invariants: phases only move
+forward; after `ready` was reached once, `started` stays true; the number of requests in flight
+is what entered `track` and did not leave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rbln_backend.progress import ProgressSnapshot
+from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
+
+_DEFAULT_RETRY_S = 5
+_MAX_RETRY_S = 120
+
+
+class Phase(enum.IntEnum):
+    """The phases in order; the names are those of the engine's progress files."""
+
+    INIT = 0
+    LOAD = 1
+    COMPILE = 2
+    WARMUP = 3
+    READY = 4
+    DRAINING = 5
+    DEAD = 6
+
+    @property
+    def label(self) -> str:
+        """The phase's name in probes and metrics."""
+        return self.name.lower()
+
+
+class Lifecycle:
+    """Where the service is in its life. Used from the event loop only."""
+
+    def __init__(self, started_at: float) -> None:
+        """`started_at` is the process start on `time.monotonic`'s clock, in seconds."""
+        self.phase = Phase.INIT
+        self.reason: str | None = None
+        self.ready_after_s: float | None = None
+        self.in_flight = 0
+        self._started_at = started_at
+        self._progress: ProgressSnapshot | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def started(self) -> bool:
+        """Whether the service has been ready at least once."""
+        return self.ready_after_s is not None
+
+    @property
+    def starting(self) -> bool:
+        """Whether the service is on its way to being ready."""
+        return self.phase < Phase.READY
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the process is not on its way out."""
+        return self.phase < Phase.DRAINING
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the process started."""
+        return time.monotonic() - self._started_at
+
+    @property
+    def graphs(self) -> tuple[int, int]:
+        """How many of how many graphs start-up is done with."""
+        progress = self._progress
+        return (0, 0) if progress is None else (progress.graphs_done, progress.graphs_total)
+
+    def observe(self, progress: ProgressSnapshot) -> None:
+        """Take the engine's story in; only `mark_ready` can make the service ready."""
+        self._progress = progress
+        told = Phase[progress.phase.upper()]
+        if self.starting:
+            self.phase = max(self.phase, min(told, Phase.WARMUP))
+
+    def mark_ready(self) -> None:
+        """Enter `ready` unless the service is already on its way out."""
+        if self.starting:
+            self.phase = Phase.READY
+            self.ready_after_s = self.uptime_s
+
+    def begin_drain(self, reason: str) -> None:
+        """Stop taking new work; `reason` is shown by the probes."""
+        if self.phase < Phase.DRAINING:
+            self.phase, self.reason = Phase.DRAINING, reason
+
+    def mark_dead(self, reason: str) -> None:
+        """The engine is gone; `reason` is shown by the probes."""
+        if self.phase < Phase.DEAD:
+            self.phase, self.reason = Phase.DEAD, reason
+
+    def refusal(self) -> ServerError | None:
+        """Return why a new request cannot be taken now, None when it can."""
+        if self.phase is Phase.READY:
+            return None
+        if self.phase is Phase.DRAINING:
+            return DrainingError(
+                f"The server is shutting down ({self.reason}) and takes no new requests.",
+                retry_after_s=_DEFAULT_RETRY_S,
+            )
+        if self.phase is Phase.DEAD:
+            return EngineFailedError(
+                f"The engine has failed: {self.reason}", retry_after_s=_DEFAULT_RETRY_S
+            )
+        return NotReadyError(
+            f"The server is starting: {self._story()}. Ask /readyz for progress.",
+            retry_after_s=self.retry_after_s(),
+        )
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds a client should ask again."""
+        eta = self._progress.eta_s if self._progress is not None else None
+        if eta is None or not self.starting:
+            return _DEFAULT_RETRY_S
+        return min(max(1, round(eta)), _MAX_RETRY_S)
+
+    def status(self) -> dict[str, object]:
+        """Return the body of the probes."""
+        progress = self._progress
+        done, total = self.graphs
+        body: dict[str, object] = {
+            "status": self._status_word(),
+            "phase": self.phase.label,
+            "uptime_s": round(self.uptime_s, 3),
+            "in_flight": self.in_flight,
+            "reason": self.reason,
+            "graphs": {"done": done, "total": total},
+            "eta_s": progress.eta_s if progress is not None and self.starting else None,
+            "detail": progress.detail if progress is not None else "",
+        }
+        if self.ready_after_s is not None:
+            body["ready_after_s"] = round(self.ready_after_s, 3)
+        return body
+
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """Count one request as in flight, from here to its last byte."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is in flight; return False when the time ran out."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _status_word(self) -> str:
+        return "starting" if self.starting else self.phase.label
+
+    def _story(self) -> str:
+        done, total = self.graphs
+        if self._progress is None or not total:
+            return f"phase {self.phase.label}"
+        eta_s = self._progress.eta_s
+        eta = "" if eta_s is None else f", about {eta_s:.0f} s left"
+        return f"phase {self.phase.label}, {done} of {total} graphs{eta}"

@@ -1,0 +1,55 @@
+"""The server's log: one line per event on stderr, as text or JSON, with the request's id.
+
+Only the `server` logger is configured; vLLM and uvicorn keep their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextvars import ContextVar
+
+request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The id of the request that the current task works for."""
+
+
+class TextFormatter(logging.Formatter):
+    """`12:30:05 INFO  server.service: message [request_id]`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a traceback follows on lines of its own."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        request_id = request_id_var.get()
+        suffix = f" [{request_id}]" if request_id else ""
+        line = f"{clock} {record.levelname:<7} {record.name}: {record.getMessage()}{suffix}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (Unix seconds), level, logger, message, request_id."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line; a traceback is a string field."""
+        entry: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := request_id_var.get():
+            entry["request_id"] = request_id
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def configure(level: str, form: str) -> None:
+    """Send the `server` logger to stderr at `level`, as `text` or `json`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logger = logging.getLogger("server")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,154 @@
+"""Which fields of a request body are acted on; everything else is refused by name.
+
+vLLM's request models take any extra field and ignore it. Pure functions over plain bodies and
+validated models; nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
+from server.frontend import Endpoint, JsonObject
+
+logger = logging.getLogger(__name__)
+
+UnknownPolicy = Literal["reject", "warn"]
+
+_REPLACED: Mapping[str, str] = {
+    "guided_json": "response_format of type json_schema, or structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
+    "guided_decoding_backend": "the server's --structured-outputs-config",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "best_of": "n",
+}
+"""Fields of the past, and what to send instead."""
+
+_LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Names that clients give their requests; nothing is expected to act on them."""
+
+_GRANTED: Mapping[str, tuple[object, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+"""Fields that vLLM lacks, with the values that ask for what is done anyway."""
+
+_INERT = frozenset(
+    {
+        "return_token_offsets",
+        "return_assistant_tokens_mask",
+        "routed_experts_prompt_start",
+        "kv_transfer_params",
+        "ec_transfer_params",
+    }
+)
+"""Fields that vLLM's models have and that these endpoints would ignore."""
+
+_NEEDS_STORE = ("store", "background", "previous_response_id")
+_STREAM_ONLY = ("stream_options", "stream_interval")
+
+
+def accepted_fields(
+    endpoint: Endpoint, body: JsonObject, known: Collection[str], policy: UnknownPolicy
+) -> JsonObject:
+    """Return the body without what has no effect by right; `known` are the model's fields.
+
+    Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
+    """
+    accepted: JsonObject = {}
+    for name, value in body.items():
+        if name in known:
+            _check_effect(endpoint, name, value)
+            accepted[name] = value
+        elif name not in _LABELS and not _granted(name, value):
+            _refuse(unknown_field(name, known), policy)
+    if not body.get("stream"):
+        for name in _STREAM_ONLY:
+            if body.get(name) is not None:
+                raise InvalidValueError(
+                    f"'{name}' needs 'stream': true, got {describe(body.get('stream'))}.",
+                    param=name,
+                )
+    return accepted
+
+
+def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = "") -> None:
+    """Compare a validated model with the body it was made from, all the way down.
+
+    Raises `UnknownFieldError` for a key that the model dropped. Plain mappings, such as
+    messages or JSON schemas, are free-form and not entered.
+    """
+    if isinstance(model, list) and isinstance(raw, list) and len(model) == len(raw):
+        for index, (item, raw_item) in enumerate(zip(model, raw, strict=True)):
+            check_nested(item, raw_item, policy, f"{path}[{index}]")
+        return
+    names = _field_names(model)
+    if names is None or not isinstance(raw, dict):
+        return
+    for key, value in raw.items():
+        child = f"{path}.{key}" if path else key
+        if key not in names:
+            _refuse(unknown_field(child, list(names)), policy)
+        else:
+            check_nested(getattr(model, names[key], None), value, policy, child)
+
+
+def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
+    """Return the error for a field that nothing knows, with the likely remedy."""
+    name = path.rpartition(".")[2]
+    if name in _REPLACED:
+        message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead."
+        return UnknownFieldError(message, param=path)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return UnknownFieldError(f"Unknown field '{path}'{hint or '.'}", param=path)
+
+
+def model_field_names(model: type[BaseModel]) -> dict[str, str]:
+    """Return the names under which a body may give the model's fields, by attribute."""
+    names: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        names[name] = name
+        if field.alias is not None:
+            names[field.alias] = name
+    return names
+
+
+def _field_names(model: object) -> dict[str, str] | None:
+    if isinstance(model, BaseModel):
+        return model_field_names(type(model))
+    if dataclasses.is_dataclass(model):
+        return {field.name: field.name for field in dataclasses.fields(model) if field.init}
+    return None
+
+
+def _check_effect(endpoint: Endpoint, name: str, value: Any) -> None:
+    if name in _INERT and value:
+        raise UnsupportedFieldError(
+            f"'{name}' has no effect on {endpoint.value} of this server; remove it.", param=name
+        )
+    if endpoint is Endpoint.RESPONSES and name in _NEEDS_STORE and value:
+        raise UnsupportedFieldError(
+            f"'{name}' is not supported: this server keeps no responses.", param=name
+        )
+
+
+def _granted(name: str, value: object) -> bool:
+    return name in _GRANTED and (value is None or value in _GRANTED[name])
+
+
+def _refuse(error: UnknownFieldError, policy: UnknownPolicy) -> None:
+    if policy == "reject":
+        raise error
+    logger.warning("Ignored: %s", error.message)

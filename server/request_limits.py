@@ -1,0 +1,106 @@
+"""What a request may ask for on this server, checked before the engine sees it.
+
+These are the checks that vLLM lacks, makes only deep inside the engine, or words without the
+limit. Pure functions over the body; types that are wrong are left to the request models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.errors import (
+    ContextLengthError,
+    InvalidValueError,
+    MissingFieldError,
+    UnsupportedFieldError,
+)
+from server.frontend import JsonObject
+
+MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of one server; lengths are in tokens."""
+
+    max_n: int
+    max_messages: int
+    max_prompts: int
+    max_model_len: int
+    vocab_size: int
+    has_priorities: bool
+
+
+def check_limits(body: JsonObject, limits: Limits) -> None:
+    """Raise the `RequestError` of the first field that goes beyond what is allowed."""
+    n = body.get("n")
+    if isinstance(n, int) and not 1 <= n <= limits.max_n:
+        raise InvalidValueError(
+            f"'n' must be 1 to {limits.max_n} on this server, got {n}.", param="n"
+        )
+    if body.get("priority") and not limits.has_priorities:
+        raise UnsupportedFieldError(
+            "'priority' has no effect: this server was not started with "
+            "--scheduling-policy priority.",
+            param="priority",
+        )
+    for name in MAX_TOKENS_FIELDS:
+        value = body.get(name)
+        if isinstance(value, int) and value > limits.max_model_len:
+            raise ContextLengthError(
+                f"'{name}' is {value}, but this model's maximum context length is "
+                f"{limits.max_model_len} tokens, prompt included.",
+                param=name,
+            )
+    _check_messages(body.get("messages"), limits)
+    _check_prompt(body, limits)
+    _check_token_ids(body.get("tokens"), limits)
+
+
+def _check_messages(messages: object, limits: Limits) -> None:
+    if not isinstance(messages, list):
+        return
+    if not 1 <= len(messages) <= limits.max_messages:
+        raise InvalidValueError(
+            f"'messages' must have 1 to {limits.max_messages} items, got {len(messages)}.",
+            param="messages",
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        # An assistant's turn may consist of tool calls alone.
+        needed = ("role",) if message.get("role") == "assistant" else ("role", "content")
+        for name in needed:
+            if message.get(name) is None:
+                path = f"messages[{index}].{name}"
+                raise MissingFieldError(f"The field '{path}' is missing.", param=path)
+
+
+def _check_prompt(body: JsonObject, limits: Limits) -> None:
+    if "prompt" not in body:
+        return
+    prompt = body["prompt"]
+    if prompt in ("", [], [""], [[]]) and body.get("prompt_embeds") is None:
+        raise InvalidValueError("'prompt' must not be empty.", param="prompt")
+    if not isinstance(prompt, list):
+        return
+    if isinstance(prompt[0], int):
+        # One prompt of token ids; its length is the context's concern.
+        _check_token_ids(prompt, limits, "prompt")
+    elif len(prompt) > limits.max_prompts:
+        raise InvalidValueError(
+            f"'prompt' must have 1 to {limits.max_prompts} items, got {len(prompt)}.",
+            param="prompt",
+        )
+
+
+def _check_token_ids(tokens: object, limits: Limits, name: str = "tokens") -> None:
+    if not isinstance(tokens, list):
+        return
+    for index, token in enumerate(tokens):
+        if isinstance(token, int) and not 0 <= token < limits.vocab_size:
+            raise InvalidValueError(
+                f"'{name}[{index}]' must be a token id of 0 to {limits.vocab_size - 1}, "
+                f"got {token}.",
+                param=f"{name}[{index}]",
+            )

@@ -1,0 +1,218 @@
+"""The service from the first listen to the exit code: start, serve, drain, or die of the engine.
+
+Invariants: a stop during start-up ends within about a second with 0; after the first signal
+nothing new is admitted and what is in flight gets `drain_timeout_s`; a dead engine makes the
+process end with 1 after `death_linger_s` of answering 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+
+import uvicorn
+
+from rbln_backend.progress import ProgressReader
+from server.app import create_app
+from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
+from server.lifecycle import Lifecycle
+from server.observability.metrics import ServerMetrics
+from server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_PERIOD_S = 0.2
+_WATCH_PERIOD_S = 0.25
+_ENGINE_STOP_S = 10.0
+
+
+class Service:
+    """Brings the engine up, keeps an eye on it, takes everything down."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        lifecycle: Lifecycle,
+        launcher: EngineLauncher,
+        run_dir: Path,
+        url: str,
+    ) -> None:
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._launcher = launcher
+        self._progress = ProgressReader(run_dir)
+        self._url = url
+        self._engine: RunningEngine | None = None
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._stop_reason = "stop"
+        self._end: asyncio.Task[int] | None = None
+
+    def frontend(self) -> Frontend:
+        """Return what answers requests; only valid once the lifecycle is ready."""
+        assert self._engine is not None
+        return self._engine.frontend
+
+    def stop(self, reason: str) -> None:
+        """Drain and end; a second call ends without waiting for what is in flight."""
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop_reason = reason
+        self._stop.set()
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        """Run the service for as long as the application lives."""
+        self._end = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            self._end.cancel()
+            await asyncio.wait({self._end})
+
+    async def until_end(self) -> int:
+        """Wait for the service's end and return the process's exit code."""
+        while self._end is None:
+            await asyncio.sleep(0.01)
+        return await asyncio.shield(self._end)
+
+    async def _run(self) -> int:
+        launch = asyncio.create_task(self._launcher.launch())
+        stop = asyncio.create_task(self._stop.wait())
+        follow = asyncio.create_task(self._follow_progress())
+        try:
+            await asyncio.wait({launch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                logger.info("%s during start-up: stopping", self._stop_reason)
+                self._lifecycle.begin_drain(self._stop_reason)
+                launch.cancel()
+                await self._launcher.abandon()
+                return 0
+            try:
+                self._engine = launch.result()
+            except LaunchError as error:
+                logger.error("start-up failed: %s", error)
+                self._lifecycle.mark_dead(str(error))
+                return error.exit_code
+            self._lifecycle.observe(self._progress.poll())
+            return await self._serve(self._engine, stop)
+        finally:
+            for task in (launch, stop, follow):
+                task.cancel()
+
+    async def _serve(self, engine: RunningEngine, stop: asyncio.Task[bool]) -> int:
+        models = ", ".join(str(card["id"]) for card in await engine.frontend.models())
+        self._lifecycle.mark_ready()
+        ready_after_s = self._lifecycle.ready_after_s
+        logger.info("ready: %s serves %s after %.1f s", self._url, models, ready_after_s)
+        death = asyncio.create_task(self._watch(engine))
+        try:
+            await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not death.done():
+                await self._drain(death)
+            if death.done() and not (self._stop.is_set() and not self._lifecycle.in_flight):
+                return await self._die(death.result())
+            await engine.shutdown(_ENGINE_STOP_S)
+            logger.info("stopped")
+            return 0
+        finally:
+            death.cancel()
+
+    async def _drain(self, death: asyncio.Task[str]) -> None:
+        timeout_s = self._settings.drain_timeout_s
+        logger.info(
+            "%s: draining %d requests, at most %g s",
+            self._stop_reason,
+            self._lifecycle.in_flight,
+            timeout_s,
+        )
+        self._lifecycle.begin_drain(self._stop_reason)
+        idle = asyncio.create_task(self._lifecycle.wait_idle(timeout_s))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({idle, hurry, death}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lifecycle.in_flight:
+            logger.warning("%d requests were cut off", self._lifecycle.in_flight)
+        idle.cancel()
+        hurry.cancel()
+
+    async def _die(self, reason: str) -> int:
+        logger.error("%s: exiting with 1; its own messages above say why", reason)
+        self._lifecycle.mark_dead(reason)
+        # Probes and waiting clients get to see the reason before the port closes.
+        await asyncio.sleep(self._settings.death_linger_s)
+        await self._launcher.abandon()
+        return 1
+
+    async def _watch(self, engine: RunningEngine) -> str:
+        """Return the reason once the engine is dead."""
+        while (reason := engine.failure()) is None:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+        return reason
+
+    async def _follow_progress(self) -> None:
+        while self._lifecycle.starting:
+            self._lifecycle.observe(self._progress.poll())
+            await asyncio.sleep(_PROGRESS_PERIOD_S)
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handling: the service decides when to end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone."""
+        yield
+
+
+def http_config(app: object, settings: ServerSettings) -> uvicorn.Config:
+    """Return uvicorn's configuration; logging and access lines are ours."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,
+        # The drain is over by then; what is left gets cancelled.
+        timeout_graceful_shutdown=1,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+    )
+
+
+async def serve(
+    settings: ServerSettings,
+    launcher: EngineLauncher,
+    listener: socket.socket,
+    run_dir: Path,
+    started_at: float,
+) -> int:
+    """Serve on a bound socket until the end and return the exit code.
+
+    `started_at` is the process start on `time.monotonic`'s clock.
+    """
+    lifecycle = Lifecycle(started_at)
+    metrics = ServerMetrics(run_dir)
+    metrics.set_versions(launcher.versions())
+    scheme = "https" if settings.ssl_certfile else "http"
+    host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    url = f"{scheme}://{host}:{listener.getsockname()[1]}"
+    service = Service(settings, lifecycle, launcher, run_dir, url)
+    app = create_app(
+        settings, lifecycle, metrics, service.frontend, launcher.versions(), service.background
+    )
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, service.stop, name.name)
+    server = HttpServer(http_config(app, settings))
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
+    try:
+        return await service.until_end()
+    finally:
+        server.should_exit = True
+        await http

@@ -1,0 +1,169 @@
+"""Answers over a live connection: SSE, and work that ends when the client goes away.
+
+Invariants: a client's disconnect cancels the work within one event-loop turn, so that the
+engine aborts the request; an error that is known before the first content frame raises, so
+that it gets its own status; a stream that fails later ends with an error frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from server.errors import ServerError
+from server.frontend import Endpoint
+from server.middleware import RequestRecord
+
+T = TypeVar("T")
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Tells nginx and its like not to collect a stream before passing it on.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+class StreamEndedError(Exception):
+    """The generator ended while a task waited for its next frame."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end; cancel it and raise `ClientGoneError` when the client goes.
+
+    The request's body must have been read: everything that arrives now is a disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+        if not task.cancelled():
+            # Marks the error of work that lost the race as seen.
+            task.exception()
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def commit(
+    frames: AsyncGenerator[str, None], is_prelude: Callable[[str], bool], timeout_s: float
+) -> AsyncGenerator[str, None]:
+    """Wait for the first frame that is not prelude, then return the whole stream.
+
+    Raises what the generator raises until then. After `timeout_s` seconds the stream is
+    returned as it is: a request that waits long for its turn still gets its headers.
+    """
+    held: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            pending = asyncio.ensure_future(_next(frames))
+            await asyncio.wait({pending}, timeout=max(0.0, deadline - time.monotonic()))
+            if not pending.done():
+                break
+            done, pending = pending, None
+            held.append(done.result())
+            if not is_prelude(held[-1]):
+                break
+    except StreamEndedError:
+        pass
+    except BaseException:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
+        await frames.aclose()
+        raise
+    return _resume(held, pending, frames)
+
+
+async def _next(frames: AsyncGenerator[str, None]) -> str:
+    try:
+        return await anext(frames)
+    except StopAsyncIteration:
+        # A task cannot end with StopAsyncIteration by itself.
+        raise StreamEndedError from None
+
+
+async def _resume(
+    held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    async with aclosing(frames):
+        try:
+            for frame in held:
+                yield frame
+            if pending is not None:
+                yield await pending
+        except StreamEndedError:
+            return
+        finally:
+            if pending is not None and not pending.done():
+                # A generator cannot be closed while a task is still inside it.
+                pending.cancel()
+                await asyncio.wait({pending})
+        async for frame in frames:
+            yield frame
+
+
+class SseResponse:
+    """An ASGI answer that sends SSE frames as they come."""
+
+    def __init__(
+        self, frames: AsyncGenerator[str, None], endpoint: Endpoint, record: RequestRecord
+    ) -> None:
+        self._frames = frames
+        self._endpoint = endpoint
+        self._record = record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; a disconnect closes the generator."""
+        try:
+            await until_disconnect(receive, self._pump(send))
+        except ClientGoneError:
+            self._record.outcome = "aborted"
+
+    async def _pump(self, send: Send) -> None:
+        async with aclosing(self._frames) as frames:
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
+            )
+            try:
+                async for frame in frames:
+                    await send(_chunk(frame))
+            except ServerError as error:
+                self._record.outcome = error.row.outcome
+                await send(_chunk(error_frame(error, self._endpoint)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _chunk(frame: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": frame.encode(), "more_body": True}
+
+
+def error_frame(error: ServerError, endpoint: Endpoint) -> str:
+    """Return the frames that end a failed stream, in the endpoint's own manner."""
+    if endpoint is Endpoint.RESPONSES:
+        event = {"type": "error", "code": error.row.code, "message": error.message}
+        return f"event: error\ndata: {json.dumps(event | {'param': error.param})}\n\n"
+    if endpoint.anthropic:
+        return f"event: error\ndata: {error.body(anthropic=True).decode()}\n\n"
+    return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

@@ -1,0 +1,179 @@
+"""vLLM's and pydantic's errors as ours.
+
+Decided by class, status and parameter name, never by the text of a message. The front end is
+the only user.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.exceptions import (
+    GracefulHTTPError,
+    VLLMClientError,
+    VLLMNotFoundError,
+    VLLMUnprocessableEntityError,
+    VLLMValidationError,
+)
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from server.errors import (
+    ContextLengthError,
+    EngineFailedError,
+    InternalError,
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFieldError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    UnsupportedOperationError,
+    describe,
+)
+from server.frontend import JsonObject
+from server.request_limits import MAX_TOKENS_FIELDS
+
+logger = logging.getLogger(__name__)
+
+PROMPT_FIELDS = ("messages", "prompt", "input")
+
+_TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
+_OVERLOAD_RETRY_S = 1
+_JSON_TYPES: Mapping[type, str] = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def from_exception(error: Exception, body: JsonObject) -> ServerError:
+    """Return what a client is told about an exception of vLLM's serving classes."""
+    if isinstance(error, ServerError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error, body)
+    if isinstance(error, EngineDeadError):
+        return engine_failed()
+    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
+        cause = error.__cause__
+        return engine_failed() if isinstance(cause, EngineDeadError) else _internal(cause)
+    if isinstance(error, GracefulHTTPError):
+        return OverloadedError(error.message, retry_after_s=_OVERLOAD_RETRY_S)
+    if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError):
+        return _invalid(str(error.args[0]), error.parameter, body)
+    if isinstance(error, VLLMNotFoundError):
+        return NotFoundError(str(error))
+    if isinstance(error, NotImplementedError):
+        return UnsupportedOperationError(str(error) or "The served model cannot do this.")
+    if isinstance(error, VLLMClientError | ValueError | TypeError | OverflowError):
+        # vLLM raises the builtin ones for requests as well, chat templates above all.
+        logger.debug("Taken as the request's fault", exc_info=error)
+        return InvalidValueError(str(error))
+    if any(cls.__name__ == "TemplateError" for cls in type(error).__mro__):
+        return InvalidValueError(f"The chat template refuses the messages: {error}")
+    return _internal(error)
+
+
+def from_payload(info: Mapping[str, Any], body: JsonObject) -> ServerError:
+    """Return our error for the `error` object of one of vLLM's responses or SSE frames."""
+    message, status, param = str(info["message"]), int(info["code"]), info.get("param")
+    if status == 503:
+        return OverloadedError(message, retry_after_s=_OVERLOAD_RETRY_S)
+    if status >= 500 and status != 501:
+        return InternalError(message)
+    if status == 404:
+        return NotFoundError(message, param=param)
+    if status == 501:
+        return UnsupportedOperationError(message, param=param)
+    return _invalid(message, param, body)
+
+
+def from_validation(error: ValidationError, body: JsonObject) -> RequestError:
+    """Return our error for the most telling of pydantic's complaints about `body`."""
+    problem = _most_telling([dict(item) for item in error.errors(include_url=False)])
+    kind = str(problem["type"])
+    path = _body_path(problem["loc"], body, missing=kind == "missing")
+    if kind == "missing":
+        return MissingFieldError(f"The field '{path}' is missing.", param=path)
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    value = problem.get("input")
+    if _about_type(kind):
+        given = _JSON_TYPES.get(type(value), type(value).__name__)
+        return InvalidTypeError(
+            f"Invalid type for '{path}': {message}, got {given}: {describe(value)}.", param=path
+        )
+    return InvalidValueError(
+        f"Invalid value for '{path}': {message}, got {describe(value)}.", param=path or None
+    )
+
+
+def engine_failed() -> EngineFailedError:
+    """Return the error of a request that meets a dead engine."""
+    return EngineFailedError("The engine has failed and the server is about to exit.")
+
+
+def _internal(error: Exception) -> InternalError:
+    logger.error("The engine failed on a request", exc_info=error)
+    return InternalError("Internal error; the server's log has it under the request id.")
+
+
+def _invalid(message: str, parameter: str | None, body: JsonObject) -> RequestError:
+    prompt = next((name for name in PROMPT_FIELDS if name in body), None)
+    if parameter in _TOO_LONG_PARAMETERS:
+        return ContextLengthError(message, param=prompt)
+    if parameter in MAX_TOKENS_FIELDS and all(
+        body.get(name) is None for name in MAX_TOKENS_FIELDS
+    ):
+        # The limit was derived from what the prompt leaves, and that is nothing.
+        return ContextLengthError(
+            f"The prompt fills the model's whole context and leaves no room to answer: {message}",
+            param=prompt,
+        )
+    return InvalidValueError(message, param=parameter)
+
+
+def _most_telling(problems: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pick among the complaints of all branches of a union.
+
+    A message is tried against every role's form; only the forms whose `role` or `type` fits
+    have something to say about the rest. Of those, the branch that got furthest was meant, and
+    one that took the value's type and not the value.
+    """
+    strangers = {
+        tuple(problem["loc"][:-1])
+        for problem in problems
+        if problem["loc"] and problem["loc"][-1] in ("role", "type")
+    }
+    fitting = [
+        problem
+        for problem in problems
+        if not any(tuple(problem["loc"][: len(branch)]) == branch for branch in strangers)
+    ]
+    return max(
+        fitting or problems,
+        key=lambda problem: (len(problem["loc"]), not _about_type(str(problem["type"]))),
+    )
+
+
+def _about_type(kind: str) -> bool:
+    return kind.endswith(("_type", "_parsing", "_from_float"))
+
+
+def _body_path(loc: Sequence[int | str], body: object, *, missing: bool) -> str:
+    """Return where in the body a complaint points, without pydantic's names of branches."""
+    path, here = "", body
+    for index, step in enumerate(loc):
+        last = index == len(loc) - 1
+        if isinstance(here, dict) and (step in here or (last and missing)):
+            path, here = f"{path}.{step}" if path else str(step), here.get(step)
+        elif isinstance(here, list) and isinstance(step, int) and step < len(here):
+            path, here = f"{path}[{step}]", here[step]
+    return path

@@ -1,0 +1,295 @@
+"""vLLM's front end behind our port; the only importer of `vllm.entrypoints`.
+
+vLLM's serving classes render prompts, drive the engine and shape the answers. Everything
+around them is ours: which flags and fields are taken, limits, and errors, which all leave here
+as `ServerError`. What is used of vLLM is pinned by tests/http/test_vllm_contract.py.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+from starlette.datastructures import State
+from starlette.requests import Request
+from vllm import envs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from server.errors import (
+    ModelNotFoundError,
+    UnsupportedOperationError,
+    describe,
+)
+from server.frontend import Endpoint, JsonObject, LaunchError
+from server.request_fields import accepted_fields, check_nested, model_field_names
+from server.request_limits import Limits, check_limits
+from server.settings import ServerSettings
+from server.vllm_errors import from_exception, from_payload
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_OURS = "this server has its own: see `rbln-serve serve --help`"
+_ABSENT = "this server does not offer it"
+_REFUSED_FLAGS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "uvicorn_log_level",
+            "disable_uvicorn_access_log",
+            "disable_access_log_for_endpoints",
+            "h11_max_incomplete_event_size",
+            "h11_max_header_count",
+            "shutdown_timeout",
+        ),
+        _OURS,
+    ),
+    **dict.fromkeys(
+        (
+            "headless",
+            "grpc",
+            "api_server_count",
+            "data_parallel_multi_port_external_lb",
+            "uds",
+            "ssl_ca_certs",
+            "ssl_cert_reqs",
+            "ssl_ciphers",
+            "enable_ssl_refresh",
+            "root_path",
+            "middleware",
+            "api_key",
+            "allow_credentials",
+            "allowed_origins",
+            "allowed_methods",
+            "allowed_headers",
+            "enable_offline_docs",
+            "enable_tokenizer_info_endpoint",
+            "enable_server_load_tracking",
+            "enable_scale_out",
+            "tokens_only",
+            "enable_fault_tolerance",
+            "cohere_is_reasoning_model",
+            "cohere_format",
+        ),
+        _ABSENT,
+    ),
+}
+"""vLLM flags that would be accepted and then ignored, with the reason that is given."""
+
+
+def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
+    """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for any that cannot be taken."""
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve", add_help=False))
+    try:
+        args: Namespace = parser.parse_args(list(argv))
+        if args.model_tag is not None:
+            args.model = args.model_tag
+        validate_parsed_serve_args(args)
+    except SystemExit as error:
+        raise LaunchError("the command line is wrong, see above", exit_code=2) from error
+    except (TypeError, ValueError) as error:
+        raise LaunchError(str(error), exit_code=2) from error
+    for name, reason in _REFUSED_FLAGS.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
+    if envs.VLLM_API_KEY:
+        raise LaunchError(
+            "VLLM_API_KEY is set, but this server does not check keys; unset it or put an "
+            "authenticating proxy in front",
+            exit_code=2,
+        )
+    args.host, args.port = settings.host, settings.port
+    return args
+
+
+def print_help(topic: str) -> None:
+    """Print vLLM's own help: `all`, a group of flags, or what matches a word."""
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve"))
+    try:
+        parser.parse_args([f"--help={topic}"])
+    except SystemExit:
+        return
+
+
+def import_serving() -> None:
+    """Import what `build_frontend` needs, so that it does not hold up the event loop."""
+    import vllm.entrypoints.anthropic.serving
+    import vllm.entrypoints.generate.api_router
+    import vllm.entrypoints.launchers.api_server.app_state  # noqa: F401
+
+
+async def build_frontend(
+    engine: AsyncLLM, args: Namespace, tasks: Sequence[str], settings: ServerSettings
+) -> VllmFrontend:
+    """Build vLLM's serving classes around a running engine."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+
+    state = State()
+    await init_app_state(engine, state, args, tuple(tasks))
+    return VllmFrontend(engine, state, settings, float(args.sse_keep_alive_interval))
+
+
+@dataclass(frozen=True, slots=True)
+class _Handler:
+    """One endpoint of vLLM: its request model, what serves it, how its answers are shaped."""
+
+    model: type[BaseModel]
+    serve: Callable[[Any, Request], Awaitable[Any]] | None
+    by_alias: bool = False
+    exclude_none: bool = False
+
+
+class VllmFrontend:
+    """Answers requests with vLLM's serving classes; implements `server.frontend.Frontend`."""
+
+    def __init__(
+        self, engine: AsyncLLM, state: State, settings: ServerSettings, keep_alive_s: float
+    ) -> None:
+        self._models = state.openai_serving_models
+        self._policy = settings.unknown_fields
+        self._keep_alive_s = keep_alive_s
+        scheduler = engine.vllm_config.scheduler_config
+        self._limits = Limits(
+            # More answers than sequences would wait for each other.
+            max_n=min(settings.max_n, scheduler.max_num_seqs),
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_model_len=engine.model_config.max_model_len,
+            vocab_size=engine.model_config.get_vocab_size(),
+            has_priorities=scheduler.policy == "priority",
+        )
+        self._handlers = _handlers(state)
+
+    async def models(self) -> list[JsonObject]:
+        """Return the served models and adapters as OpenAI's model objects."""
+        served = await self._models.show_available_models()
+        cards: list[JsonObject] = served.model_dump(mode="json")["data"]
+        return cards
+
+    async def handle(
+        self, endpoint: Endpoint, body: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Answer one request; see `server.frontend.Frontend`."""
+        handler = self._handler(endpoint, body)
+        if handler.serve is None:
+            raise UnsupportedOperationError(f"The served model cannot do {endpoint.value}.")
+        known = model_field_names(handler.model)
+        fields = accepted_fields(endpoint, body, known, self._policy)
+        await self._check_model(fields)
+        check_limits(fields, self._limits)
+        try:
+            # JSON's own rules and no coercion: a string is not a number, and true is not 1.
+            parsed = handler.model.model_validate_json(to_json(fields), strict=True)
+            check_nested(parsed, fields, self._policy)
+            result = await handler.serve(parsed, request)
+        except Exception as error:
+            # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
+            raise from_exception(error, fields) from error
+        if isinstance(result, BaseModel):
+            return self._json(handler, result, fields)
+        return self._frames(endpoint, result, fields)
+
+    def _handler(self, endpoint: Endpoint, body: JsonObject) -> _Handler:
+        if endpoint is Endpoint.TOKENIZE and "messages" in body:
+            return self._handlers["tokenize_chat"]
+        return self._handlers[endpoint.name.lower()]
+
+    async def _check_model(self, fields: JsonObject) -> None:
+        name = fields.get("model")
+        if not isinstance(name, str) or self._models.is_base_model(name):
+            return
+        served = [str(card["id"]) for card in await self.models()]
+        if name not in served:
+            raise ModelNotFoundError(
+                f"The model {describe(name)} does not exist; this server has "
+                f"{', '.join(map(repr, served))}.",
+                param="model",
+            )
+
+    def _json(self, handler: _Handler, result: BaseModel, fields: JsonObject) -> bytes:
+        error = getattr(result, "error", None)
+        if error is not None and type(result).__name__ == "ErrorResponse":
+            raise from_payload(error.model_dump(), fields)
+        text = result.model_dump_json(
+            by_alias=handler.by_alias, exclude_none=handler.exclude_none
+        )
+        return text.encode()
+
+    async def _frames(
+        self, endpoint: Endpoint, events: AsyncIterator[Any], fields: JsonObject
+    ) -> AsyncGenerator[str, None]:
+        from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
+
+        frames = _named(events) if endpoint is Endpoint.RESPONSES else events
+        try:
+            async with aclosing(with_sse_keep_alive(frames, self._keep_alive_s)) as stream:
+                async for frame in stream:
+                    if frame.startswith(_ERROR_STARTS):
+                        raise from_payload(_error_of(frame), fields)
+                    yield frame
+        except Exception as error:
+            # The boundary to vLLM, as in `handle`.
+            raise from_exception(error, fields) from error
+
+
+_ERROR_STARTS = ('data: {"error"', "event: error")
+
+
+def _error_of(frame: str) -> JsonObject:
+    """Return vLLM's error object of an SSE frame, in the OpenAI form."""
+    data = json.loads(frame.partition("data: ")[2])
+    error: JsonObject = data["error"]
+    # Anthropic's events carry no status; vLLM sends them for faults only.
+    return {"code": 500, "param": None, **error}
+
+
+async def _named(events: AsyncIterator[BaseModel]) -> AsyncGenerator[str, None]:
+    """Turn the Responses API's event objects into SSE frames."""
+    async for event in events:
+        data = event.model_dump_json(by_alias=True)
+        yield f"event: {getattr(event, 'type', 'unknown')}\ndata: {data}\n\n"
+
+
+def _handlers(state: State) -> dict[str, _Handler]:
+    from vllm.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        DetokenizeRequest,
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
+
+    # A model that does not generate has none of these.
+    chat = getattr(state, "openai_serving_chat", None)
+    completion = getattr(state, "openai_serving_completion", None)
+    responses = getattr(state, "openai_serving_responses", None)
+    messages = getattr(state, "anthropic_serving_messages", None)
+    tokens = state.serving_tokenization
+    return {
+        "chat": _Handler(ChatCompletionRequest, chat and chat.create_chat_completion),
+        "completion": _Handler(CompletionRequest, completion and completion.create_completion),
+        "responses": _Handler(
+            ResponsesRequest, responses and responses.create_responses, by_alias=True
+        ),
+        "messages": _Handler(
+            AnthropicMessagesRequest, messages and messages.create_messages, exclude_none=True
+        ),
+        "count_tokens": _Handler(
+            AnthropicCountTokensRequest, messages and messages.count_tokens, exclude_none=True
+        ),
+        "tokenize": _Handler(TokenizeCompletionRequest, tokens.create_tokenize),
+        "tokenize_chat": _Handler(TokenizeChatRequest, tokens.create_tokenize),
+        "detokenize": _Handler(DetokenizeRequest, tokens.create_detokenize),
+    }

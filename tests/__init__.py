@@ -1,0 +1,1 @@
+"""The tests, and the builders and references that they share."""

@@ -1,0 +1,20 @@
+"""The source files of this repository, as the architecture tests read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("server", "rbln_backend", "default_model")
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    """Yield the Python files under `folders` of the repository, sorted, without caches."""
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    """Return `path` as messages and waivers name it, from the root with forward slashes."""
+    return path.relative_to(ROOT).as_posix()

@@ -1,0 +1,54 @@
+"""House rules that no linter setting covers."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
+
+ENVIRONMENT_READERS = {"rbln_backend/envs.py", "server/settings.py"}
+VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+
+
+def _reads_environment(path: Path) -> bool:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if names & {"environ", "environb", "getenv"}:
+                return True
+    return False
+
+
+def test_the_environment_is_read_in_two_modules() -> None:
+    readers = {relative(path) for path in python_files(*PACKAGES) if _reads_environment(path)}
+    assert readers <= ENVIRONMENT_READERS
+
+
+def test_no_file_is_named_for_nothing() -> None:
+    folders = (*PACKAGES, "tests", "benchmarks", "deploy")
+    assert [relative(p) for p in python_files(*folders) if p.name in VAGUE_NAMES] == []
+
+
+def test_no_work_is_left_in_comments() -> None:
+    marker = re.compile(r"(#|//).*\b(TODO|FIXME|XXX|HACK)\b")
+    sources = [*python_files(*PACKAGES, "tests", "benchmarks", "deploy")]
+    sources += [p for kind in ("*.cpp", "*.h") for p in (ROOT / "rbln_backend").rglob(kind)]
+    left = [relative(p) for p in sources if marker.search(p.read_text(encoding="utf-8"))]
+    assert [name for name in left if name != relative(Path(__file__))] == []
+
+
+def test_git_ignores_what_is_built() -> None:
+    built = [".venv/bin/python", "build/default-model/config.json", "server/__pycache__/x.pyc"]
+    done = subprocess.run(
+        ["git", "check-ignore", "--no-index", *built],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 128 or done.stdout.split() == built  # 128: not a git checkout

@@ -1,0 +1,47 @@
+"""The documents say what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source_tree import ROOT
+
+# A path in backquotes: at least one slash or a known suffix, no spaces or placeholders.
+_PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|toml|yml|cpp|h|txt|in|lock))`")
+_LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+
+
+def test_generated_pages_are_fresh() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"run `make docs`\n{done.stdout}{done.stderr}"
+
+
+def test_every_path_named_in_the_architecture_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = {match.group(1) for match in _PATH.finditer(text)}
+    assert named, "docs/architecture.md names no path in backquotes"
+    # Inside a section about one package, paths are named from that package.
+    bases = (ROOT, ROOT / "rbln_backend", ROOT / "server")
+    missing = {path for path in named if not any((base / path).exists() for base in bases)}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/architecture.md"])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = _LINK.findall(path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

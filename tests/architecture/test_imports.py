@@ -1,0 +1,72 @@
+"""Who may import whom: the contracts of pyproject.toml, and the rules they cannot express."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
+
+
+def test_import_contracts_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """Every dotted module that `path` imports; `from a import b` counts as a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _importers(prefix: str, *folders: str) -> set[str]:
+    return {
+        relative(path)
+        for path in python_files(*folders)
+        if any(f"{name}.".startswith(f"{prefix}.") for name in _imported_modules(path))
+    }
+
+
+def test_only_the_front_end_adapter_imports_vllm_entrypoints() -> None:
+    assert _importers("vllm.entrypoints", *PACKAGES) <= {"server/vllm_frontend.py"}
+
+
+def test_only_the_surface_imports_private_vllm_names() -> None:
+    private = {
+        relative(path)
+        for path in python_files("rbln_backend", "server")
+        for name in _imported_modules(path)
+        if name.startswith("vllm.") and any(part.startswith("_") for part in name.split("."))
+    }
+    assert private <= {"rbln_backend/vllm_compat/surface.py"}
+
+
+@pytest.mark.parametrize("module", ["unittest.mock", "mock"])
+def test_nothing_is_mocked(module: str) -> None:
+    assert _importers(module, *PACKAGES, "tests") == set()
+
+
+def test_registering_the_plugin_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, rbln_backend\n"
+        "assert rbln_backend.register() == 'rbln_backend.platform.RblnPlatform'\n"
+        "print(*{name.split('.')[0] for name in sys.modules})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "vllm", "fastapi", "transformers", "numpy", "pydantic", "rebel"}

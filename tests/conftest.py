@@ -1,0 +1,27 @@
+"""Fixtures of every test: a clean environment and tiny checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+
+
+@pytest.fixture(autouse=True)
+def clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the developer's own RBLN settings, so that a test sees only what it sets."""
+    for name in list(os.environ):
+        if name.startswith(("VLLM_RBLN_", "RBLN_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def checkpoints() -> CheckpointCache:
+    """Make checkpoints on demand: `checkpoints("llama", dtype="bfloat16", num_hidden_layers=2)`.
+
+    They are kept in the user's cache folder between runs, under a hash of the code that makes them.
+    """
+    return CheckpointCache(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")

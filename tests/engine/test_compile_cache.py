@@ -1,0 +1,167 @@
+"""A second start compiles nothing, and no state of the disk leads to a crash or a wrong token."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from rbln_backend.errors import UncompiledShapeError
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+# prefill 16, 64; decode 1, 2, 4; the LM head.
+NUM_GRAPHS = 6
+PROMPT = make_prompts([70], seed=200)[0]
+
+
+@pytest.fixture(scope="module")
+def filled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache root with every graph in it; tests copy it."""
+    root = tmp_path_factory.mktemp("filled")
+    engine = start(engines, root)
+    assert compiled(engine) == NUM_GRAPHS
+    return root
+
+
+def start(engines: Engines, root: Path, **rbln: Any) -> Engine:
+    return engines.fresh("llama", rbln={"cache_root": str(root), **rbln})
+
+
+def compiled(engine: Engine) -> int:
+    return int(engine.total("rbln_compile_seconds_count", result="compiled"))
+
+
+def loaded(engine: Engine) -> int:
+    return int(engine.total("rbln_compile_seconds_count", result="loaded"))
+
+
+def assert_serves(engine: Engine) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (output,) = engine.generate([PROMPT], params)
+    expected = reference_generate(engine.checkpoint, PROMPT, 8).token_ids
+    assert list(output.outputs[0].token_ids) == expected
+
+
+def graph_files(root: Path) -> list[Path]:
+    graphs = root / "rbln" / "graphs"
+    kept = ("locks", "tmp", "quarantine")
+    return sorted(
+        path
+        for path in graphs.rglob("*")
+        if path.is_file() and path.relative_to(graphs).parts[0] not in kept
+    )
+
+
+@pytest.fixture
+def copied(filled: Path, tmp_path: Path) -> Path:
+    """The filled cache under another path, as after a copy to another machine."""
+    return Path(shutil.copytree(filled, tmp_path / "copied"))
+
+
+def test_a_warm_start_compiles_nothing(engines: Engines, copied: Path) -> None:
+    engine = start(engines, copied)
+    assert compiled(engine) == 0
+    assert loaded(engine) == NUM_GRAPHS
+    assert engine.metric("rbln_compile_cache_requests_total", result="hit") == NUM_GRAPHS
+    assert_serves(engine)
+
+
+def test_damaged_files_are_rebuilt(engines: Engines, copied: Path) -> None:
+    """Each entry is damaged in another way: flipped bits, a cut, an empty file, a missing one."""
+    files = graph_files(copied)
+    entries = sorted({path.parent for path in files})
+    assert len(entries) == NUM_GRAPHS
+    for number, entry in enumerate(entries):
+        program, manifest = entry / "program.json", entry / "manifest.json"
+        if number == 0:
+            flip(program, at=100)
+        elif number == 1:
+            flip(manifest, at=30)
+        elif number == 2:
+            program.write_bytes(program.read_bytes()[:-10])
+        elif number == 3:
+            manifest.write_bytes(b"")
+        elif number == 4:
+            program.unlink()
+        else:
+            manifest.unlink()
+    engine = start(engines, copied)
+    assert compiled(engine) == NUM_GRAPHS
+    assert engine.metric("rbln_compile_cache_requests_total", result="corrupt") >= 4
+    assert_serves(engine)
+    again = start(engines, copied)
+    assert compiled(again) == 0
+    assert_serves(again)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def test_another_shape_is_another_key(engines: Engines, copied: Path) -> None:
+    engine = engines.fresh("llama", rbln={"cache_root": str(copied)}, max_num_seqs=2)
+    # The decode graphs of 1 and 2 rows and the rest are shared; nothing new is needed.
+    assert compiled(engine) == 0
+    other = engines.fresh("llama", rbln={"cache_root": str(copied)}, block_size=32)
+    # The LM head does not depend on the block size, but the key is the whole configuration.
+    assert compiled(other) == NUM_GRAPHS
+
+
+def test_another_model_never_reads_these_graphs(engines: Engines, copied: Path) -> None:
+    engine = engines.fresh("qwen2", rbln={"cache_root": str(copied)})
+    assert compiled(engine) == NUM_GRAPHS
+
+
+def test_a_read_only_store_serves_and_is_left_alone(engines: Engines, copied: Path) -> None:
+    before = {path: path.read_bytes() for path in graph_files(copied)}
+    engine = start(engines, copied, cache_read_only=True)
+    assert compiled(engine) == 0
+    assert_serves(engine)
+    assert {path: path.read_bytes() for path in graph_files(copied)} == before
+
+
+def test_the_cache_can_be_bypassed(engines: Engines, copied: Path) -> None:
+    engine = start(engines, copied, disable_compile_cache=True)
+    assert compiled(engine) == NUM_GRAPHS
+    assert engine.total("rbln_compile_cache_requests_total", result="hit") == 0
+    assert_serves(engine)
+
+
+def test_without_warm_up_the_first_request_compiles(engines: Engines, copied: Path) -> None:
+    engine = start(engines, copied, enable_warm_up=False)
+    assert loaded(engine) == 0
+    assert_serves(engine)
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+
+
+def test_manual_buckets_are_the_graphs(engines: Engines, tmp_path: Path) -> None:
+    engine = start(
+        engines,
+        tmp_path,
+        decode_batch_bucket_strategy="manual",
+        decode_batch_bucket_manual_buckets=[3, 4],
+        prefill_chunk_buckets=[64],
+    )
+    assert compiled(engine) == 4
+    assert_serves(engine)
+    assert engine.total("rbln_bucket_steps_total", phase="decode", bucket="3") > 0
+
+
+def test_an_unknown_shape_after_warm_up_is_refused_and_counted(
+    engines: Engines, copied: Path
+) -> None:
+    engine = start(engines, copied)
+    runner = engine.core.model_executor.driver_worker.worker._runner
+    runner._dispatch._graphs.clear()
+    with pytest.raises(UncompiledShapeError, match="was not compiled at warm-up"):
+        assert_serves(engine)
+    assert engine.total("rbln_recompiles_after_warmup_total") == 1

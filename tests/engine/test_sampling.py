@@ -1,0 +1,192 @@
+"""Every sampling parameter has its meaning, and company changes nobody's text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def engine(engines: Engines) -> Engine:
+    return engines("llama")
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return make_prompts([20], seed=100)[0]
+
+
+def sample(engine: Engine, prompt: list[int], **options: Any) -> list[int]:
+    options = {"max_tokens": LENGTH, "ignore_eos": True} | options
+    (output,) = engine.generate([prompt], SamplingParams(**options))
+    return list(output.outputs[0].token_ids)
+
+
+def greedy(engine: Engine, prompt: list[int]) -> list[int]:
+    return reference_generate(engine.checkpoint, prompt, LENGTH).token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.0, "top_p": 1e-6},
+        {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1e-3},
+    ],
+)
+def test_degenerate_distributions_are_greedy(
+    engine: Engine, prompt: list[int], options: dict[str, float]
+) -> None:
+    assert sample(engine, prompt, **options) == greedy(engine, prompt)
+
+
+def test_a_seed_repeats_and_another_seed_differs(engine: Engine, prompt: list[int]) -> None:
+    hot = {"temperature": 2.0, "top_p": 0.95}
+    first = sample(engine, prompt, seed=1, **hot)
+    assert sample(engine, prompt, seed=1, **hot) == first
+    assert sample(engine, prompt, seed=2, **hot) != first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "seed": 5},
+        {"temperature": 1.3, "seed": 5, "top_k": 7, "frequency_penalty": 0.7},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_company_changes_nothing(
+    engines: Engines, prompt: list[int], dtype: str, options: dict[str, Any]
+) -> None:
+    """Alone, in every batch size, and with neighbours that sample differently."""
+    engine = engines("llama", dtype=dtype)
+    mine = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=1, **options)
+    others = [
+        SamplingParams(max_tokens=5, temperature=0.9, min_p=0.2, ignore_eos=True),
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=4),
+        SamplingParams(max_tokens=17, temperature=2.0, repetition_penalty=1.4, ignore_eos=True),
+    ]
+    neighbours = make_prompts([3, 90, 33], seed=101)
+    alone = _mine(engine, [prompt], [mine], 0)
+    for count in (1, 2, 3):
+        for place in (0, count):
+            prompts = [*neighbours[:count]]
+            params = [*others[:count]]
+            prompts.insert(place, prompt)
+            params.insert(place, mine)
+            assert _mine(engine, prompts, params, place) == alone
+
+
+def _mine(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], place: int
+) -> tuple[list[int], float]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    completion = engine.llm.generate(inputs, params, use_tqdm=False)[place].outputs[0]
+    return list(completion.token_ids), completion.cumulative_logprob
+
+
+def test_n_returns_different_sequences(engine: Engine, prompt: list[int]) -> None:
+    params = SamplingParams(n=3, temperature=2.0, seed=9, max_tokens=12, ignore_eos=True)
+    (output,) = engine.generate([prompt], params)
+    texts = {tuple(completion.token_ids) for completion in output.outputs}
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert len(texts) == 3
+
+
+def test_logit_bias_allowed_and_bad_tokens(engine: Engine, prompt: list[int]) -> None:
+    best = greedy(engine, prompt)[0]
+    assert set(sample(engine, prompt, temperature=0.0, logit_bias={42: 100.0})) == {42}
+    allowed = sample(engine, prompt, temperature=1.0, allowed_token_ids=[30, 31, 32])
+    assert set(allowed) <= {30, 31, 32}
+    assert sample(engine, prompt, temperature=0.0, logit_bias={best: -100.0})[0] != best
+
+
+def test_bad_words_never_appear(engine: Engine, prompt: list[int]) -> None:
+    tokenizer = engine.llm.get_tokenizer()
+    word = tokenizer.decode([greedy(engine, prompt)[0]])
+    (output,) = engine.generate(
+        [prompt], SamplingParams(temperature=0.0, max_tokens=LENGTH, bad_words=[word])
+    )
+    assert word not in output.outputs[0].text
+
+
+def test_stop_string_ends_the_text(engine: Engine, prompt: list[int]) -> None:
+    unbounded = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    (full,) = engine.generate([prompt], unbounded)
+    expected = full.outputs[0].text
+    stop = expected[len(expected) // 2 :][:2]
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, stop=[stop])
+    (output,) = engine.generate([prompt], params)
+    completion = output.outputs[0]
+    assert completion.finish_reason == "stop"
+    assert completion.stop_reason == stop
+    assert completion.text == expected[: expected.index(stop)]
+
+
+def test_min_tokens_holds_a_stop_token_back(engine: Engine, prompt: list[int]) -> None:
+    tokens = greedy(engine, prompt)
+    stop_id = tokens[2]
+    early = SamplingParams(temperature=0.0, max_tokens=LENGTH, stop_token_ids=[stop_id])
+    late = SamplingParams(
+        temperature=0.0, max_tokens=LENGTH, stop_token_ids=[stop_id], min_tokens=10
+    )
+    (first,) = engine.generate([prompt], early)
+    (second,) = engine.generate([prompt], late)
+    assert len(first.outputs[0].token_ids) == tokens.index(stop_id) + 1
+    assert len(second.outputs[0].token_ids) >= 10
+    assert stop_id not in second.outputs[0].token_ids[:9]
+
+
+def test_penalties_follow_their_formulas(engine: Engine, prompt: list[int]) -> None:
+    """Greedy decoding over penalised logits, computed from transformers' logits."""
+    model = AutoModelForCausalLM.from_pretrained(engine.checkpoint, dtype=torch.float32)
+    presence, frequency, repetition = 1.5, 0.4, 1.3
+    generated: list[int] = []
+    for _ in range(LENGTH):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + generated])).logits[0, -1]
+        seen = torch.tensor(sorted({*prompt, *generated}))
+        logits[seen] = torch.where(
+            logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition
+        )
+        counts = torch.bincount(torch.tensor(generated, dtype=torch.long), minlength=len(logits))
+        logits -= frequency * counts + presence * (counts > 0)
+        generated.append(int(logits.argmax()))
+    actual = sample(
+        engine,
+        prompt,
+        temperature=0.0,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+    )
+    assert actual == generated
+    assert actual != greedy(engine, prompt)
+
+
+def test_sampled_frequencies_match_the_distribution(engine: Engine, prompt: list[int]) -> None:
+    """800 first tokens at temperature 1 against the softmax, over the five likeliest tokens."""
+    params = SamplingParams(n=800, temperature=1.0, max_tokens=1, ignore_eos=True)
+    (output,) = engine.generate([prompt], params)
+    counts = Counter(completion.token_ids[0] for completion in output.outputs)
+    probabilities = reference_generate(engine.checkpoint, prompt, 1).logprobs[0].exp()
+    for token in probabilities.topk(5).indices.tolist():
+        expected = float(probabilities[token])
+        tolerance = 5 * (expected * (1 - expected) / 800) ** 0.5
+        assert counts[token] / 800 == pytest.approx(expected, abs=tolerance)

@@ -1,0 +1,60 @@
+"""Greedy continuations by transformers in float32: the independent reference of the token tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One greedy continuation of `num_tokens` tokens."""
+
+    token_ids: list[int]
+    logprobs: torch.Tensor  # [num_tokens, vocab_size], float32, natural logarithm
+    margins: torch.Tensor  # [num_tokens], float32: best logit minus second best
+
+    def token_logprobs(self) -> list[float]:
+        """Return the log-probability of each chosen token."""
+        rows = torch.arange(len(self.token_ids))
+        return [float(x) for x in self.logprobs[rows, torch.tensor(self.token_ids)]]
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def reference_generate(
+    path: Path, prompt_token_ids: Sequence[int], max_tokens: int, *, ignore_eos: bool = True
+) -> Reference:
+    """Continue the prompt greedily in float32, whatever the dtype of the stored weights.
+
+    With `ignore_eos` false the end-of-sequence token ends the continuation and is its last token.
+    """
+    model = _load(path)
+    prompt = torch.tensor([list(prompt_token_ids)])
+    with torch.inference_mode():
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=None if ignore_eos else model.config.eos_token_id,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    logits = torch.cat(out.logits).float()
+    best = logits.topk(2).values
+    return Reference(
+        token_ids=out.sequences[0, prompt.shape[1] :].tolist(),
+        logprobs=logits.log_softmax(-1),
+        margins=best[:, 0] - best[:, 1],
+    )

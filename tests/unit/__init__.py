@@ -1,0 +1,1 @@
+"""Tests of single modules, without an engine or a server."""

@@ -1,0 +1,1 @@
+"""Tests of the backend's pure parts: configuration, buckets, progress, metrics, artifact store."""

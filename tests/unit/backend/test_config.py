@@ -1,0 +1,189 @@
+"""`RblnConfig` refuses what it cannot honour and survives the trip to a worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.errors import ConfigError
+
+FIELDS = [
+    "device",
+    "kernels",
+    "strict_mode",
+    "enable_warm_up",
+    "hot_path_policy",
+    "decode_batch_bucket_strategy",
+    "decode_batch_bucket_min",
+    "decode_batch_bucket_step",
+    "decode_batch_bucket_limit",
+    "decode_batch_bucket_manual_buckets",
+    "prefill_chunk_buckets",
+    "cache_root",
+    "cache_max_bytes",
+    "cache_read_only",
+    "disable_compile_cache",
+    "use_vllm_model",
+    "sampler",
+    "flash_causal_attn",
+    "use_custom_kernel",
+    "enforce_model_fp32",
+    "sub_block_cache",
+    "num_devices_per_local_rank",
+    "force_npu_name",
+    "profiler",
+    "num_threads",
+    "run_dir",
+]
+"""The frozen set of options: adding one is a visible difference here."""
+
+
+def test_the_set_of_options_is_frozen() -> None:
+    assert [option.name for option in dataclasses.fields(RblnConfig)] == FIELDS
+
+
+def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
+    config = RblnConfig()
+    assert config.decode_batch_bucket_strategy == "exponential"
+    assert config.decode_batch_bucket_min == 1
+    assert config.decode_batch_bucket_step == 2
+    assert config.decode_batch_bucket_limit == 32
+    assert config.decode_batch_bucket_manual_buckets == ()
+    assert config.strict_mode is False
+    assert config.enable_warm_up is True
+    assert config.sampler is True
+    assert config.flash_causal_attn is True
+    assert config.use_custom_kernel is False
+    assert config.cache_max_bytes == 20 * 1024**3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, "Invalid device: 'gpu', Valid choices: auto, emulated, rebel"),
+        ({"device": ""}, "Invalid device: '', must be a non-empty string"),
+        ({"kernels": "avx"}, "Invalid kernels: 'avx', Valid choices: auto, native, aten"),
+        ({"hot_path_policy": "ignore"}, "Valid choices: error, warn"),
+        ({"sampler": "true"}, "Invalid sampler: 'true', Valid choices: true, false"),
+        ({"sampler": 1}, "Invalid sampler: 1, Valid choices: true, false"),
+        ({"decode_batch_bucket_min": 0}, "decode_batch_bucket_min must be greater than 0, got 0"),
+        ({"decode_batch_bucket_step": True}, "decode_batch_bucket_step: True, must be an integer"),
+        ({"decode_batch_bucket_limit": "4"}, "decode_batch_bucket_limit: '4', must be an integer"),
+        ({"num_threads": -1}, "num_threads must be greater than 0, got -1"),
+        ({"decode_batch_bucket_step": 1}, "step must be greater than 1, step: 1"),
+        (
+            {"decode_batch_bucket_strategy": "quadratic"},
+            "Valid choices: exponential, exp, linear, manual",
+        ),
+        (
+            {"decode_batch_bucket_strategy": "manual"},
+            "decode_batch_bucket_strategy='manual' needs at least one entry in",
+        ),
+        (
+            {"decode_batch_bucket_manual_buckets": [0, 4]},
+            "decode_batch_bucket_manual_buckets must all be > 0",
+        ),
+        (
+            {"decode_batch_bucket_manual_buckets": [4, 4]},
+            "decode_batch_bucket_manual_buckets must be unique",
+        ),
+        (
+            {"decode_batch_bucket_manual_buckets": "1,2"},
+            "decode_batch_bucket_manual_buckets: '1,2', must be a list of integers",
+        ),
+        ({"decode_batch_bucket_manual_buckets": [1, "2"]}, "must be a list of integers"),
+        ({"prefill_chunk_buckets": []}, "prefill_chunk_buckets: [], must have at least one entry"),
+        ({"use_vllm_model": False}, "use_vllm_model=False is not supported"),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_choices(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RblnConfig.from_mapping(options)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="Unknown option 'hot_path_polcy'; did you mean 'hot_pa"):
+        RblnConfig.from_mapping({"hot_path_polcy": "warn"})
+
+
+def test_an_unknown_option_that_resembles_none_lists_all() -> None:
+    with pytest.raises(ConfigError, match="'zzz'; known names: cache_max_bytes, cache_read_only"):
+        RblnConfig.from_mapping({"zzz": 1})
+
+
+def test_spellings_are_normalised() -> None:
+    config = RblnConfig.from_mapping(
+        {
+            "device": "Emulated",
+            "decode_batch_bucket_strategy": "EXP",
+            "prefill_chunk_buckets": [64, 16],
+        }
+    )
+    assert config.device == "emulated"
+    assert config.decode_batch_bucket_strategy == "exponential"
+    assert config.prefill_chunk_buckets == (16, 64)
+
+
+def test_the_cache_root_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    assert RblnConfig().cache_root == "/home/someone/.cache/vllm"
+    assert RblnConfig(cache_root="here").cache_root == str(tmp_path / "here")
+
+
+def test_a_missing_home_is_a_config_error_that_names_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT"):
+        RblnConfig(cache_root="~no-such-user/cache")
+
+
+def test_a_config_survives_json() -> None:
+    config = RblnConfig(
+        decode_batch_bucket_strategy="manual",
+        decode_batch_bucket_manual_buckets=(1, 3, 8),
+        prefill_chunk_buckets=(16, 64),
+        force_npu_name="RBLN-CR13",
+        run_dir="/run/rbln",
+    )
+    assert RblnConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_config_cannot_change() -> None:
+    config = RblnConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.device = "rebel"  # type: ignore[misc]
+
+
+def test_only_what_changes_a_graph_is_a_graph_field() -> None:
+    assert set(RblnConfig().graph_fields()) == {
+        "strict_mode",
+        "use_custom_kernel",
+        "enforce_model_fp32",
+        "num_devices_per_local_rank",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "emulated"},
+        {"decode_batch_bucket_limit": 4},
+        {"cache_root": "/elsewhere"},
+        {"run_dir": "/run/rbln"},
+        {"sampler": False},
+        {"num_threads": 3},
+    ],
+)
+def test_settings_beside_the_graph_share_its_artifacts(options: dict[str, object]) -> None:
+    assert RblnConfig.from_mapping(options).graph_fields() == RblnConfig().graph_fields()
+
+
+def test_a_graph_field_changes_with_its_option() -> None:
+    changed = RblnConfig(use_custom_kernel=True).graph_fields()
+    assert changed == {**RblnConfig().graph_fields(), "use_custom_kernel": True}

@@ -1,0 +1,52 @@
+"""The device's scheduling rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "num_tokens", "expected"),
+    [
+        pytest.param(0, 1, False, id="one-token prompt decodes at once"),
+        pytest.param(0, 2, True, id="fresh prompt"),
+        pytest.param(99, 100, False, id="prefix hit that leaves one token"),
+        pytest.param(98, 100, True, id="last chunk of two tokens"),
+        pytest.param(100, 101, False, id="decoding"),
+    ],
+)
+def test_is_prefill(num_computed: int, num_tokens: int, expected: bool) -> None:
+    assert is_prefill(num_computed, num_tokens) is expected
+
+
+def reason(**overrides: int | bool) -> str | None:
+    facts = {
+        "num_prefilling": 0,
+        "num_waiting": 1,
+        "num_running": 0,
+        "max_num_seqs": 4,
+        "decodes_owed": False,
+    } | overrides
+    return prefill_block_reason(**facts)  # type: ignore[arg-type]
+
+
+def test_a_waiting_request_may_start() -> None:
+    assert reason() is None
+
+
+def test_an_unfinished_prefill_needs_no_free_slot() -> None:
+    assert reason(num_prefilling=1, num_waiting=0, num_running=4) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"decodes_owed": True, "num_prefilling": 1}, "decoding requests take this step"),
+        ({"num_waiting": 0}, "no request waits"),
+        ({"num_running": 4}, "all 4 sequence slots are taken"),
+    ],
+)
+def test_reasons(facts: dict[str, int | bool], text: str) -> None:
+    assert text in (reason(**facts) or "")

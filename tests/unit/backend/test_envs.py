@@ -1,0 +1,354 @@
+"""Documented variable names resolve into the config with the documented precedence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status, resolve
+from rbln_backend.errors import ConfigError
+
+DOCUMENTED = [
+    "VLLM_RBLN_COMPILE_MODEL",
+    "VLLM_RBLN_COMPILE_STRICT_MODE",
+    "VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK",
+    "VLLM_RBLN_TP_SIZE",
+    "VLLM_RBLN_SAMPLER",
+    "VLLM_RBLN_ENABLE_WARM_UP",
+    "VLLM_RBLN_USE_VLLM_MODEL",
+    "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
+    "VLLM_RBLN_FLASH_CAUSAL_ATTN",
+    "VLLM_RBLN_BATCH_ATTN_OPT",
+    "VLLM_RBLN_DISABLE_MM",
+    "VLLM_RBLN_DP_IMPL",
+    "VLLM_RBLN_USE_MOE_TOKENS_MASK",
+    "VLLM_RBLN_ENFORCE_MODEL_FP32",
+    "VLLM_RBLN_DP_INPUT_ALL_GATHER",
+    "VLLM_RBLN_LOGITS_ALL_GATHER",
+    "VLLM_RBLN_NUM_RAY_NODES",
+    "VLLM_RBLN_METRICS",
+    "VLLM_RBLN_METRICS_FILE",
+    "VLLM_RBLN_NUMA",
+    "VLLM_RBLN_SORT_BATCH",
+    "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY",
+    "VLLM_RBLN_DECODE_BATCH_BUCKET_MIN",
+    "VLLM_RBLN_DECODE_BATCH_BUCKET_STEP",
+    "VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT",
+    "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS",
+    "RBLN_USE_CUSTOM_KERNEL",
+    "VLLM_RBLN_AUTO_PORT",
+    "VLLM_RBLN_DISPATCH_ALL2ALL",
+    "VLLM_RBLN_COMBINE_ALL2ALL",
+    "VLLM_RBLN_MOE_REDUCE_SCATTER",
+    "VLLM_RBLN_SUB_BLOCK_CACHE",
+    "VLLM_RBLN_USE_DEVICE_TENSOR",
+    "VLLM_RBLN_DISABLE_OFFLOAD",
+    "VLLM_RBLN_COMPILE_ONLY",
+    "RBLN_PROFILER",
+    "VLLM_RBLN_MOE_CUSTOM_KERNEL",
+    "VLLM_RBLN_MOE_USE_OPT_KERNEL",
+    "VLLM_RBLN_METRICS_DIR",
+    "VLLM_RBLN_BACKFILL_TRACE_REQS",
+    "RBLN_FORCE_NPU_NAME",
+    "RBLN_TARGET_SOC",
+    "RBLN_KERNEL_MODE",
+    "RBLN_NUM_THREADS",
+    "VLLM_CACHE_ROOT",
+    "VLLM_DISABLE_COMPILE_CACHE",
+]
+
+OURS = [
+    "VLLM_RBLN_DEVICE",
+    "VLLM_RBLN_KERNELS",
+    "VLLM_RBLN_HOT_PATH_POLICY",
+    "VLLM_RBLN_PREFILL_CHUNK_BUCKETS",
+    "VLLM_RBLN_CACHE_MAX_BYTES",
+    "VLLM_RBLN_CACHE_READ_ONLY",
+    "XDG_CACHE_HOME",
+]
+
+
+def config_of(environ: dict[str, str], **options: object) -> RblnConfig:
+    return resolve({"rbln": options}, environ).config
+
+
+def error_of(environ: dict[str, str], **options: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"rbln": options}, environ)
+    return str(caught.value)
+
+
+def test_the_set_of_names_is_frozen() -> None:
+    assert sorted(var.name for var in ENV_VARS) == sorted(DOCUMENTED + OURS)
+
+
+def test_each_row_targets_a_field_or_says_why_not() -> None:
+    known = {option.name for option in dataclasses.fields(RblnConfig)}
+    for var in ENV_VARS:
+        assert var.field in known or var.status in (Status.NO_EFFECT, Status.REFUSED), var.name
+        assert var.doc.endswith("."), var.name
+
+
+def test_every_option_but_run_dir_has_a_variable() -> None:
+    reachable = {var.field for var in ENV_VARS}
+    assert {f.name for f in dataclasses.fields(RblnConfig)} - reachable == {"run_dir"}
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    resolved = resolve(None, {})
+    assert resolved.config == RblnConfig()
+    assert set(resolved.sources.values()) == {"default"}
+    assert resolved.warnings == []
+
+
+def test_the_process_environment_is_read_when_none_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT", "3")
+    assert resolve(None).config.decode_batch_bucket_limit == 3
+
+
+@pytest.mark.parametrize("raw", ["true", "1", "yes", "on", "True", "ON"])
+def test_true_has_four_spellings(raw: str) -> None:
+    assert config_of({"VLLM_RBLN_COMPILE_STRICT_MODE": raw}).strict_mode is True
+
+
+@pytest.mark.parametrize("raw", ["false", "0", "no", "off", "FALSE", "Off"])
+def test_false_has_four_spellings(raw: str) -> None:
+    assert config_of({"VLLM_RBLN_ENABLE_WARM_UP": raw}).enable_warm_up is False
+
+
+@pytest.mark.parametrize("raw", ["", "2", "truee", "enable", "None"])
+def test_any_other_boolean_is_an_error(raw: str) -> None:
+    assert error_of({"VLLM_RBLN_SAMPLER": raw}) == (
+        f"Invalid VLLM_RBLN_SAMPLER: {raw}, Valid choices: true, 1, yes, on, false, 0, no, off"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "field", "value"),
+    [
+        ("VLLM_RBLN_DEVICE", "Rebel", "device", "rebel"),
+        ("VLLM_RBLN_KERNELS", "aten", "kernels", "aten"),
+        ("VLLM_RBLN_COMPILE_STRICT_MODE", "1", "strict_mode", True),
+        ("VLLM_RBLN_ENABLE_WARM_UP", "0", "enable_warm_up", False),
+        ("VLLM_RBLN_HOT_PATH_POLICY", "warn", "hot_path_policy", "warn"),
+        (
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY",
+            "Exp",
+            "decode_batch_bucket_strategy",
+            "exponential",
+        ),
+        (
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY",
+            "LINEAR",
+            "decode_batch_bucket_strategy",
+            "linear",
+        ),
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_MIN", "2", "decode_batch_bucket_min", 2),
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_STEP", "4", "decode_batch_bucket_step", 4),
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT", "8", "decode_batch_bucket_limit", 8),
+        (
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS",
+            "8, 1,4",
+            "decode_batch_bucket_manual_buckets",
+            (1, 4, 8),
+        ),
+        (
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS",
+            "",
+            "decode_batch_bucket_manual_buckets",
+            (),
+        ),
+        ("VLLM_RBLN_PREFILL_CHUNK_BUCKETS", "16,128", "prefill_chunk_buckets", (16, 128)),
+        ("VLLM_CACHE_ROOT", "/cache", "cache_root", "/cache"),
+        ("XDG_CACHE_HOME", "/xdg", "cache_root", "/xdg/vllm"),
+        ("XDG_CACHE_HOME", "", "cache_root", RblnConfig().cache_root),
+        ("VLLM_RBLN_CACHE_MAX_BYTES", "1000", "cache_max_bytes", 1000),
+        ("VLLM_RBLN_CACHE_READ_ONLY", "yes", "cache_read_only", True),
+        ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
+        ("VLLM_RBLN_SAMPLER", "no", "sampler", False),
+        ("VLLM_RBLN_FLASH_CAUSAL_ATTN", "off", "flash_causal_attn", False),
+        ("RBLN_USE_CUSTOM_KERNEL", "1", "use_custom_kernel", True),
+        ("RBLN_KERNEL_MODE", "triton", "use_custom_kernel", True),
+        ("VLLM_RBLN_ENFORCE_MODEL_FP32", "1", "enforce_model_fp32", True),
+        ("VLLM_RBLN_SUB_BLOCK_CACHE", "0", "sub_block_cache", False),
+        ("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK", "4", "num_devices_per_local_rank", 4),
+        ("VLLM_RBLN_TP_SIZE", "2", "num_devices_per_local_rank", 2),
+        ("RBLN_FORCE_NPU_NAME", "RBLN-CR13", "force_npu_name", "RBLN-CR13"),
+        ("RBLN_TARGET_SOC", "RBLN-CA25", "force_npu_name", "RBLN-CA25"),
+        ("RBLN_PROFILER", "true", "profiler", True),
+        ("RBLN_NUM_THREADS", "6", "num_threads", 6),
+        ("VLLM_RBLN_USE_VLLM_MODEL", "1", "use_vllm_model", True),
+    ],
+)
+def test_each_honoured_name_sets_its_field(name: str, raw: str, field: str, value: object) -> None:
+    assert getattr(config_of({name: raw}), field) == value
+
+
+def test_the_table_of_values_above_covers_every_field_a_variable_sets() -> None:
+    marks = test_each_honoured_name_sets_its_field.pytestmark  # type: ignore[attr-defined]
+    covered = {case[0] for case in marks[0].args[1]}
+    assert covered == {var.name for var in ENV_VARS if var.field is not None}
+
+
+def test_additional_config_wins_over_the_environment_and_that_over_the_default() -> None:
+    resolved = resolve(
+        {"rbln": {"decode_batch_bucket_limit": 2}, "other_plugin": {"x": 1}},
+        {
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT": "4",
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_MIN": "3",
+            "RBLN_VISIBLE_DEVICES": "0,1",
+            "PATH": "/bin",
+        },
+    )
+    assert resolved.config.decode_batch_bucket_limit == 2
+    assert resolved.sources["decode_batch_bucket_limit"] == "additional_config"
+    assert resolved.config.decode_batch_bucket_min == 3
+    assert resolved.sources["decode_batch_bucket_min"] == (
+        "environment VLLM_RBLN_DECODE_BATCH_BUCKET_MIN"
+    )
+    assert resolved.sources["decode_batch_bucket_step"] == "default"
+
+
+def test_a_resolved_config_resolves_to_itself_in_a_worker() -> None:
+    config = config_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT": "4"})
+    assert resolve({"rbln": config.to_dict()}, {}).config == config
+
+
+def test_an_unknown_variable_is_an_error_with_a_suggestion() -> None:
+    assert error_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_STRATGY": "exp"}) == (
+        "Unknown environment variable VLLM_RBLN_DECODE_BATCH_BUCKET_STRATGY; "
+        "did you mean 'VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY'?"
+    )
+
+
+def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
+    assert error_of({}, decode_batch_bucket_limits=2) == (
+        "Unknown option 'decode_batch_bucket_limits' in additional_config['rbln']; "
+        "did you mean 'decode_batch_bucket_limit'?"
+    )
+
+
+def test_the_section_must_be_an_object() -> None:
+    with pytest.raises(ConfigError, match=r"additional_config\['rbln'\]: 3, must be an object"):
+        resolve({"rbln": 3}, {})
+
+
+def test_invalid_choices_use_the_documented_words() -> None:
+    choices = ", ".join(CHOICES["decode_batch_bucket_strategy"])
+    assert error_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "Geometric"}) == (
+        f"Invalid VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY: Geometric, Valid choices: {choices}"
+    )
+    assert error_of({"VLLM_RBLN_DP_IMPL": "none"}) == (
+        "Invalid VLLM_RBLN_DP_IMPL: none, Valid choices: padded_decode, dummy_prefill"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ("1,0", "All decode batch bucket manual buckets must be greater than 0"),
+        ("4,4", "All decode batch bucket manual buckets must be unique"),
+        ("1,x", "invalid literal for int() with base 10: 'x'"),
+    ],
+)
+def test_manual_bucket_errors_wrap_the_reason(raw: str, reason: str) -> None:
+    name = "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS"
+    assert error_of({name: raw}) == f"Invalid {name}: {raw}, {reason}"
+
+
+@pytest.mark.parametrize("raw", ["0", "-1"])
+def test_sizes_must_be_positive(raw: str) -> None:
+    name = "VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT"
+    assert error_of({name: raw}) == f"Invalid {name}: {raw}, must be greater than 0"
+
+
+def test_a_number_must_be_a_number() -> None:
+    assert "Invalid RBLN_NUM_THREADS: many, invalid literal" in error_of(
+        {"RBLN_NUM_THREADS": "many"}
+    )
+
+
+def test_an_error_across_fields_says_where_they_came_from() -> None:
+    message = error_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "manual"})
+    assert "There must be at least one decode batch size in the manual buckets" in message
+    assert (
+        "decode_batch_bucket_strategy from environment VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY"
+        in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [
+        ("VLLM_RBLN_USE_VLLM_MODEL", "0", "1"),
+        ("VLLM_RBLN_COMPILE_MODEL", "false", "true"),
+        ("VLLM_RBLN_COMPILE_ONLY", "1", "0"),
+        ("VLLM_RBLN_DP_IMPL", "dummy_prefill", "PADDED_DECODE"),
+    ],
+)
+def test_a_refused_name_accepts_only_what_is_done_anyway(
+    name: str, refused: str, accepted: str
+) -> None:
+    assert error_of({name: refused}).startswith(f"{name}={refused} is not supported: ")
+    assert resolve(None, {name: accepted}).warnings == []
+
+
+def test_the_optimum_path_is_refused_as_an_option_too() -> None:
+    assert "no optimum path" in error_of({}, use_vllm_model=False)
+
+
+def test_a_name_without_effect_warns_and_says_what_to_use() -> None:
+    resolved = resolve(None, {"VLLM_RBLN_METRICS": "1"})
+    assert resolved.config == RblnConfig()
+    assert resolved.warnings == [
+        "VLLM_RBLN_METRICS has no effect: Metrics are always on, at `/metrics`."
+    ]
+
+
+@pytest.mark.parametrize(("raw", "count"), [("1", 0), ("0", 1)])
+def test_a_field_without_effect_warns_only_if_an_effect_is_missed(raw: str, count: int) -> None:
+    assert len(resolve(None, {"VLLM_RBLN_SAMPLER": raw}).warnings) == count
+    assert len(resolve({"rbln": {"sampler": raw == "1"}}, {}).warnings) == count
+
+
+def test_a_name_without_effect_is_still_checked() -> None:
+    assert error_of({"VLLM_RBLN_NUMA": "maybe"}).startswith("Invalid VLLM_RBLN_NUMA: maybe")
+
+
+def test_an_alias_warns_and_names_its_successor() -> None:
+    resolved = resolve(None, {"VLLM_RBLN_TP_SIZE": "2"})
+    assert resolved.warnings == [
+        "VLLM_RBLN_TP_SIZE is deprecated, use VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK"
+    ]
+    assert resolved.sources["num_devices_per_local_rank"] == "environment VLLM_RBLN_TP_SIZE"
+
+
+def test_the_current_name_wins_over_its_alias_and_says_so() -> None:
+    resolved = resolve(None, {"RBLN_TARGET_SOC": "RBLN-CA25", "RBLN_FORCE_NPU_NAME": "RBLN-CR13"})
+    assert resolved.config.force_npu_name == "RBLN-CR13"
+    assert resolved.warnings == ["RBLN_TARGET_SOC is ignored because RBLN_FORCE_NPU_NAME is set"]
+
+
+def test_vllm_cache_root_wins_over_xdg_without_a_warning() -> None:
+    resolved = resolve(None, {"XDG_CACHE_HOME": "/xdg", "VLLM_CACHE_ROOT": "/vllm"})
+    assert resolved.config.cache_root == "/vllm"
+    assert resolved.warnings == []
+
+
+def test_option_names_of_vllm_rbln_are_understood() -> None:
+    resolved = resolve({"rbln": {"use_custom_sampler": False, "use_batch_attn_opt": True}}, {})
+    assert resolved.config.sampler is False
+    assert resolved.sources["sampler"] == "additional_config"
+    assert resolved.warnings == [
+        "sampler has no effect: Sampling is vLLM's, on the host.",
+        "additional_config['rbln']['use_batch_attn_opt'] has no effect: "
+        "One attention op serves every batch.",
+    ]
+
+
+def test_every_option_name_of_vllm_rbln_leads_to_a_row() -> None:
+    assert set(OPTION_NAMES.values()) <= {var.name for var in ENV_VARS}

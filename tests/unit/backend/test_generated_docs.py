@@ -1,0 +1,42 @@
+"""The generated pages say what the code says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def generate(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *flags],
+        cwd=DOCS.parent,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(DOCS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_pages_are_not_stale() -> None:
+    result = generate(DOCS / "generate.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("page", ["configuration.md", "metrics.md"])
+def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> None:
+    script = Path(shutil.copy(DOCS / "generate.py", tmp_path))
+    for name in ("configuration.md", "metrics.md"):
+        shutil.copy(DOCS / name, tmp_path)
+    (tmp_path / page).write_text("edited by hand")
+    check = generate(script, "--check")
+    assert (check.returncode, check.stdout) == (1, f"{page}: stale, run `make docs`\n")
+    assert (tmp_path / page).read_text() == "edited by hand"
+    assert generate(script).stdout == f"{page}: written\n"
+    assert (tmp_path / page).read_text() == (DOCS / page).read_text()

@@ -1,0 +1,97 @@
+"""Rewrites for the emulated device keep what a graph computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from rbln_backend.compiler.capture import capture
+from rbln_backend.compiler.lowering import lower_graph
+from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.errors import CompileError
+
+
+class Layer(nn.Module):
+    """A linear, a cast to the dtype it has, and an output buffer filled by one copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.projection(x).to(torch.float32)
+        buffer = torch.empty(x.shape[0], 6)
+        buffer.view(-1, 2, 3).copy_(hidden.view(-1, 2, 3) * 2)
+        return buffer.view(-1, 6) + 1
+
+
+def captured() -> tuple[Layer, TensorTable, Tensor, Program]:
+    layer, x = Layer(), torch.randn(3, 4)
+    table = TensorTable(lambda weight: weight.clone())
+    table.add_model(layer)
+    return layer, table, x, capture(layer, (x,), table, {"x": x})
+
+
+def targets(program: Program) -> list[str]:
+    return [str(n.target) for n in program.graph.nodes if n.op.startswith("call")]
+
+
+def test_capture_binds_weights_by_path_and_inputs_by_name() -> None:
+    _, _, _, program = captured()
+    assert sorted(program.bindings) == [
+        "input:x",
+        "param:projection.bias",
+        "param:projection.weight",
+    ]
+
+
+def test_buffers_and_casts_disappear_and_the_result_stays() -> None:
+    layer, table, x, program = captured()
+    lowered = lower_graph(program, pack_linear=False)
+    assert not {"copy_", "to"} & set(targets(lowered))
+    tensors = table.resolve_all(lowered.bindings, {"x": x})
+    with torch.inference_mode():
+        actual = fx.GraphModule({}, lowered.graph)(*tensors)
+        expected = layer(x)
+    torch.testing.assert_close(actual[0], expected)
+
+
+def test_the_captured_program_is_left_alone() -> None:
+    _, _, _, program = captured()
+    before = program.to_bytes()
+    lower_graph(program, pack_linear=False)
+    assert program.to_bytes() == before
+    assert "copy_" in targets(program)
+
+
+def test_a_write_is_never_dead_code() -> None:
+    x, log = torch.randn(3), torch.zeros(3)
+    table = TensorTable(lambda weight: weight)
+    table.add("param:log", log)
+
+    def step(x: Tensor) -> Tensor:
+        log.copy_(x * 2)
+        return x + 1
+
+    lowered = lower_graph(capture(step, (x,), table, {"x": x}), pack_linear=True)
+    fx.GraphModule({}, lowered.graph)(*table.resolve_all(lowered.bindings, {"x": x}))
+    torch.testing.assert_close(log, x * 2)
+
+
+def test_a_tensor_without_a_name_is_refused() -> None:
+    stranger, x = torch.ones(7), torch.randn(7)
+    with pytest.raises(CompileError, match=r"shape \(7,\) that is neither a weight"):
+        capture(lambda x: x + stranger, (x,), TensorTable(lambda w: w), {"x": x})
+
+
+def test_a_graph_break_is_refused() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x - 1
+
+    x = torch.randn(3)
+    with pytest.raises(CompileError, match="one static graph"):
+        capture(breaks, (x,), TensorTable(lambda w: w), {"x": x})

@@ -1,0 +1,198 @@
+"""Workers tell their start-up; the API process folds the stories of all ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.progress import GraphProgress, ProgressReader, ProgressWriter
+
+
+class Terminal(io.StringIO):
+    """A text stream that says it is a tty."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(run_dir: Path, rank: int = 0) -> list[dict[str, object]]:
+    text = (run_dir / f"progress-{rank}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_each_call_appends_one_line_of_the_schema(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path, 3, None)
+    writer.phase("compile", "5 graphs")
+    writer.plan(["decode-1"])
+    writer.graph_started("decode-1")
+    writer.graph_done("decode-1", "compiled", 0.25)
+    events = lines_of(tmp_path, 3)
+    assert all(isinstance(event.pop("time"), float) for event in events)
+    assert events == [
+        {"event": "phase", "name": "compile", "detail": "5 graphs"},
+        {"event": "plan", "graphs": ["decode-1"]},
+        {"event": "graph_started", "name": "decode-1"},
+        {"event": "graph_done", "name": "decode-1", "result": "compiled", "seconds": 0.25},
+    ]
+
+
+def test_an_unknown_phase_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'boiling', valid choices: init, load, compile"):
+        ProgressWriter(tmp_path, 0, None).phase("boiling")
+
+
+def test_without_run_dir_and_terminal_nothing_happens(tmp_path: Path) -> None:
+    writer = ProgressWriter(None, 0, None)
+    writer.phase("init")
+    writer.plan(["a"])
+    writer.graph_started("a")
+    writer.graph_done("a", "loaded", 0.1)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unwritable_run_dir_does_not_stop_a_start_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    writer = ProgressWriter(tmp_path / "file" / "run", 0, None)
+    writer.phase("init")
+    assert "No start-up progress for other processes" in caplog.text
+
+
+def test_a_closed_terminal_does_not_stop_a_start_up(tmp_path: Path) -> None:
+    terminal = io.StringIO()
+    writer = ProgressWriter(tmp_path, 0, terminal)
+    terminal.close()
+    writer.phase("init")
+    writer.phase("load")
+    assert [event["name"] for event in lines_of(tmp_path)] == ["init", "load"]
+
+
+def test_a_pipe_gets_a_line_per_phase_and_graph() -> None:
+    out = io.StringIO()
+    writer = ProgressWriter(None, 0, out)
+    writer.phase("load", "weights")
+    writer.phase("ready")
+    writer.plan(["prefill-128", "decode-8"])
+    writer.graph_started("prefill-128")
+    writer.graph_done("prefill-128", "compiled", 1.234)
+    writer.graph_done("decode-8", "loaded", 0.004)
+    assert out.getvalue().splitlines() == [
+        "rbln: load: weights",
+        "rbln: ready",
+        "rbln: [1/2] prefill-128 compiled in 1.23 s",
+        "rbln: [2/2] decode-8 loaded in 0.00 s",
+    ]
+
+
+def test_a_tty_gets_one_bar_that_ends_with_a_newline() -> None:
+    out = Terminal()
+    writer = ProgressWriter(None, 0, out)
+    writer.plan(["a", "b"])
+    writer.graph_started("a")
+    writer.graph_done("a", "compiled", 1.0)
+    writer.graph_started("b")
+    assert "\n" not in out.getvalue()
+    writer.graph_done("b", "loaded", 0.5)
+    frames = out.getvalue().split("\r")
+    assert frames[2] == "[############............] 1/2 a compiled in 1.00 s\x1b[K"
+    assert frames[-1] == "[########################] 2/2 b loaded in 0.50 s\x1b[K\n"
+
+
+def test_a_reader_before_any_event_sees_the_beginning(tmp_path: Path) -> None:
+    snapshot = ProgressReader(tmp_path / "not there yet").poll()
+    assert (snapshot.phase, snapshot.graphs_total, snapshot.updated) == ("init", 0, None)
+    assert snapshot.eta_s is None
+
+
+def test_polls_fold_what_is_new(tmp_path: Path) -> None:
+    writer = ProgressWriter(tmp_path, 0, None)
+    reader = ProgressReader(tmp_path, clock=lambda: 0.0)
+    writer.phase("compile", "two graphs")
+    writer.plan(["a", "b"])
+    assert reader.poll().graphs == [
+        GraphProgress("a", "pending", None, None),
+        GraphProgress("b", "pending", None, None),
+    ]
+    writer.graph_started("a")
+    assert reader.poll().graphs[0].state == "running"
+    writer.graph_done("a", "loaded", 0.5)
+    snapshot = reader.poll()
+    assert snapshot.graphs[0] == GraphProgress("a", "done", "loaded", 0.5)
+    assert (snapshot.phase, snapshot.detail) == ("compile", "two graphs")
+    assert (snapshot.graphs_done, snapshot.graphs_total) == (1, 2)
+    assert reader.poll() == snapshot
+
+
+def test_a_half_written_line_waits_for_its_rest(tmp_path: Path) -> None:
+    path, reader = tmp_path / "progress-0.jsonl", ProgressReader(tmp_path)
+    line = json.dumps({"time": 5.0, "event": "phase", "name": "load", "detail": ""}) + "\n"
+    path.write_text(line[:20])
+    assert reader.poll().phase == "init"
+    path.write_text(line)
+    assert reader.poll().phase == "load"
+
+
+def test_a_malformed_line_is_skipped(tmp_path: Path) -> None:
+    good = json.dumps({"time": 5.0, "event": "phase", "name": "load", "detail": ""})
+    (tmp_path / "progress-0.jsonl").write_text(f'nonsense\n{{"time": 1}}\n[]\n{good}\n')
+    assert ProgressReader(tmp_path).poll().phase == "load"
+
+
+def test_an_unknown_phase_in_a_file_is_skipped(tmp_path: Path) -> None:
+    bad = json.dumps({"time": 5.0, "event": "phase", "name": "boiling", "detail": ""})
+    (tmp_path / "progress-0.jsonl").write_text(bad + "\n")
+    assert ProgressReader(tmp_path).poll().phase == "init"
+
+
+def test_ranks_fold_into_the_slowest(tmp_path: Path) -> None:
+    first, second = (ProgressWriter(tmp_path, rank, None) for rank in (0, 1))
+    for writer in (first, second):
+        writer.plan(["a", "b", "c"])
+    first.phase("warmup", "rank 0")
+    second.phase("compile", "rank 1")
+    first.graph_done("a", "loaded", 1.0)
+    second.graph_done("a", "compiled", 3.0)
+    first.graph_done("b", "compiled", 1.0)
+    snapshot = ProgressReader(tmp_path).poll()
+    assert (snapshot.phase, snapshot.detail) == ("compile", "rank 1")
+    assert snapshot.graphs == [
+        GraphProgress("a", "done", "compiled", 3.0),
+        GraphProgress("b", "running", None, None),
+        GraphProgress("c", "pending", None, None),
+    ]
+    assert (snapshot.graphs_done, snapshot.graphs_total) == (1, 3)
+
+
+def test_a_restarted_rank_begins_anew(tmp_path: Path) -> None:
+    reader, writer = ProgressReader(tmp_path), ProgressWriter(tmp_path, 0, None)
+    writer.phase("compile")
+    writer.plan(["a"])
+    writer.graph_done("a", "compiled", 1.0)
+    assert reader.poll().graphs_done == 1
+    ProgressWriter(tmp_path, 0, None).phase("init")
+    snapshot = reader.poll()
+    assert (snapshot.phase, snapshot.graphs_total) == ("init", 0)
+
+
+def test_the_eta_is_the_mean_pace_less_the_time_since(tmp_path: Path) -> None:
+    now = [0.0]
+    reader = ProgressReader(tmp_path, clock=lambda: now[0])
+    writer = ProgressWriter(tmp_path, 0, None)
+    writer.phase("compile")
+    writer.plan(["a", "b", "c", "d"])
+    assert reader.poll().eta_s is None
+    writer.graph_done("a", "compiled", 10.0)
+    writer.graph_done("b", "compiled", 20.0)
+    updated = reader.poll().updated
+    assert updated is not None
+    now[0] = updated + 4.0
+    assert reader.poll().eta_s == pytest.approx(2 * 15.0 - 4.0)
+    now[0] = updated + 99.0
+    assert reader.poll().eta_s == 0.0
+    writer.phase("ready")
+    assert reader.poll().eta_s == 0.0

@@ -1,0 +1,211 @@
+"""What workers put on their boards comes out of prometheus_client's own collector."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from rbln_backend.stats import METRICS, MetricDecl, MetricsBoard
+
+SURFACE = {
+    "rbln_compile_seconds": ("histogram", ("kind", "result")),
+    "rbln_graphs": ("gauge", ("kind", "result")),
+    "rbln_compile_cache_requests_total": ("counter", ("result",)),
+    "rbln_compile_cache_writes_total": ("counter", ("result",)),
+    "rbln_compile_cache_size_bytes": ("gauge", ()),
+    "rbln_compile_cache_entries": ("gauge", ()),
+    "rbln_compile_cache_lock_wait_seconds": ("histogram", ()),
+    "rbln_recompiles_after_warmup_total": ("counter", ("kind",)),
+    "rbln_bucket_steps_total": ("counter", ("phase", "bucket")),
+    "rbln_bucket_step_seconds": ("histogram", ("phase", "bucket")),
+    "rbln_bucket_useful_rows_total": ("counter", ("phase", "bucket")),
+    "rbln_bucket_padded_rows_total": ("counter", ("phase", "bucket")),
+    "rbln_prefill_useful_tokens_total": ("counter", ("chunk",)),
+    "rbln_prefill_padded_tokens_total": ("counter", ("chunk",)),
+    "rbln_startup_phase_seconds": ("gauge", ("phase",)),
+    "rbln_engine_last_step_timestamp_seconds": ("gauge", ()),
+    "rbln_device_memory_bytes": ("gauge", ("kind",)),
+}
+"""The frozen surface: dashboards and alerts read these names, kinds and labels."""
+
+
+def collect(run_dir: Path) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(run_dir / "metrics"))  # type: ignore[no-untyped-call]
+    return registry
+
+
+def label_sets(metric: MetricDecl) -> dict[str, object]:
+    return dict.fromkeys(metric.labels, "x")
+
+
+def test_the_surface_is_frozen() -> None:
+    assert {m.name: (m.kind, m.labels) for m in METRICS} == SURFACE
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_declarations_follow_the_naming_rules(metric: MetricDecl) -> None:
+    assert metric.name.startswith("rbln_")
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert metric.help.endswith(".")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+
+
+def test_values_of_a_board_are_collected(tmp_path: Path) -> None:
+    board = MetricsBoard(tmp_path, 0)
+    board.counter("rbln_bucket_steps_total", phase="decode", bucket=8).inc()
+    board.counter("rbln_bucket_steps_total", phase="decode", bucket=8).inc(2)
+    board.gauge("rbln_graphs", kind="decode", result="loaded").set(5)
+    registry = collect(tmp_path)
+    steps = registry.get_sample_value("rbln_bucket_steps_total", {"phase": "decode", "bucket": "8"})
+    graphs = registry.get_sample_value("rbln_graphs", {"kind": "decode", "result": "loaded"})
+    assert (steps, graphs) == (3.0, 5.0)
+
+
+def test_help_and_type_are_collected(tmp_path: Path) -> None:
+    board = MetricsBoard(tmp_path, 0)
+    for metric in METRICS:
+        labels = label_sets(metric)
+        if metric.kind == "counter":
+            board.counter(metric.name, **labels).inc()
+        elif metric.kind == "gauge":
+            board.gauge(metric.name, **labels).set(1)
+        else:
+            board.histogram(metric.name, **labels).observe(1)
+    families = {family.name: family for family in collect(tmp_path).collect()}
+    for metric in METRICS:
+        family = families[metric.name.removesuffix("_total")]
+        assert (family.type, family.documentation) == (metric.kind, metric.help)
+
+
+def test_a_new_counter_is_exported_as_zero(tmp_path: Path) -> None:
+    MetricsBoard(tmp_path, 0).counter("rbln_recompiles_after_warmup_total", kind="decode")
+    value = collect(tmp_path).get_sample_value(
+        "rbln_recompiles_after_warmup_total", {"kind": "decode"}
+    )
+    assert value == 0.0
+
+
+def test_a_histogram_is_cumulative_with_sum_and_count(tmp_path: Path) -> None:
+    wait = MetricsBoard(tmp_path, 0).histogram("rbln_compile_cache_lock_wait_seconds")
+    for seconds in (0.001, 0.5, 0.7, 1000.0):
+        wait.observe(seconds)
+    registry = collect(tmp_path)
+    name = "rbln_compile_cache_lock_wait_seconds"
+    bucket = {
+        bound: registry.get_sample_value(f"{name}_bucket", {"le": bound})
+        for bound in ("0.001", "0.1", "1.0", "900.0", "+Inf")
+    }
+    assert bucket == {"0.001": 1, "0.1": 1, "1.0": 3, "900.0": 3, "+Inf": 4}
+    assert registry.get_sample_value(f"{name}_count") == 4
+    assert registry.get_sample_value(f"{name}_sum") == pytest.approx(1001.201)
+
+
+def test_counters_of_ranks_add_up_and_gauges_follow_their_mode(tmp_path: Path) -> None:
+    boards = [MetricsBoard(tmp_path, rank) for rank in range(2)]
+    for value, board in zip((1.0, 2.0), reversed(boards), strict=True):
+        board.counter("rbln_compile_cache_requests_total", result="hit").inc(value)
+        board.gauge("rbln_device_memory_bytes", kind="kv").set(100)
+        board.gauge("rbln_engine_last_step_timestamp_seconds").set(50 - value)
+        board.gauge("rbln_compile_cache_entries").set(value)
+    registry = collect(tmp_path)
+    assert registry.get_sample_value("rbln_compile_cache_requests_total", {"result": "hit"}) == 3
+    assert registry.get_sample_value("rbln_device_memory_bytes", {"kind": "kv"}) == 200
+    assert registry.get_sample_value("rbln_engine_last_step_timestamp_seconds") == 49
+    assert registry.get_sample_value("rbln_compile_cache_entries") == 2
+
+
+def test_a_restarted_rank_starts_from_zero(tmp_path: Path) -> None:
+    for _ in range(2):
+        board = MetricsBoard(tmp_path, 0)
+        board.counter("rbln_prefill_useful_tokens_total", chunk=128).inc(7)
+    registry = collect(tmp_path)
+    assert registry.get_sample_value("rbln_prefill_useful_tokens_total", {"chunk": "128"}) == 7
+
+
+def test_a_collector_works_while_boards_come_and_grow(tmp_path: Path) -> None:
+    MetricsBoard(tmp_path, 0)
+    registry = collect(tmp_path)
+    stop = threading.Event()
+
+    def restart_and_grow() -> None:
+        rank = 0
+        while not stop.is_set():
+            board = MetricsBoard(tmp_path, rank % 3)
+            for chunk in range(400):
+                board.counter("rbln_prefill_padded_tokens_total", chunk=chunk).inc()
+            rank += 1
+
+    thread = threading.Thread(target=restart_and_grow)
+    thread.start()
+    try:
+        for _ in range(30):
+            list(registry.collect())
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_without_run_dir_values_stay_readable() -> None:
+    board = MetricsBoard(None, 0)
+    board.counter("rbln_compile_cache_requests_total", result="miss").inc(2)
+    board.gauge("rbln_compile_cache_size_bytes").set(17)
+    board.histogram("rbln_compile_seconds", kind="decode", result="compiled").observe(0.3)
+    assert board.value("rbln_compile_cache_requests_total", result="miss") == 2
+    assert board.value("rbln_compile_cache_size_bytes") == 17
+    assert board.value("rbln_compile_seconds", kind="decode", result="compiled") == 1
+    assert board.value("rbln_compile_cache_requests_total", result="hit") == 0
+
+
+def test_values_stay_readable_after_close(tmp_path: Path) -> None:
+    board = MetricsBoard(tmp_path, 0)
+    counter = board.counter("rbln_compile_cache_writes_total", result="stored")
+    counter.inc()
+    board.close()
+    counter.inc()
+    assert board.value("rbln_compile_cache_writes_total", result="stored") == 2
+    value = collect(tmp_path).get_sample_value(
+        "rbln_compile_cache_writes_total", {"result": "stored"}
+    )
+    assert value == 1
+
+
+def test_handles_are_shared_between_callers() -> None:
+    board = MetricsBoard(None, 0)
+    first = board.counter("rbln_bucket_steps_total", phase="decode", bucket=8)
+    assert board.counter("rbln_bucket_steps_total", bucket="8", phase="decode") is first
+
+
+def test_increments_from_threads_are_not_lost(tmp_path: Path) -> None:
+    counter = MetricsBoard(tmp_path, 0).counter("rbln_compile_cache_writes_total", result="failed")
+
+    def increment() -> None:
+        for _ in range(2000):
+            counter.inc()
+
+    threads = [threading.Thread(target=increment) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counter.value == 8000
+
+
+def test_a_counter_does_not_shrink() -> None:
+    with pytest.raises(ValueError, match="only grows, got -1"):
+        MetricsBoard(None, 0).counter("rbln_compile_cache_writes_total", result="stored").inc(-1)
+
+
+def test_an_undeclared_name_kind_or_label_is_refused() -> None:
+    board = MetricsBoard(None, 0)
+    with pytest.raises(ValueError, match="'rbln_surprise' is not declared"):
+        board.counter("rbln_surprise")
+    with pytest.raises(ValueError, match="rbln_graphs is a gauge, not a counter"):
+        board.counter("rbln_graphs", kind="decode", result="loaded")
+    with pytest.raises(ValueError, match="has the labels"):
+        board.gauge("rbln_graphs", kind="decode")
