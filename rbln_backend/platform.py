@@ -13,7 +13,7 @@ from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 logger = init_logger(__name__)
@@ -108,12 +108,18 @@ class RblnPlatform(Platform):
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         _set_shapes(vllm_config)
-        if rbln.enforce_model_fp32 and vllm_config.model_config is not None:
-            vllm_config.model_config.dtype = torch.float32
+        model = _model_config(vllm_config)
+        if rbln.enforce_model_fp32 and model is not None:
+            model.dtype = torch.float32
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """The block size is settled in ``check_and_update_config``."""
+
+
+def _model_config(vllm_config: VllmConfig) -> ModelConfig | None:
+    """None while vLLM makes configurations without a model, whatever its annotation says."""
+    return vllm_config.model_config
 
 
 def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
@@ -149,7 +155,7 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         "speculative decoding": vllm_config.speculative_config is not None,
         "KV transfer between engines": vllm_config.kv_transfer_config is not None,
     }
-    model = vllm_config.model_config
+    model = _model_config(vllm_config)
     if model is not None:
         reasons |= {
             "pooling models": model.runner_type != "generate",
@@ -182,8 +188,9 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
     compilation.cudagraph_capture_sizes = []
     compilation.custom_ops = ["none"]
     compilation.ir_enable_torch_wrap = False
-    if vllm_config.model_config is not None:
-        vllm_config.model_config.disable_cascade_attn = True
+    model = _model_config(vllm_config)
+    if model is not None:
+        model.disable_cascade_attn = True
 
 
 def _set_shapes(vllm_config: VllmConfig) -> None:
@@ -191,8 +198,9 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not cache.user_specified_block_size:
         cache.block_size = DEFAULT_BLOCK_SIZE
-    if vllm_config.model_config is None:
+    model = _model_config(vllm_config)
+    if model is None:
         return
-    longest = max(vllm_config.model_config.max_model_len, scheduler.max_num_seqs)
+    longest = max(model.max_model_len, scheduler.max_num_seqs)
     if scheduler.max_num_batched_tokens > longest:
         scheduler.max_num_batched_tokens = longest

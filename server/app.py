@@ -43,9 +43,7 @@ def create_app(
         async with background():
             yield
 
-    app = FastAPI(
-        title="rbln-serve", lifespan=lifespan, openapi_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="rbln-serve", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(metrics_router(metrics, lifecycle))
     app.include_router(models_router(frontend))

@@ -116,8 +116,7 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         listener = _listen(settings.host, settings.port)
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
-        print(f"{_PROG}: cannot listen on {where}: {error}", file=sys.stderr)
-        return 1
+        raise SystemExit(f"{_PROG}: cannot listen on {where}: {error}") from None
     if settings.engine_start == "forkserver":
         from server.engine_process import start_forkserver
 

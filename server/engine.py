@@ -175,7 +175,7 @@ def in_daemon_thread(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             # Also SystemExit of a parser: it belongs to whoever waits, not to this thread.
             future.set_exception(error)
 

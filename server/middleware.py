@@ -139,14 +139,10 @@ class EdgeMiddleware:
             seconds=seconds,
         )
         level = logging.DEBUG if record.route in PROBES else logging.INFO
-        logger.log(
-            level, "%s %s %d %s %.3f s", record.method, record.route, code, outcome, seconds
-        )
+        logger.log(level, "%s %s %d %s %.3f s", record.method, record.route, code, outcome, seconds)
 
 
-async def send_error(
-    error: ServerError, scope: Scope, send: Send, record: RequestRecord
-) -> None:
+async def send_error(error: ServerError, scope: Scope, send: Send, record: RequestRecord) -> None:
     """Answer with the error's status and envelope, and note its outcome."""
     record.outcome = error.row.outcome
     endpoint = _ENDPOINTS.get(scope["path"])

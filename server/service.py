@@ -51,7 +51,7 @@ class Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_reason = "stop"
-        self._end: asyncio.Task[int] | None = None
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def frontend(self) -> Frontend:
         """Return what answers requests; only valid once the lifecycle is ready."""
@@ -68,18 +68,25 @@ class Service:
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         """Run the service for as long as the application lives."""
-        self._end = asyncio.create_task(self._run())
+        run = asyncio.create_task(self._run())
+        run.add_done_callback(self._note_end)
         try:
             yield
         finally:
-            self._end.cancel()
-            await asyncio.wait({self._end})
+            run.cancel()
+            await asyncio.wait({run})
 
     async def until_end(self) -> int:
         """Wait for the service's end and return the process's exit code."""
-        while self._end is None:
-            await asyncio.sleep(0.01)
-        return await asyncio.shield(self._end)
+        return await self._end
+
+    def _note_end(self, run: asyncio.Task[int]) -> None:
+        if self._end.done() or run.cancelled():
+            return
+        if (error := run.exception()) is not None:
+            self._end.set_exception(error)
+        else:
+            self._end.set_result(run.result())
 
     async def _run(self) -> int:
         launch = asyncio.create_task(self._launcher.launch())
@@ -211,8 +218,9 @@ async def serve(
     server = HttpServer(http_config(app, settings))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
-    try:
-        return await service.until_end()
-    finally:
-        server.should_exit = True
-        await http
+    end = asyncio.create_task(service.until_end())
+    # The HTTP side ends first only when it could not start.
+    await asyncio.wait({end, http}, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await http
+    return end.result() if end.done() else 1

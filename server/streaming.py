@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import ServerError
@@ -124,12 +125,13 @@ async def _resume(
             yield frame
 
 
-class SseResponse:
-    """An ASGI answer that sends SSE frames as they come."""
+class SseResponse(Response):
+    """An answer that sends SSE frames as they come."""
 
     def __init__(
         self, frames: AsyncGenerator[str, None], endpoint: Endpoint, record: RequestRecord
     ) -> None:
+        super().__init__()
         self._frames = frames
         self._endpoint = endpoint
         self._record = record
@@ -143,9 +145,7 @@ class SseResponse:
 
     async def _pump(self, send: Send) -> None:
         async with aclosing(self._frames) as frames:
-            await send(
-                {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
-            )
+            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
             try:
                 async for frame in frames:
                     await send(_chunk(frame))

@@ -7,9 +7,10 @@ the only user.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from pydantic import ValidationError
 from vllm.exceptions import (
     GracefulHTTPError,
@@ -56,30 +57,10 @@ _JSON_TYPES: Mapping[type, str] = {
 
 def from_exception(error: Exception, body: JsonObject) -> ServerError:
     """Return what a client is told about an exception of vLLM's serving classes."""
-    if isinstance(error, ServerError):
-        return error
-    if isinstance(error, ValidationError):
-        return from_validation(error, body)
-    if isinstance(error, EngineDeadError):
-        return engine_failed()
-    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
-        cause = error.__cause__
-        return engine_failed() if isinstance(cause, EngineDeadError) else _internal(cause)
-    if isinstance(error, GracefulHTTPError):
-        return OverloadedError(error.message, retry_after_s=_OVERLOAD_RETRY_S)
-    if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError):
-        return _invalid(str(error.args[0]), error.parameter, body)
-    if isinstance(error, VLLMNotFoundError):
-        return NotFoundError(str(error))
-    if isinstance(error, NotImplementedError):
-        return UnsupportedOperationError(str(error) or "The served model cannot do this.")
-    if isinstance(error, VLLMClientError | ValueError | TypeError | OverflowError):
-        # vLLM raises the builtin ones for requests as well, chat templates above all.
-        logger.debug("Taken as the request's fault", exc_info=error)
-        return InvalidValueError(str(error))
-    if any(cls.__name__ == "TemplateError" for cls in type(error).__mro__):
-        return InvalidValueError(f"The chat template refuses the messages: {error}")
-    return _internal(error)
+    for kinds, translate in _TRANSLATIONS:
+        if isinstance(error, kinds):
+            return translate(error, body)
+    return _internal(error, body)
 
 
 def from_payload(info: Mapping[str, Any], body: JsonObject) -> ServerError:
@@ -120,18 +101,54 @@ def engine_failed() -> EngineFailedError:
     return EngineFailedError("The engine has failed and the server is about to exit.")
 
 
-def _internal(error: Exception) -> InternalError:
+def _internal(error: Any, _body: JsonObject) -> ServerError:
     logger.error("The engine failed on a request", exc_info=error)
     return InternalError("Internal error; the server's log has it under the request id.")
+
+
+def _generate_failed(error: Any, body: JsonObject) -> ServerError:
+    return from_exception(error.__cause__, body) if error.__cause__ else _internal(error, body)
+
+
+def _blamed_on_request(error: Any, _body: JsonObject) -> ServerError:
+    # vLLM raises builtin errors for requests as well, chat templates above all.
+    logger.debug("Taken as the request's fault", exc_info=error)
+    return InvalidValueError(str(error))
+
+
+_Translation = Callable[[Any, JsonObject], ServerError]
+_TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
+    ((ServerError,), lambda error, _: error),
+    ((ValidationError,), lambda error, body: from_validation(error, body)),
+    ((EngineDeadError,), lambda *_: engine_failed()),
+    ((EngineGenerateError,), _generate_failed),
+    (
+        (GracefulHTTPError,),
+        lambda error, _: OverloadedError(error.message, retry_after_s=_OVERLOAD_RETRY_S),
+    ),
+    (
+        (VLLMValidationError, VLLMUnprocessableEntityError),
+        lambda error, body: _invalid(str(error.args[0]), error.parameter, body),
+    ),
+    ((VLLMNotFoundError,), lambda error, _: NotFoundError(str(error))),
+    (
+        (NotImplementedError,),
+        lambda error, _: UnsupportedOperationError(str(error) or "The model cannot do this."),
+    ),
+    (
+        (TemplateError,),
+        lambda error, _: InvalidValueError(f"The chat template refuses the messages: {error}"),
+    ),
+    ((VLLMClientError, ValueError, TypeError, OverflowError), _blamed_on_request),
+)
+"""The first row whose class fits decides."""
 
 
 def _invalid(message: str, parameter: str | None, body: JsonObject) -> RequestError:
     prompt = next((name for name in PROMPT_FIELDS if name in body), None)
     if parameter in _TOO_LONG_PARAMETERS:
         return ContextLengthError(message, param=prompt)
-    if parameter in MAX_TOKENS_FIELDS and all(
-        body.get(name) is None for name in MAX_TOKENS_FIELDS
-    ):
+    if parameter in MAX_TOKENS_FIELDS and all(body.get(name) is None for name in MAX_TOKENS_FIELDS):
         # The limit was derived from what the prompt leaves, and that is nothing.
         return ContextLengthError(
             f"The prompt fills the model's whole context and leaves no room to answer: {message}",

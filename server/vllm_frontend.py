@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -23,7 +24,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from server.errors import (
+    InternalError,
     ModelNotFoundError,
+    ServerError,
     UnsupportedOperationError,
     describe,
 )
@@ -31,11 +34,13 @@ from server.frontend import Endpoint, JsonObject, LaunchError
 from server.request_fields import accepted_fields, check_nested, model_field_names
 from server.request_limits import Limits, check_limits
 from server.settings import ServerSettings
-from server.vllm_errors import from_exception, from_payload
+from server.vllm_errors import engine_failed, from_exception, from_payload
 
 if TYPE_CHECKING:
+    from vllm.tasks import SupportedTask
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
 _OURS = "this server has its own: see `rbln-serve serve --help`"
 _ABSENT = "this server does not offer it"
 _REFUSED_FLAGS: dict[str, str] = {
@@ -85,16 +90,20 @@ _REFUSED_FLAGS: dict[str, str] = {
 
 def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for any that cannot be taken."""
-    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve", add_help=False))
+    parser = make_arg_parser(
+        FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
+    )
     try:
         args: Namespace = parser.parse_args(list(argv))
         if args.model_tag is not None:
             args.model = args.model_tag
         validate_parsed_serve_args(args)
     except SystemExit as error:
-        raise LaunchError("the command line is wrong, see above", exit_code=2) from error
+        raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
+    if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
+        raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
     for name, reason in _REFUSED_FLAGS.items():
         if getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
@@ -111,7 +120,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
 
 def print_help(topic: str) -> None:
     """Print vLLM's own help: `all`, a group of flags, or what matches a word."""
-    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve"))
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE))
     try:
         parser.parse_args([f"--help={topic}"])
     except SystemExit:
@@ -126,13 +135,13 @@ def import_serving() -> None:
 
 
 async def build_frontend(
-    engine: AsyncLLM, args: Namespace, tasks: Sequence[str], settings: ServerSettings
+    engine: AsyncLLM, args: Namespace, tasks: tuple[SupportedTask, ...], settings: ServerSettings
 ) -> VllmFrontend:
     """Build vLLM's serving classes around a running engine."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
     state = State()
-    await init_app_state(engine, state, args, tuple(tasks))
+    await init_app_state(engine, state, args, tasks)
     return VllmFrontend(engine, state, settings, float(args.sse_keep_alive_interval))
 
 
@@ -152,6 +161,7 @@ class VllmFrontend:
     def __init__(
         self, engine: AsyncLLM, state: State, settings: ServerSettings, keep_alive_s: float
     ) -> None:
+        self._engine = engine
         self._models = state.openai_serving_models
         self._policy = settings.unknown_fields
         self._keep_alive_s = keep_alive_s
@@ -191,7 +201,7 @@ class VllmFrontend:
             result = await handler.serve(parsed, request)
         except Exception as error:
             # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
-            raise from_exception(error, fields) from error
+            raise self._translated(error, fields) from error
         if isinstance(result, BaseModel):
             return self._json(handler, result, fields)
         return self._frames(endpoint, result, fields)
@@ -217,13 +227,11 @@ class VllmFrontend:
         error = getattr(result, "error", None)
         if error is not None and type(result).__name__ == "ErrorResponse":
             raise from_payload(error.model_dump(), fields)
-        text = result.model_dump_json(
-            by_alias=handler.by_alias, exclude_none=handler.exclude_none
-        )
+        text = result.model_dump_json(by_alias=handler.by_alias, exclude_none=handler.exclude_none)
         return text.encode()
 
     async def _frames(
-        self, endpoint: Endpoint, events: AsyncIterator[Any], fields: JsonObject
+        self, endpoint: Endpoint, events: AsyncGenerator[Any, None], fields: JsonObject
     ) -> AsyncGenerator[str, None]:
         from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
@@ -236,7 +244,14 @@ class VllmFrontend:
                     yield frame
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
-            raise from_exception(error, fields) from error
+            raise self._translated(error, fields) from error
+
+    def _translated(self, error: Exception, fields: JsonObject) -> ServerError:
+        ours = from_exception(error, fields)
+        if isinstance(ours, InternalError) and self._engine.errored:
+            # vLLM reports a dead engine as a fault of each request that met it.
+            return engine_failed()
+        return ours
 
 
 _ERROR_STARTS = ('data: {"error"', "event: error")

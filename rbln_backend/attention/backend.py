@@ -9,7 +9,6 @@ from torch import Tensor
 
 from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.attention.ops import CausalAttention
-from rbln_backend.config import RblnConfig
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
@@ -18,6 +17,7 @@ from rbln_backend.vllm_compat.surface import (
     AttentionType,
     KVCacheLayout,
     MultipleOf,
+    configured,
     get_current_vllm_config,
 )
 
@@ -117,7 +117,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # The ops take the scale as a tensor, which makes it a graph input.
         self.scale_tensor = torch.tensor(self.scale, dtype=torch.float32)
-        rbln = RblnConfig.from_mapping(get_current_vllm_config().additional_config["rbln"])
+        rbln = configured(get_current_vllm_config())
         self._attention = CausalAttention(use_custom_kernel=rbln.use_custom_kernel)
 
     def forward(

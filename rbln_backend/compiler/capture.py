@@ -46,9 +46,7 @@ def capture(
     return captured[0]
 
 
-def _bind(
-    module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]
-) -> Program:
+def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]) -> Program:
     graph = module.graph
     _refuse_constants(graph)
     _drop_data_reads(graph)
@@ -75,6 +73,6 @@ def _refuse_constants(graph: fx.Graph) -> None:
 def _drop_data_reads(graph: fx.Graph) -> None:
     """``weight.data`` is the weight: nothing here is differentiated."""
     for node in graph.nodes:
-        if node.target is torch._C._autograd._get_data_attr:
+        if getattr(node.target, "__name__", "") == "_get_data_attr":
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

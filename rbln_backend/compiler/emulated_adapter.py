@@ -41,4 +41,3 @@ class EmulatedCompiler:
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         return EmulatedGraph(spec, program.graph, tensors)
-

@@ -80,7 +80,8 @@ def _decode_node(graph: fx.Graph, record: dict[str, Any], nodes: list[fx.Node]) 
         return graph.placeholder(f"arg_{len(nodes)}")
     args = _decode(record["args"], nodes)
     if record["op"] == "output":
-        return graph.output(args[0])
+        output: fx.Node = graph.output(args[0])
+        return output
     op, target = resolve_operator(record["op"])
     kwargs = {key: _decode(value, nodes) for key, value in record.get("kwargs", {}).items()}
     return graph.create_node(op, target, args, kwargs)

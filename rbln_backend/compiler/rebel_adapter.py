@@ -97,7 +97,7 @@ class RebelCompiler:
         return program
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        """Compile or fetch from the SDK's own cache; raises ``CompileError`` with what to change."""
+        """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
         holder: list[Any] = []
         options = {**self._options, "_runtime_holder": holder}
         module = fx.GraphModule({}, program.graph)

@@ -50,7 +50,7 @@ float to_float(T value) {
   else return half_to_float(value.bits);
 }
 
-// Eight key rows become columns: out[d * kTileColumns + key], d in [0, depth).
+// Eight key rows become columns: out[d * kPanel + key], d in [0, depth).
 template <class T>
 void transpose_keys(const T* const* rows, int64_t depth, float* out) {
   constexpr int64_t step = std::is_same_v<T, bf16> ? 16 : 8;
@@ -64,15 +64,15 @@ void transpose_keys(const T* const* rows, int64_t depth, float* out) {
     transpose(block);
     for (int i = 0; i < 8; ++i) {
       if constexpr (std::is_same_v<T, bf16>) {
-        store_raw(out + (d + 2 * i) * kTileColumns, block[i] << 16);
-        store_raw(out + (d + 2 * i + 1) * kTileColumns, block[i] & 0xffff0000u);
+        store_raw(out + (d + 2 * i) * kPanel, block[i] << 16);
+        store_raw(out + (d + 2 * i + 1) * kPanel, block[i] & 0xffff0000u);
       } else {
-        store_raw(out + (d + i) * kTileColumns, block[i]);
+        store_raw(out + (d + i) * kPanel, block[i]);
       }
     }
   }
   for (; d < depth; ++d)
-    for (int i = 0; i < 8; ++i) out[d * kTileColumns + i] = to_float(rows[i][d]);
+    for (int i = 0; i < 8; ++i) out[d * kPanel + i] = to_float(rows[i][d]);
 }
 
 struct Scratch {
@@ -122,12 +122,10 @@ class Item {
     return std::min(args_.starts[batch_] + first_ + row / args_.group + 1, reach_);
   }
 
-  const T* key_row(int64_t position, int kv) const {
-    const int64_t block =
-        args_.tables[batch_ * args_.table_width + position / args_.block_size];
-    return static_cast<const T*>(args_.cache) + block * args_.cache_stride.block +
-           kv * args_.cache_stride.kv + head_ * args_.cache_stride.head +
-           position % args_.block_size * args_.cache_stride.slot;
+  const T* block_row(int64_t page, int64_t slot) const {
+    return static_cast<const T*>(args_.cache) +
+           args_.tables[batch_ * args_.table_width + page] * args_.cache_stride.block +
+           head_ * args_.cache_stride.head + slot * args_.cache_stride.slot;
   }
 
   void load_queries() {
@@ -144,20 +142,30 @@ class Item {
     }
   }
 
-  // Keys as columns and values as rows, both f32. Columns past `count` repeat the last key.
+  // Keys become f32 columns in panels; columns past `count` repeat the last key. Values are read
+  // where they lie unless a tile crosses blocks or a row is not made of whole vectors.
   void load_tile(int64_t begin, int64_t count) {
     const T* rows[kKeys];
-    for (int64_t i = 0; i < kKeys; ++i) rows[i] = key_row(begin + std::min(i, count - 1), 0);
-    for (int64_t i = 0; i < count; i += 8) {
-      float* panel = s_.keys + i / kTileColumns * kTileColumns * args_.head_size;
-      transpose_keys(rows + i, args_.head_size, panel + i % kTileColumns);
+    int64_t page = begin / args_.block_size, slot = begin % args_.block_size;
+    const bool in_place = slot + count <= args_.block_size && width_ == args_.head_size;
+    rows[0] = block_row(page, slot);
+    values_ = in_place ? rows[0] + args_.cache_stride.kv : reinterpret_cast<T*>(s_.values);
+    value_stride_ = in_place ? args_.cache_stride.slot : width_;
+    for (int64_t i = 1; i < count; ++i) {
+      const bool turn = ++slot == args_.block_size;
+      if (turn) slot = 0;
+      rows[i] = turn ? block_row(++page, 0) : rows[i - 1] + args_.cache_stride.slot;
     }
-    for (int64_t i = 0; i < count; ++i) {
-      const T* value = key_row(begin + i, 1);
-      for (int64_t d = 0; d < args_.head_size; d += kLanes)
-        store(s_.values + i * width_ + d,
-              load_some(value + d, std::min<int64_t>(kLanes, args_.head_size - d)));
-    }
+    std::fill(rows + count, rows + kKeys, rows[count - 1]);
+    const bool turn = ++slot == args_.block_size && page + 1 < args_.table_width;
+    next_keys_ = reinterpret_cast<const char*>(turn ? block_row(page + 1, 0) : rows[count - 1]);
+    for (int64_t i = 0; i < count; i += 8)
+      transpose_keys(rows + i, args_.head_size,
+                     s_.keys + i / kPanel * kPanel * args_.head_size + i % kPanel);
+    if (in_place) return;
+    for (int64_t i = 0; i < count; ++i)
+      std::copy_n(rows[i] + args_.cache_stride.kv, args_.head_size,
+                  reinterpret_cast<T*>(s_.values) + i * width_);
   }
 
   void attend_tile(int64_t begin, int64_t keys) {
@@ -177,25 +185,45 @@ class Item {
       softmax_row(row0 + r, std::min(kKeys, limit(row0 + r) - begin));
     // Keys that every row of the group sees, then each row's own few more.
     const int64_t shared = std::clamp<int64_t>(limit(row0) - begin, 0, kKeys);
-    for (int64_t d = 0; d < width_; d += kTileColumns) {
-      weigh<R>(row0, d, 0, shared, true);
-      for (int r = 1; r < R; ++r) {
-        const int64_t own = std::min(kKeys, limit(row0 + r) - begin);
-        if (own > shared) weigh<1>(row0 + r, d, shared, own, false);
-      }
+    int64_t d = 0;
+    if constexpr (is_narrow_group(R))
+      for (; d + 2 * kTileColumns <= width_; d += 2 * kTileColumns)
+        weigh<R, 2 * kTileVectors>(row0, d, 0, shared, true);
+    for (; d < width_; d += kTileColumns) weigh<R, kTileVectors>(row0, d, 0, shared, true);
+    for (int r = 1; r < R; ++r) {
+      const int64_t own = std::min(kKeys, limit(row0 + r) - begin);
+      if (own <= shared) continue;
+      for (d = 0; d < width_; d += kTileColumns)
+        weigh<1, kTileVectors>(row0 + r, d, shared, own, false);
     }
   }
 
   template <int R>
   void score(int64_t row0, int64_t count) {
-    for (int64_t key = 0; key < count; key += kTileColumns) {
-      VecF acc[R][kTileVectors] = {};
-      multiply_add<R, kTileVectors, 1, R>(args_.head_size, s_.queries + row0 * args_.head_size,
-                                          s_.keys + key * args_.head_size, kTileColumns, acc);
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < kTileVectors; ++c)
-          store(s_.scores + (row0 + r) * kKeys + key + c * kLanes, acc[r][c] * args_.scale);
+    int64_t key = 0;
+    if constexpr (is_narrow_group(R))
+      for (; key + kTileColumns < count; key += 2 * kTileColumns)
+        score_panels<R, 2 * kTilePanels>(row0, key);
+    for (; key < count; key += kTileColumns) score_panels<R, kTilePanels>(row0, key);
+  }
+
+  template <int R, int P>
+  void score_panels(int64_t row0, int64_t key) {
+    VecF acc[R][P * kPanelVectors] = {};
+    const float* panels[P];
+    Ahead<P> ahead;
+    // The values of a panel's keys arrive while its scores are computed.
+    ahead.step = kPanel * int64_t(sizeof(T));
+    for (int p = 0; p < P; ++p) {
+      panels[p] = s_.keys + (key + p * kPanel) * args_.head_size;
+      ahead.address[p] = reinterpret_cast<const char*>(values_) +
+                         (key + p * kPanel) * value_stride_ * int64_t(sizeof(T));
     }
+    multiply_panels<float, R, P>(panels, s_.queries + row0 * args_.head_size, args_.head_size,
+                                 ahead, acc);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < P * kPanelVectors; ++c)
+        store(s_.scores + (row0 + r) * kKeys + key + c * kLanes, acc[r][c] * args_.scale);
   }
 
   // Scores to weights against the running maximum; `count` <= 0: this row sees nothing here.
@@ -221,18 +249,19 @@ class Item {
     s_.totals[row] = s_.totals[row] * factor + reduce_sum(sum);
   }
 
-  template <int R>
+  template <int R, int C>
   void weigh(int64_t row0, int64_t d, int64_t from, int64_t to, bool rescale) {
-    VecF acc[R][kTileVectors];
+    VecF acc[R][C];
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kTileVectors; ++c) {
+      for (int c = 0; c < C; ++c) {
         acc[r][c] = load(s_.sums + (row0 + r) * width_ + d + c * kLanes);
         if (rescale) acc[r][c] *= s_.factors[row0 + r];
       }
-    multiply_add<R, kTileVectors, kKeys, 1>(to - from, s_.scores + row0 * kKeys + from,
-                                            s_.values + from * width_ + d, width_, acc);
+    multiply_rows<T, R, C, kKeys>(to - from, s_.scores + row0 * kKeys + from,
+                                  values_ + from * value_stride_ + d, value_stride_,
+                                  next_keys_ + d * kKeys * int64_t(sizeof(T)), acc);
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kTileVectors; ++c)
+      for (int c = 0; c < C; ++c)
         store(s_.sums + (row0 + r) * width_ + d + c * kLanes, acc[r][c]);
   }
 
@@ -261,6 +290,9 @@ class Item {
   const int64_t batch_, head_, first_;
   const RowGroups groups_;
   const int64_t width_, reach_;
+  const T* values_ = nullptr;
+  int64_t value_stride_ = 0;
+  const char* next_keys_ = nullptr;  // fetched while this tile's values are weighed
 };
 
 // Stores the new keys and values of one request and head; positions past the table are dropped.

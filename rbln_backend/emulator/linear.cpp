@@ -13,33 +13,10 @@
 namespace rbln {
 namespace {
 
-constexpr int kPanelVectors = int(kPanel) / kLanes;
-constexpr int kTilePanels = kTileColumns / int(kPanel);
 constexpr int64_t kDepthBlock = 256;      // depth rows of a panel: at most half of a small L1
 constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
 constexpr int64_t kSerialWork = 1 << 16;  // multiply-adds worth less than waking the team
 constexpr int64_t kAhead = 4096;          // bytes a lone group prefetches ahead of its use
-
-// How an element type lies in a panel. `kStep` depth rows share each 64 or 128 bytes.
-template <class T>
-struct Layout {
-  static constexpr int kStep = 1;
-  // Columns [v * kLanes, ...) of depth row t + step.
-  static inline __attribute__((always_inline)) VecF columns(const T* row, int /*step*/, int v) {
-    return load(row + v * kLanes);
-  }
-};
-
-template <>
-struct Layout<bf16> {
-  static constexpr int kStep = 2;
-  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int step, int v) {
-    // The second read goes to L1 again: holding the words would cost the tile its registers.
-    if (step == 1) asm("" : "+r"(row));
-    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
-    return step == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
-  }
-};
 
 int64_t padded_depth(Dtype dtype, int64_t depth) {
   return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
@@ -108,43 +85,6 @@ const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
   return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
 }
 
-// What a tile prefetches: `step` bytes per layout step, from one address per panel.
-template <int P>
-struct Ahead {
-  const char* address[P];
-  int64_t step;
-};
-
-// acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t)
-template <class T, int R, int P>
-inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
-                            VecF (&acc)[R][P * kPanelVectors]) {
-  constexpr int kStep = Layout<T>::kStep, C = P * kPanelVectors;
-  for (int64_t t = 0; t < depths; t += kStep) {
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(ahead.address[p]);
-      ahead.address[p] += ahead.step;
-    }
-#pragma GCC unroll 2
-    for (int step = 0; step < kStep; ++step) {
-      VecF columns[C];
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c)
-        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], step, c % kPanelVectors);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const VecF row = broadcast(a[step * R + r]);
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
-      }
-    }
-    a += kStep * R;
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) panels[p] += kStep * kPanel;
-  }
-}
-
 // One work item: the row groups [first, last) against the tile of panels at `panel`.
 template <class T>
 struct Item {
@@ -185,7 +125,7 @@ struct Item {
         float* partial = sums + (x.groups.begin(g) - row0) * kTileColumns;
         with_rows(x.groups.size(g), [&]<int R>() {
           // Few rows leave registers free for more panels: more independent chains, more loads.
-          if constexpr (is_wide(R)) {
+          if constexpr (is_narrow_group(R)) {
             if (wide) return tile<R, 2 * kTilePanels>(g, begin, end, nullptr);
           }
           tile<R, kTilePanels>(g, begin, end, partial);
@@ -193,8 +133,6 @@ struct Item {
       }
     }
   }
-
-  static constexpr bool is_wide(int rows) { return 3 * rows <= kMaxTileRows; }
 };
 
 struct Buffer {
@@ -212,7 +150,7 @@ void run(const LinearArgs& args) {
   const int64_t depth = padded_depth(args.dtype, args.depth);
   const Activations x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
   const int64_t panels = (args.columns + kPanel - 1) / kPanel;
-  const bool wide = x.groups.count == 1 && Item<T>::is_wide(x.groups.size(0));
+  const bool wide = x.groups.count == 1 && is_narrow_group(x.groups.size(0));
   const int64_t width = wide ? 2 * kTilePanels : kTilePanels;
   const int64_t tiles = (panels + width - 1) / width;
   const int64_t block_groups = kRowBlock / kMaxTileRows;

@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace rbln {
@@ -23,22 +24,87 @@ inline constexpr int kTileVectors = 4;
 #endif
 inline constexpr int kTileColumns = kTileVectors * kLanes;
 
-// acc[r][c] += sum over t of a[r * ARow + t * AStep] * b[t * ldb + c]
-template <int R, int C, int ARow, int AStep>
-inline __attribute__((always_inline)) void multiply_add(int64_t depth, const float* a,
-                                                        const float* b, int64_t ldb,
-                                                        VecF (&acc)[R][C]) {
-  for (int64_t t = 0; t < depth; ++t) {
-    VecF column[C];
+inline constexpr int kPanelVectors = int(kPanel) / kLanes;
+inline constexpr int kTilePanels = kTileColumns / int(kPanel);
+
+// Few rows leave registers free for twice the columns: more independent chains, more loads.
+constexpr bool is_narrow_group(int rows) { return 3 * rows <= kMaxTileRows; }
+
+// How an element type lies in a panel. `kStep` depth rows share each 64 or 128 bytes.
+template <class T>
+struct Layout {
+  static constexpr int kStep = 1;
+  // Columns [v * kLanes, ...) of depth row t + step.
+  static inline __attribute__((always_inline)) VecF columns(const T* row, int /*step*/, int v) {
+    return load(row + v * kLanes);
+  }
+};
+
+template <>
+struct Layout<bf16> {
+  static constexpr int kStep = 2;
+  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int step, int v) {
+    // The second read goes to L1 again: holding the words would cost the tile its registers.
+    if (step == 1) asm("" : "+r"(row));
+    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
+    return step == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
+  }
+};
+
+// What a tile prefetches: `step` bytes per layout step, from one address per panel.
+template <int P>
+struct Ahead {
+  const char* address[P];
+  int64_t step;
+};
+
+// acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t)
+template <class T, int R, int P>
+inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
+                            VecF (&acc)[R][P * kPanelVectors]) {
+  constexpr int kStep = Layout<T>::kStep, C = P * kPanelVectors;
+  for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) column[c] = load(b + c * kLanes);
+    for (int p = 0; p < P; ++p) {
+      __builtin_prefetch(ahead.address[p]);
+      ahead.address[p] += ahead.step;
+    }
+#pragma GCC unroll 2
+    for (int step = 0; step < kStep; ++step) {
+      VecF columns[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c)
+        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], step, c % kPanelVectors);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const VecF row = broadcast(a[step * R + r]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
+      }
+    }
+    a += kStep * R;
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) panels[p] += kStep * kPanel;
+  }
+}
+
+// acc[r][c] += sum over t of a[r * ARow + t] * (column c of row b + t * ldb), b widened to f32.
+// Fetches as many bytes from `ahead` on as it reads of b.
+template <class T, int R, int C, int ARow>
+inline void multiply_rows(int64_t depth, const float* a, const T* b, int64_t ldb,
+                          const char* ahead, VecF (&acc)[R][C]) {
+  constexpr int kBytes = C * kLanes * int(sizeof(T));
+  for (int64_t t = 0; t < depth; ++t) {
+    for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + t * kBytes + line);
+    VecF columns[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) columns[c] = load(b + c * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const VecF row = broadcast(a[r * ARow]);
+      const VecF row = broadcast(a[r * ARow + t]);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(row, column[c], acc[r][c]);
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
     }
-    a += AStep;
     b += ldb;
   }
 }

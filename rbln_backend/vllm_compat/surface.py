@@ -6,7 +6,7 @@ which. Nothing upstream is patched: ``patches`` in this package is the ledger, a
 
 from __future__ import annotations
 
-import vllm.version
+import vllm
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
@@ -49,11 +49,21 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-VLLM_VERSION = str(vllm.version.__version__)
+from rbln_backend.config import RblnConfig
+
+VLLM_VERSION = str(vllm.__version__)
+
+
+def configured(config: VllmConfig) -> RblnConfig:
+    """Our configuration, which the platform resolved and stored in vLLM's."""
+    additional = config.additional_config
+    assert isinstance(additional, dict), "RblnPlatform.check_and_update_config ran first"
+    return RblnConfig.from_mapping(additional["rbln"])
+
 
 __all__ = [
-    "VLLM_VERSION",
     "EMPTY_MODEL_RUNNER_OUTPUT",
+    "VLLM_VERSION",
     "AttentionBackend",
     "AttentionImpl",
     "AttentionLayerBase",
@@ -87,6 +97,7 @@ __all__ = [
     "WorkerBase",
     "apply_grammar_bitmask",
     "build_logitsprocs",
+    "configured",
     "get_current_vllm_config",
     "get_model_loader",
     "init_logger",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rbln_backend.attention.metadata import RblnAttentionMetadata
-from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.table import decode_bucket_table, prefill_chunk_table
 from rbln_backend.compiler.artifact_store import ArtifactStore
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import TensorTable
@@ -33,11 +33,11 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.graph_dispatch import GraphDispatch
 from rbln_backend.worker.graph_factory import GraphFactory
+from rbln_backend.worker.graph_set import GraphSet
 from rbln_backend.worker.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.request_batches import RequestBatches
-from rbln_backend.worker.step_inputs import StepInputs
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
 from rbln_backend.worker.warmup import WarmUp
@@ -46,38 +46,48 @@ from rbln_backend.worker.warmup_plan import plan
 logger = init_logger(__name__)
 
 
-@dataclass
-class EngineBuild:
-    """Everything between the loaded model and a running step loop."""
+@dataclass(frozen=True)
+class EngineParts:
+    """What the worker has when the KV cache arrives."""
 
+    vllm_config: VllmConfig
     rbln: RblnConfig
-    specs: list[GraphSpec]
-    prefill_chunks: BucketTable
-    decode_buckets: BucketTable
-    inputs: dict[GraphSpec, StepInputs]
-    factory: GraphFactory
-    store: ArtifactStore | None
-    dispatch: GraphDispatch
-    batches: RequestBatches
-    sampler: Sampler
-    lm_head: LmHead
-    kv_caches: KvCaches
+    model: nn.Module
+    compiler: Compiler
+    attention_layers: Mapping[str, Any]
     board: MetricsBoard
-    vocab_size: int
+
+
+class EngineBuild:
+    """Everything between the loaded model and a running step loop; compiles nothing itself."""
+
+    def __init__(self, parts: EngineParts, kv_cache_config: KVCacheConfig) -> None:
+        config, rbln = parts.vllm_config, parts.rbln
+        self._parts = parts
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        max_model_len = config.model_config.max_model_len
+        self._partitions = num_partitions(max_model_len, self._block_size)
+        self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
+        self._kv_caches.bind(parts.attention_layers)
+        parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
+        dispatch = self._make_dispatch()
+        self._graphs = GraphSet.allocate(
+            prefill_chunk_table(rbln, config.scheduler_config.max_num_batched_tokens),
+            decode_bucket_table(rbln, config.scheduler_config.max_num_seqs),
+            dispatch,
+            num_partitions=self._partitions,
+            block_size=self._block_size,
+            one_block=self._block_size == max_model_len,
+        )
+        dtype = next(parts.model.parameters()).dtype
+        self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
+        self._store = _artifact_store(rbln, parts.board)
+        self._factory = self._make_factory()
 
     def warm_up(self, progress: ProgressWriter) -> RblnModelRunner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
-        if self.rbln.enable_warm_up:
-            warm_up = WarmUp(progress, self.board)
-            graphs = warm_up.compile_all(self.specs, self.build_graph)
-            self.factory.release_originals()
-            with torch.inference_mode():
-                warm_up.run_all(graphs)
-            for graph in graphs:
-                self.dispatch.add(graph)
-            self.dispatch.seal()
-            if self.store is not None:
-                report_store_size(self.board, self.store)
+        if self._parts.rbln.enable_warm_up:
+            self._warm_up_graphs(WarmUp(progress, self._parts.board))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -85,111 +95,90 @@ class EngineBuild:
             )
         return self._make_runner()
 
-    def build_graph(self, spec: GraphSpec) -> tuple[CompiledGraph, str, float]:
+    def _warm_up_graphs(self, warm_up: WarmUp) -> None:
+        specs = plan(self._graphs.prefill_chunks, self._graphs.decode_buckets, has_logits=True)
+        graphs = warm_up.compile_all(specs, self._build_graph)
+        self._factory.release_originals()
+        with torch.inference_mode():
+            warm_up.run_all(graphs)
+        for graph in graphs:
+            self._graphs.dispatch.add(graph)
+        self._graphs.dispatch.seal()
+        if self._store is not None:
+            report_store_size(self._parts.board, self._store)
+
+    def _build_graph(self, spec: GraphSpec) -> tuple[CompiledGraph, str, float]:
         if spec.phase is Phase.LOGITS:
-            return self.factory.build(spec, self.lm_head.inputs, None)
-        step_inputs = self.inputs[spec]
-        return self.factory.build(spec, step_inputs.tensors, step_inputs.metadata)
+            return self._factory.build(spec, self._lm_head.inputs, None)
+        step_inputs = self._graphs.inputs[spec]
+        return self._factory.build(spec, step_inputs.tensors, step_inputs.metadata)
+
+    def _make_dispatch(self) -> GraphDispatch:
+        def compile_late(spec: GraphSpec) -> CompiledGraph:
+            graph, _, seconds = self._build_graph(spec)
+            logger.warning("[HOT PATH] graph %s was made in %.2f s while serving", spec, seconds)
+            return graph
+
+        misses = {
+            phase: self._parts.board.counter("rbln_recompiles_after_warmup_total", kind=phase.value)
+            for phase in Phase
+        }
+        return GraphDispatch(
+            compile_late,
+            policy=self._parts.rbln.hot_path_policy,
+            on_miss=lambda spec: misses[spec.phase].inc(),
+        )
+
+    def _make_factory(self) -> GraphFactory:
+        parts = self._parts
+        table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
+        table.add_model(parts.model)
+        for name, layer in parts.attention_layers.items():
+            table.add(f"scale:{name}", layer.impl.scale_tensor)
+        for name, cache in self._kv_caches.tensors.items():
+            table.add(f"kv:{name}", cache)
+        return GraphFactory(
+            model=parts.model,
+            compiler=parts.compiler,
+            table=table,
+            store=self._store,
+            key_fields=cache_fields(parts.vllm_config, parts.rbln, self._partitions),
+            forward_context=self._forward_context,
+        )
+
+    def _forward_context(
+        self, metadata: RblnAttentionMetadata | None
+    ) -> AbstractContextManager[None]:
+        return set_forward_context(metadata, self._parts.vllm_config, slot_mapping={})
 
     def _make_runner(self) -> RblnModelRunner:
+        config = self._parts.vllm_config
+        sampler = Sampler(logprobs_mode=config.model_config.logprobs_mode)
+        vocab_size = config.model_config.get_vocab_size()
         return RblnModelRunner(
-            batches=self.batches,
-            prefill_chunks=self.prefill_chunks,
-            decode_buckets=self.decode_buckets,
-            inputs=self.inputs,
-            dispatch=self.dispatch,
-            sampler=self.sampler,
-            prompt_logprobs=PromptLogprobs(self.sampler, self.lm_head, self.vocab_size),
-            kv_caches=self.kv_caches,
-            metrics=StepMetrics(self.board, list(self.inputs)),
+            batches=RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs),
+            graphs=self._graphs,
+            sampler=sampler,
+            prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
+            kv_caches=self._kv_caches,
+            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs)),
         )
 
-
-def build_engine(
-    *,
-    vllm_config: VllmConfig,
-    rbln: RblnConfig,
-    model: nn.Module,
-    compiler: Compiler,
-    attention_layers: Mapping[str, Any],
-    kv_cache_config: KVCacheConfig,
-    board: MetricsBoard,
-) -> EngineBuild:
-    """Allocate the KV cache and the input buffers and connect the parts; compiles nothing."""
-    model_config, scheduler_config = vllm_config.model_config, vllm_config.scheduler_config
-    block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    partitions = num_partitions(model_config.max_model_len, block_size)
-    kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
-    kv_caches.bind(attention_layers)
-    board.gauge("rbln_device_memory_bytes", kind="kv").set(kv_caches.num_bytes)
-
-    prefill_chunks = prefill_chunk_table(rbln, scheduler_config.max_num_batched_tokens)
-    decode_buckets = decode_bucket_table(rbln, scheduler_config.max_num_seqs)
-    specs = plan(prefill_chunks, decode_buckets, has_logits=True)
-    inputs = {
-        spec: StepInputs.allocate(
-            spec,
-            num_partitions=partitions,
-            block_size=block_size,
-            one_block=block_size == model_config.max_model_len,
+    def _input_batch(self, rows: int) -> InputBatch:
+        config, device = self._parts.vllm_config, torch.device("cpu")
+        return InputBatch(
+            max_num_reqs=rows,
+            max_model_len=config.model_config.max_model_len,
+            max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+            device=device,
+            vocab_size=config.model_config.get_vocab_size(),
+            block_sizes=[self._block_size],
+            kernel_block_sizes=[self._block_size],
+            max_num_blocks_per_req=[self._partitions],
+            logitsprocs=build_logitsprocs(
+                config, device, False, False, config.model_config.logits_processors or ()
+            ),
         )
-        for spec in specs
-        if spec.phase is not Phase.LOGITS
-    }
-    store = _artifact_store(rbln, board)
-    factory = GraphFactory(
-        model=model,
-        compiler=compiler,
-        table=_tensor_table(model, attention_layers, kv_caches),
-        store=store,
-        key_fields=cache_fields(vllm_config, rbln, partitions),
-        forward_context=lambda metadata: _forward_context(vllm_config, metadata),
-    )
-    build: EngineBuild
-
-    def compile_late(spec: GraphSpec) -> CompiledGraph:
-        graph, _, seconds = build.build_graph(spec)
-        logger.warning("[HOT PATH] graph %s was made in %.2f s while serving", spec, seconds)
-        return graph
-
-    def count_miss(spec: GraphSpec) -> None:
-        board.counter("rbln_recompiles_after_warmup_total", kind=spec.phase_name).inc()
-
-    for phase in Phase:
-        board.counter("rbln_recompiles_after_warmup_total", kind=phase.value)
-    dispatch = GraphDispatch(compile_late, policy=rbln.hot_path_policy, on_miss=count_miss)
-    build = EngineBuild(
-        rbln=rbln,
-        specs=specs,
-        prefill_chunks=prefill_chunks,
-        decode_buckets=decode_buckets,
-        inputs=inputs,
-        factory=factory,
-        store=store,
-        dispatch=dispatch,
-        batches=RequestBatches(
-            lambda rows: _input_batch(vllm_config, rows, block_size, partitions),
-            scheduler_config.max_num_seqs,
-        ),
-        sampler=Sampler(logprobs_mode=model_config.logprobs_mode),
-        lm_head=LmHead(model_config.get_hidden_size(), model_config.dtype, dispatch),
-        kv_caches=kv_caches,
-        board=board,
-        vocab_size=model_config.get_vocab_size(),
-    )
-    return build
-
-
-def _tensor_table(
-    model: nn.Module, attention_layers: Mapping[str, Any], kv_caches: KvCaches
-) -> TensorTable:
-    table = TensorTable(lambda weight: torch.ops.rbln_emulator.pack_linear_weight(weight))
-    table.add_model(model)
-    for name, layer in attention_layers.items():
-        table.add(f"scale:{name}", layer.impl.scale_tensor)
-    for name, cache in kv_caches.tensors.items():
-        table.add(f"kv:{name}", cache)
-    return table
 
 
 def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
@@ -203,33 +192,3 @@ def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | No
         read_only=rbln.cache_read_only,
         on_event=record,
     )
-
-
-def _forward_context(
-    vllm_config: VllmConfig, metadata: RblnAttentionMetadata | None
-) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = set_forward_context(
-        metadata, vllm_config, slot_mapping={}
-    )
-    return context
-
-
-def _input_batch(
-    vllm_config: VllmConfig, rows: int, block_size: int, partitions: int
-) -> InputBatch:
-    model_config = vllm_config.model_config
-    device = torch.device("cpu")
-    return InputBatch(
-        max_num_reqs=rows,
-        max_model_len=model_config.max_model_len,
-        max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        device=device,
-        vocab_size=model_config.get_vocab_size(),
-        block_sizes=[block_size],
-        kernel_block_sizes=[block_size],
-        max_num_blocks_per_req=[partitions],
-        logitsprocs=build_logitsprocs(
-            vllm_config, device, False, False, model_config.logits_processors or ()
-        ),
-    )
-

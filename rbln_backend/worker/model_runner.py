@@ -8,15 +8,13 @@ more are called from here and live elsewhere. No configuration flag is read duri
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
+from rbln_backend.compiler.port import Phase
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -28,7 +26,7 @@ from rbln_backend.vllm_compat.surface import (
     SchedulerOutput,
     apply_grammar_bitmask,
 )
-from rbln_backend.worker.graph_dispatch import GraphDispatch
+from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.request_batches import RequestBatches, StepWork
 from rbln_backend.worker.step_inputs import StepInputs
@@ -52,19 +50,14 @@ class RblnModelRunner:
         self,
         *,
         batches: RequestBatches,
-        prefill_chunks: BucketTable,
-        decode_buckets: BucketTable,
-        inputs: Mapping[GraphSpec, StepInputs],
-        dispatch: GraphDispatch,
+        graphs: GraphSet,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
         kv_caches: KvCaches,
         metrics: StepMetrics,
     ) -> None:
         self._batches = batches
-        self._tables = {Phase.PREFILL: prefill_chunks, Phase.DECODE: decode_buckets}
-        self._inputs = inputs
-        self._dispatch = dispatch
+        self._graphs = graphs
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
         self._kv_caches = kv_caches
@@ -78,10 +71,9 @@ class RblnModelRunner:
         work = self._batches.apply(scheduled)
         if work is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        spec = self._spec(work)
-        graph = self._dispatch.get(spec)
-        self._fill(self._inputs[spec], work)
-        logits, hidden = self._run(graph, spec, work)
+        step = self._graphs.select(work.phase, work.size)
+        _fill(step.inputs, work)
+        logits, hidden = self._run(step, work)
         prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
         if not work.samples:
             return _without_tokens(work, prompt_logprobs)
@@ -111,29 +103,11 @@ class RblnModelRunner:
             copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
             self._kv_caches.copy_blocks(copies)
 
-    def _spec(self, work: StepWork) -> GraphSpec:
-        size = work.num_tokens if work.phase is Phase.PREFILL else work.num_reqs
-        return GraphSpec.of(work.phase, self._tables[work.phase].find(size))
-
-    def _fill(self, inputs: StepInputs, work: StepWork) -> None:
-        batch, count = work.batch, work.num_reqs
-        block_rows = batch.block_table[0].get_numpy_array()
-        if work.phase is Phase.PREFILL:
-            start = int(batch.num_computed_tokens_cpu[0])
-            tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
-            inputs.fill_prefill(tokens, start, block_rows[0])
-            return
-        num_computed = batch.num_computed_tokens_cpu[:count]
-        tokens = batch.token_ids_cpu[np.arange(count), num_computed]
-        inputs.fill_decode(tokens, num_computed, block_rows[:count])
-
-    def _run(
-        self, graph: CompiledGraph, spec: GraphSpec, work: StepWork
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run(self, step: StepGraph, work: StepWork) -> tuple[Tensor, Tensor | None]:
         started = time.perf_counter()
-        outputs = graph.run()
+        outputs = step.graph.run()
         seconds = time.perf_counter() - started
-        self._metrics.record(spec, work.num_reqs, work.num_tokens, seconds)
+        self._metrics.record(step.spec, work.num_reqs, work.num_tokens, seconds)
         return outputs[0], outputs[1] if len(outputs) > 1 else None
 
     def _collect_prompt_logprobs(
@@ -147,6 +121,19 @@ class RblnModelRunner:
             if table is not None:
                 collected[request_id] = table
         return collected
+
+
+def _fill(inputs: StepInputs, work: StepWork) -> None:
+    batch, count = work.batch, work.num_reqs
+    block_rows = batch.block_table[0].get_numpy_array()
+    if work.phase is Phase.PREFILL:
+        start = int(batch.num_computed_tokens_cpu[0])
+        tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
+        inputs.fill_prefill(tokens, start, block_rows[0])
+        return
+    num_computed = batch.num_computed_tokens_cpu[:count]
+    tokens = batch.token_ids_cpu[np.arange(count), num_computed]
+    inputs.fill_decode(tokens, num_computed, block_rows[:count])
 
 
 def _without_tokens(

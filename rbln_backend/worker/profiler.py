@@ -40,9 +40,7 @@ class EmulatedProfiler:
 
     def start(self) -> None:
         if self._profile is None:
-            self._profile = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU]
-            )
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self._profile.start()
 
     def stop(self) -> None:

@@ -29,6 +29,11 @@ class StepWork:
     samples: bool
     """False for a chunk that is not the last of its prompt: it produces no token."""
 
+    @property
+    def size(self) -> int:
+        """What the bucket is chosen by: tokens in prefill, requests in decode."""
+        return self.num_tokens if self.phase is Phase.PREFILL else self.num_reqs
+
 
 class RequestBatches:
     """Applies scheduler output; a prefill batch of one and a decode batch of ``max_num_seqs``.

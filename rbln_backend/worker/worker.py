@@ -20,7 +20,6 @@ from rbln_backend.compiler.device import (
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import find_sdk
-from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.kv_cache.layout import kv_budget_bytes, num_partitions
 from rbln_backend.progress import ProgressWriter
@@ -35,13 +34,14 @@ from rbln_backend.vllm_compat.surface import (
     SchedulerOutput,
     VllmConfig,
     WorkerBase,
+    configured,
     get_model_loader,
     init_logger,
     init_worker_distributed_environment,
     set_current_vllm_config,
     set_random_seed,
 )
-from rbln_backend.worker.engine_build import EngineBuild, build_engine
+from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 
@@ -60,7 +60,7 @@ class RblnWorker(WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
-        self._rbln = RblnConfig.from_mapping(vllm_config.additional_config["rbln"])
+        self._rbln = configured(vllm_config)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
         terminal = sys.stderr if is_driver_worker else None
         self._progress = ProgressWriter(run_dir, rank, terminal)
@@ -131,15 +131,15 @@ class RblnWorker(WorkerBase):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
-        self._build = build_engine(
+        parts = EngineParts(
             vllm_config=self.vllm_config,
             rbln=self._rbln,
             model=self.get_model(),
             compiler=self._compiler,
             attention_layers=self._attention_layers(),
-            kv_cache_config=kv_cache_config,
             board=self._board,
         )
+        self._build = EngineBuild(parts, kv_cache_config)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
@@ -153,7 +153,9 @@ class RblnWorker(WorkerBase):
         assert self._runner is not None
         return self._runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | None:
+    def sample_tokens(  # type: ignore[override]  # upstream's callers accept None, its type does not
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | None:
         assert self._runner is not None
         return self._runner.sample_tokens(grammar_output)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -31,8 +31,8 @@ def add_inference_routes(
 
 def _handler(
     endpoint: Endpoint, frontend: Callable[[], Frontend], settings: ServerSettings
-) -> Callable[[Request], object]:
-    async def respond(body: JsonObject, request: Request) -> Response | SseResponse:
+) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(body: JsonObject, request: Request) -> Response:
         result = await frontend().handle(endpoint, body, request)
         if isinstance(result, bytes):
             return Response(result, media_type=_JSON)
@@ -42,7 +42,7 @@ def _handler(
         frames = await commit(result, is_prelude, settings.stream_commit_s)
         return SseResponse(frames, endpoint, record)
 
-    async def handle(request: Request) -> Response | SseResponse:
+    async def handle(request: Request) -> Response:
         body = await read_json_object(request, settings.max_body_bytes)
         try:
             return await until_disconnect(request.receive, respond(body, request))

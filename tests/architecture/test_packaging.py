@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import server
 from tests.architecture.source_tree import ROOT
 
 
@@ -54,8 +55,9 @@ def test_the_lock_holds_every_direct_dependency() -> None:
     assert names <= locked
 
 
-def test_the_changelog_knows_the_version() -> None:
+def test_the_version_is_the_same_everywhere() -> None:
     version = _toml("pyproject.toml")["project"]["version"]
+    assert server.__version__ == version
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert importlib.metadata.version("rbln-serve") == version
 

@@ -23,7 +23,7 @@ from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import CompileError, ConfigError
 
-SDK = '''
+SDK = """
 __version__ = "0.12.3"
 NPU = {npu!r}
 
@@ -37,9 +37,9 @@ class CompileContext:
 
     def mark_static_address(self, tensor, name):
         self.static[name] = tensor
-'''
+"""
 
-BACKEND = '''
+BACKEND = """
 CALLS = []
 FAIL_WITH = None
 
@@ -49,7 +49,7 @@ def rbln_backend(graph, example_inputs, **kwargs):
         raise RuntimeError(FAIL_WITH)
     kwargs["options"]["_runtime_holder"].append("runtime")
     return graph.forward
-'''
+"""
 
 SPEC = GraphSpec.of(Phase.DECODE, 2)
 

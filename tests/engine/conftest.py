@@ -102,9 +102,7 @@ class Engines:
             "run_dir": str(run_dir),
             "num_threads": 1,
         } | (rbln or {})
-        llm = LLM(
-            str(checkpoint), additional_config={"rbln": options}, **(DEFAULTS | overrides)
-        )
+        llm = LLM(str(checkpoint), additional_config={"rbln": options}, **(DEFAULTS | overrides))
         return Engine(llm, run_dir, checkpoint)
 
 

@@ -1,0 +1,154 @@
+"""What the platform refuses before weights load, and how vLLM itself starts with the plugin."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.engine.conftest import DEFAULTS, Engines
+from tests.engine.test_equality import make_prompts
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY", "fibonacci", "exponential"),
+        ("VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT", "many", "many"),
+        ("VLLM_RBLN_ENABLE_WARM_UP", "maybe", "maybe"),
+        ("VLLM_RBLN_USE_VLLM_MODEL", "0", "optimum"),
+        ("VLLM_RBLN_ENABLE_WARMUP", "1", "VLLM_RBLN_ENABLE_WARM_UP"),
+    ],
+)
+def test_a_wrong_variable_is_an_error_that_names_it(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=variable) as caught:
+        engines.fresh("llama")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"enable_lora": True}, "LoRA adapters"),
+        ({"enable_chunked_prefill": False}, "Disabling chunked prefill is not supported"),
+        ({"tensor_parallel_size": 2}, "parallelism"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative decoding",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_reason(
+    engines: Engines, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        engines.fresh("llama", **options)
+
+
+def test_the_profiler_excludes_model_parallelism(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RBLN_PROFILER", "1")
+    message = "RBLN_PROFILER is not supported when using vLLM model parallel"
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        engines.fresh("llama", tensor_parallel_size=2)
+
+
+def test_a_profile_is_written(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RBLN_PROFILER", "1")
+    engine = engines.fresh("llama", rbln={"cache_root": str(tmp_path)})
+    engine.core.profile(True)
+    engine.generate([[5, 6, 7]], None)
+    engine.core.profile(False)
+    (trace,) = (tmp_path / "rbln" / "profile").glob("*.trace.json")
+    assert "causal_attention" in trace.read_text()
+
+
+def test_a_sliding_window_model_is_refused(engines: Engines) -> None:
+    with pytest.raises(Exception, match="sliding-window attention"):
+        engines.fresh(
+            "llama",
+            hf_overrides={
+                "architectures": ["MistralForCausalLM"],
+                "model_type": "mistral",
+                "sliding_window": 64,
+            },
+        )
+
+
+def test_the_custom_kernel_computes_the_same(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RBLN_USE_CUSTOM_KERNEL", "1")
+    engine = engines.fresh("llama")
+    from vllm import SamplingParams
+
+    prompt = make_prompts([90], seed=300)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (output,) = engine.generate([prompt], params)
+    expected = reference_generate(engine.checkpoint, prompt, 20).token_ids
+    assert list(output.outputs[0].token_ids) == expected
+
+
+def test_one_block_per_request(engines: Engines) -> None:
+    """block_size == max_model_len takes the ops that know no paging."""
+    from vllm import SamplingParams
+
+    engine = engines.fresh("llama", block_size=256)
+    prompt = make_prompts([90], seed=301)[0]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    (output,) = engine.generate([prompt], params)
+    expected = reference_generate(engine.checkpoint, prompt, 20).token_ids
+    assert list(output.outputs[0].token_ids) == expected
+
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    path, options, prompt = json.loads(sys.argv[1])
+    llm = LLM(path, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    from vllm.platforms import current_platform
+    print("RESULT", json.dumps([type(current_platform).__name__, output.outputs[0].token_ids]))
+"""
+
+
+def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    checkpoint = checkpoints("llama")
+    prompt = make_prompts([30], seed=302)[0]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [sys.executable, str(script), json.dumps([str(checkpoint), DEFAULTS, prompt])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
+    platform, token_ids = json.loads(line.removeprefix("RESULT"))
+    assert platform == "RblnPlatform"
+    assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
