@@ -48,7 +48,8 @@ lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)
 
 clean: ## Remove the environment and everything built
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build deploy/vllm-metadata/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf *.egg-info deploy/vllm-metadata/*.egg-info
 
 $(python):
 	@python=$$(PYTHON=$(PYTHON) $(scripts)/find_python.sh) && "$$python" -m venv $(VENV)

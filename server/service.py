@@ -157,7 +157,7 @@ class Service:
 
     async def _watch(self, engine: RunningEngine) -> str:
         """Return the reason once the engine is dead."""
-        while (reason := engine.failure()) is None:
+        while (reason := engine.failure()) is None:  # noqa: ASYNC110 (a process has no event)
             await asyncio.sleep(_WATCH_PERIOD_S)
         return reason
 

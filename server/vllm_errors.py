@@ -119,7 +119,7 @@ def _blamed_on_request(error: Any, _body: JsonObject) -> ServerError:
 _Translation = Callable[[Any, JsonObject], ServerError]
 _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((ServerError,), lambda error, _: error),
-    ((ValidationError,), lambda error, body: from_validation(error, body)),
+    ((ValidationError,), from_validation),
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
     (

@@ -24,7 +24,9 @@ void run(const SiluArgs& args) {
     for (int64_t i = item % chunks * kChunk; i < end; i += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, end - i);
       const VecF x = load_some(gate + i, count);
-      const VecF silu = x / (exp(-x) + 1.0f);
+      // With e = exp(-|x|) the sigmoid is 1 / (1 + e), or e / (1 + e) for negative x.
+      const VecF e = exp_nonpositive((VecF)((VecU)x | 0x80000000u));
+      const VecF silu = (x < 0.0f ? x * e : x) / (e + 1.0f);
       store_some(out + i, silu * load_some(up + i, count), count);
     }
   }

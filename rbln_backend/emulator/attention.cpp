@@ -77,6 +77,7 @@ void transpose_keys(const T* const* rows, int64_t depth, float* out) {
 
 struct Scratch {
   std::vector<float> memory;
+  std::vector<int64_t> limits;  // per query row: how many keys it sees
   float *queries, *keys, *values, *scores, *sums, *maxima, *totals, *factors;
 
   void reserve(int64_t rows, int64_t depth, int64_t width) {
@@ -86,6 +87,7 @@ struct Scratch {
     int64_t total = 16;
     for (int64_t size : sizes) total += round_up(size, 16);
     if (int64_t(memory.size()) < total) memory.resize(size_t(total));
+    limits.resize(size_t(rows));
     auto* next = reinterpret_cast<float*>(
         round_up(int64_t(reinterpret_cast<intptr_t>(memory.data())), 64));
     for (int i = 0; i < 8; ++i) {
@@ -94,6 +96,44 @@ struct Scratch {
     }
   }
 };
+
+// The two products of a tile are functions of their own: inlined, their loops lose the registers
+// to everything around them.
+
+// scores[r * kKeys + key] = scale * (query r . key) for P panels of keys.
+template <int R, int P>
+__attribute__((noinline)) void score_tile(int64_t depth, const float* queries, const float* keys,
+                                          float scale, const char* ahead, int64_t panel_bytes,
+                                          int64_t element_bytes, float* scores) {
+  VecF acc[R][P * kPanelVectors] = {};
+  const float* panels[P];
+  Ahead<P> fetch;
+  fetch.step = kPanel * element_bytes;
+  for (int p = 0; p < P; ++p) {
+    panels[p] = keys + p * kPanel * depth;
+    fetch.address[p] = ahead + p * panel_bytes;
+  }
+  multiply_panels<float, R, P>(panels, queries, depth, fetch, acc);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < P * kPanelVectors; ++c)
+      store(scores + r * kKeys + c * kLanes, acc[r][c] * scale);
+}
+
+// sums[r] = sums[r] * factors[r] + weights[r] . values, over C vectors of columns.
+template <class T, int R, int C>
+__attribute__((noinline)) void weigh_tile(int64_t keys, const float* weights, const T* values,
+                                          int64_t value_stride, const char* ahead,
+                                          const float* factors, float* sums, int64_t sum_stride) {
+  VecF acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) {
+      acc[r][c] = load(sums + r * sum_stride + c * kLanes);
+      if (factors != nullptr) acc[r][c] *= factors[r];
+    }
+  multiply_rows<T, R, C, kKeys>(keys, weights, values, value_stride, ahead, acc);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(sums + r * sum_stride + c * kLanes, acc[r][c]);
+}
 
 template <class T>
 class Item {
@@ -107,6 +147,9 @@ class Item {
   }
 
   void run() {
+    for (int64_t row = 0; row < groups_.rows; ++row)
+      s_.limits[size_t(row)] =
+          std::min(args_.starts[batch_] + first_ + row / args_.group + 1, reach_);
     load_queries();
     std::fill_n(s_.sums, groups_.rows * width_, 0.0f);
     std::fill_n(s_.totals, groups_.rows, 0.0f);
@@ -118,9 +161,7 @@ class Item {
 
  private:
   // Keys that a row sees: its own position and everything before it.
-  int64_t limit(int64_t row) const {
-    return std::min(args_.starts[batch_] + first_ + row / args_.group + 1, reach_);
-  }
+  int64_t limit(int64_t row) const { return s_.limits[size_t(row)]; }
 
   const T* block_row(int64_t page, int64_t slot) const {
     return static_cast<const T*>(args_.cache) +
@@ -143,14 +184,15 @@ class Item {
   }
 
   // Keys become f32 columns in panels; columns past `count` repeat the last key. Values are read
-  // where they lie unless a tile crosses blocks or a row is not made of whole vectors.
+  // where they lie if few rows use them; else, or where a tile crosses blocks or a row is not made
+  // of whole vectors, they are copied as f32.
   void load_tile(int64_t begin, int64_t count) {
     const T* rows[kKeys];
     int64_t page = begin / args_.block_size, slot = begin % args_.block_size;
-    const bool in_place = slot + count <= args_.block_size && width_ == args_.head_size;
+    in_place_ = slot + count <= args_.block_size && width_ == args_.head_size &&
+                (groups_.count <= 2 || sizeof(T) == sizeof(float));
     rows[0] = block_row(page, slot);
-    values_ = in_place ? rows[0] + args_.cache_stride.kv : reinterpret_cast<T*>(s_.values);
-    value_stride_ = in_place ? args_.cache_stride.slot : width_;
+    values_ = rows[0] + args_.cache_stride.kv;
     for (int64_t i = 1; i < count; ++i) {
       const bool turn = ++slot == args_.block_size;
       if (turn) slot = 0;
@@ -162,10 +204,12 @@ class Item {
     for (int64_t i = 0; i < count; i += 8)
       transpose_keys(rows + i, args_.head_size,
                      s_.keys + i / kPanel * kPanel * args_.head_size + i % kPanel);
-    if (in_place) return;
+    if (in_place_) return;
     for (int64_t i = 0; i < count; ++i)
-      std::copy_n(rows[i] + args_.cache_stride.kv, args_.head_size,
-                  reinterpret_cast<T*>(s_.values) + i * width_);
+      for (int64_t d = 0; d < args_.head_size; d += kLanes)
+        store(s_.values + i * width_ + d,
+              load_some(rows[i] + args_.cache_stride.kv + d,
+                        std::min<int64_t>(kLanes, args_.head_size - d)));
   }
 
   void attend_tile(int64_t begin, int64_t keys) {
@@ -188,13 +232,13 @@ class Item {
     int64_t d = 0;
     if constexpr (is_narrow_group(R))
       for (; d + 2 * kTileColumns <= width_; d += 2 * kTileColumns)
-        weigh<R, 2 * kTileVectors>(row0, d, 0, shared, true);
-    for (; d < width_; d += kTileColumns) weigh<R, kTileVectors>(row0, d, 0, shared, true);
+        weigh<R, 2 * kTileVectors>(row0, d, 0, shared, s_.factors + row0);
+    for (; d < width_; d += kTileColumns) weigh<R, kTileVectors>(row0, d, 0, shared, s_.factors + row0);
     for (int r = 1; r < R; ++r) {
       const int64_t own = std::min(kKeys, limit(row0 + r) - begin);
       if (own <= shared) continue;
       for (d = 0; d < width_; d += kTileColumns)
-        weigh<1, kTileVectors>(row0 + r, d, shared, own, false);
+        weigh<1, kTileVectors>(row0 + r, d, shared, own, nullptr);
     }
   }
 
@@ -209,21 +253,12 @@ class Item {
 
   template <int R, int P>
   void score_panels(int64_t row0, int64_t key) {
-    VecF acc[R][P * kPanelVectors] = {};
-    const float* panels[P];
-    Ahead<P> ahead;
+    const int64_t depth = args_.head_size, slot = args_.cache_stride.slot;
     // The values of a panel's keys arrive while its scores are computed.
-    ahead.step = kPanel * int64_t(sizeof(T));
-    for (int p = 0; p < P; ++p) {
-      panels[p] = s_.keys + (key + p * kPanel) * args_.head_size;
-      ahead.address[p] = reinterpret_cast<const char*>(values_) +
-                         (key + p * kPanel) * value_stride_ * int64_t(sizeof(T));
-    }
-    multiply_panels<float, R, P>(panels, s_.queries + row0 * args_.head_size, args_.head_size,
-                                 ahead, acc);
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < P * kPanelVectors; ++c)
-        store(s_.scores + (row0 + r) * kKeys + key + c * kLanes, acc[r][c] * args_.scale);
+    score_tile<R, P>(depth, s_.queries + row0 * depth, s_.keys + key * depth, args_.scale,
+                     reinterpret_cast<const char*>(values_ + key * slot),
+                     slot * kPanel * int64_t(sizeof(T)), int64_t(sizeof(T)),
+                     s_.scores + row0 * kKeys + key);
   }
 
   // Scores to weights against the running maximum; `count` <= 0: this row sees nothing here.
@@ -239,30 +274,29 @@ class Item {
     const float maximum = std::max(previous, reduce_max(largest));
     VecF sum = {};
     for (int64_t i = 0; i < count; i += kLanes) {
-      const VecF weight = exp(load(scores + i) - maximum);
+      const VecF weight = exp_nonpositive(load(scores + i) - maximum);
       store(scores + i, weight);
       sum += weight;
     }
-    const float factor = previous == maximum ? 1.0f : exp(broadcast(previous - maximum))[0];
+    const float factor = previous == maximum ? 1.0f : exp_nonpositive(broadcast(previous - maximum))[0];
     s_.factors[row] = factor;
     s_.maxima[row] = maximum;
     s_.totals[row] = s_.totals[row] * factor + reduce_sum(sum);
   }
 
   template <int R, int C>
-  void weigh(int64_t row0, int64_t d, int64_t from, int64_t to, bool rescale) {
-    VecF acc[R][C];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) {
-        acc[r][c] = load(s_.sums + (row0 + r) * width_ + d + c * kLanes);
-        if (rescale) acc[r][c] *= s_.factors[row0 + r];
-      }
-    multiply_rows<T, R, C, kKeys>(to - from, s_.scores + row0 * kKeys + from,
-                                  values_ + from * value_stride_ + d, value_stride_,
-                                  next_keys_ + d * kKeys * int64_t(sizeof(T)), acc);
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c)
-        store(s_.sums + (row0 + r) * width_ + d + c * kLanes, acc[r][c]);
+  void weigh(int64_t row0, int64_t d, int64_t from, int64_t to, const float* factors) {
+    const float* weights = s_.scores + row0 * kKeys + from;
+    float* sums = s_.sums + row0 * width_ + d;
+    const char* ahead = next_keys_ + d * kKeys * int64_t(sizeof(T));
+    if (in_place_) {
+      const int64_t slot = args_.cache_stride.slot;
+      weigh_tile<T, R, C>(to - from, weights, values_ + from * slot + d, slot, ahead, factors,
+                          sums, width_);
+    } else {
+      weigh_tile<float, R, C>(to - from, weights, s_.values + from * width_ + d, width_, ahead,
+                              factors, sums, width_);
+    }
   }
 
   // A sink is one more logit in the denominator.
@@ -273,8 +307,8 @@ class Item {
       if (args_.sinks != nullptr) {
         const float sink = args_.sinks[head_ * args_.group + member];
         const float maximum = std::max(s_.maxima[row], sink);
-        factor = exp(broadcast(s_.maxima[row] - maximum))[0];
-        total = total * factor + exp(broadcast(sink - maximum))[0];
+        factor = exp_nonpositive(broadcast(s_.maxima[row] - maximum))[0];
+        total = total * factor + exp_nonpositive(broadcast(sink - maximum))[0];
       }
       T* out = static_cast<T*>(args_.out) +
                (((batch_ * args_.length + token) * args_.kv_heads + head_) * args_.group +
@@ -290,8 +324,8 @@ class Item {
   const int64_t batch_, head_, first_;
   const RowGroups groups_;
   const int64_t width_, reach_;
-  const T* values_ = nullptr;
-  int64_t value_stride_ = 0;
+  bool in_place_ = false;
+  const T* values_ = nullptr;  // of the tile's first key, in the cache
   const char* next_keys_ = nullptr;  // fetched while this tile's values are weighed
 };
 

@@ -70,6 +70,18 @@ inline To bit_cast(From value) {
   return result;
 }
 
+// Stops the compiler from turning one load into a memory operand of each of its uses: with several
+// rows per column that makes a product wait for the load units.
+inline void keep_in_register(VecF& value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#else
+  (void)value;
+#endif
+}
+
 inline VecF broadcast(float value) {
   return value - VecF{};
 }
@@ -84,8 +96,15 @@ inline VecF fma(VecF a, VecF b, VecF c) {
 #endif
 }
 
+// The larger one; `b` where either is NaN.
 inline VecF max(VecF a, VecF b) {
+#if defined(RBLN_AVX512)
+  return _mm512_max_ps(a, b);
+#elif defined(RBLN_AVX2)
+  return _mm256_max_ps(a, b);
+#else
   return a > b ? a : b;
+#endif
 }
 
 // ---- conversions -------------------------------------------------------------------------------
@@ -223,26 +242,23 @@ inline float reduce_max(VecF value) {
   return reduce<kLanes>(value, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x to about 1 ulp; exactly 1 at 0, 0 below -87.3, saturating near the largest float.
-inline VecF exp(VecF x) {
-  const VecF low = broadcast(-87.33f), high = broadcast(88.37f), magic = broadcast(12582912.0f);
-  const VecI underflow = x < low;
-  x = underflow ? low : x;
-  x = x > high ? high : x;
+// e^x for x <= 0 to about 1 ulp: exactly 1 at 0, NaN for NaN, 1.2e-38 from -87.3 down.
+inline VecF exp_nonpositive(VecF x) {
+  x = max(broadcast(-87.33f), x);
+  // The addition leaves round(x / ln 2) + 127 in the low mantissa bits: the exponent of 2^n.
+  const VecF magic = broadcast(12582912.0f + 127.0f);
   const VecF shifted = fma(x, broadcast(1.44269504f), magic);
   const VecF n = shifted - magic;
   VecF r = fma(n, broadcast(-0.693359375f), x);
   r = fma(n, broadcast(2.12194440e-4f), r);
-  VecF p = broadcast(1.98412698e-4f);
-  p = fma(p, r, broadcast(1.38888889e-3f));
-  p = fma(p, r, broadcast(8.33333333e-3f));
-  p = fma(p, r, broadcast(4.16666667e-2f));
-  p = fma(p, r, broadcast(1.66666667e-1f));
-  p = fma(p, r, broadcast(0.5f));
+  VecF p = broadcast(1.381455966e-3f);
+  p = fma(p, r, broadcast(8.368735580e-3f));
+  p = fma(p, r, broadcast(4.166838986e-2f));
+  p = fma(p, r, broadcast(1.666652048e-1f));
+  p = fma(p, r, broadcast(4.999999344e-1f));
   p = fma(p, r, broadcast(1.0f));
   p = fma(p, r, broadcast(1.0f));
-  const VecI exponent = ((VecI)shifted - (VecI)magic + 127) << 23;
-  return underflow ? VecF{} : p * (VecF)exponent;
+  return p * (VecF)((VecI)shifted << 23);
 }
 
 inline const char* isa_name() {

@@ -73,8 +73,10 @@ inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depth
     for (int step = 0; step < kStep; ++step) {
       VecF columns[C];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c)
+      for (int c = 0; c < C; ++c) {
         columns[c] = Layout<T>::columns(panels[c / kPanelVectors], step, c % kPanelVectors);
+        if constexpr (R > 1) keep_in_register(columns[c]);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const VecF row = broadcast(a[step * R + r]);
@@ -98,7 +100,10 @@ inline void multiply_rows(int64_t depth, const float* a, const T* b, int64_t ldb
     for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + t * kBytes + line);
     VecF columns[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) columns[c] = load(b + c * kLanes);
+    for (int c = 0; c < C; ++c) {
+      columns[c] = load(b + c * kLanes);
+      if constexpr (R > 1) keep_in_register(columns[c]);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const VecF row = broadcast(a[r * ARow + t]);

@@ -63,11 +63,7 @@ class GraphFactory:
     ) -> tuple[CompiledGraph, Result, float]:
         """The graph, how it was obtained and the seconds it took; raises ``CompileError``."""
         started = time.perf_counter()
-        program = self._load(spec)
-        result: Result = "loaded"
-        if program is None:
-            program = self._compile(spec, inputs, metadata)
-            result = "compiled"
+        program, result = self._obtain(spec, inputs, metadata)
         tensors = self._table.resolve_all(program.bindings, inputs)
         graph = self._compiler.load(program, spec, tensors)
         self._bound_names.update(program.bindings)
@@ -77,11 +73,23 @@ class GraphFactory:
         """Free weights that every graph built so far reads in packed form; returns bytes."""
         return self._table.release_packed_originals(self._bound_names)
 
-    def _load(self, spec: GraphSpec) -> Program | None:
+    def _obtain(
+        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: RblnAttentionMetadata | None
+    ) -> tuple[Program, Result]:
         if self._store is None:
-            return None
+            return self._capture(spec, inputs, metadata), "compiled"
         key = self.key(spec)
-        files = self._store.load(key)
+        # Of several processes that need a graph, one compiles and the others wait and load.
+        with self._store.lock(key):
+            stored = self._load(self._store, key)
+            if stored is not None:
+                return stored, "loaded"
+            program = self._capture(spec, inputs, metadata)
+            _save(self._store, key, spec, program)
+        return program, "compiled"
+
+    def _load(self, store: ArtifactStore, key: CacheKey) -> Program | None:
+        files = store.load(key)
         if files is None:
             return None
         try:
@@ -89,22 +97,8 @@ class GraphFactory:
             self._table.check_names(program.bindings)
         except (CorruptArtifactError, CompileError, KeyError) as error:
             # The files are intact but do not make a program for this model: rebuild them.
-            self._store.quarantine(key, f"graph {spec}: {error}")
+            store.quarantine(key, str(error))
             return None
-        return program
-
-    def _compile(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: RblnAttentionMetadata | None
-    ) -> Program:
-        if self._store is None:
-            return self._capture(spec, inputs, metadata)
-        key = self.key(spec)
-        with self._store.lock(key) as waited_s:
-            # Another process may have stored it while this one waited for the lock.
-            program = self._load(spec) if waited_s > 0 else None
-            if program is None:
-                program = self._capture(spec, inputs, metadata)
-                self._save(spec, key, program)
         return program
 
     def _capture(
@@ -115,11 +109,11 @@ class GraphFactory:
         with self._forward_context(metadata):
             return self._compiler.lower(capture(function, args, self._table, inputs))
 
-    def _save(self, spec: GraphSpec, key: CacheKey, program: Program) -> None:
-        assert self._store is not None
-        try:
-            data = program.to_bytes()
-        except CompileError as error:
-            logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
-            return
-        self._store.store(key, {PROGRAM_FILE: data})
+
+def _save(store: ArtifactStore, key: CacheKey, spec: GraphSpec, program: Program) -> None:
+    try:
+        data = program.to_bytes()
+    except CompileError as error:
+        logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
+        return
+    store.store(key, {PROGRAM_FILE: data})

@@ -83,6 +83,7 @@ class RblnWorker(WorkerBase):
         )
         if self._rbln.num_threads is not None:
             torch.set_num_threads(self._rbln.num_threads)
+        self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
         set_random_seed(self.model_config.seed)
 

@@ -76,9 +76,9 @@ async def read_json_object(request: Request, max_bytes: int) -> JsonObject:
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
+            # The rest is read and dropped: closing now could take the answer along.
             raise BodyTooLargeError(
-                f"The request body is larger than the limit of {max_bytes} bytes.",
-                headers={"connection": "close"},
+                f"The request body is larger than the limit of {max_bytes} bytes."
             )
         chunks.append(chunk)
     try:

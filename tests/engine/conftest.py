@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.checkpoints import CheckpointCache
+from tests.kernel_cache import share_kernels
 
 # The engine core runs in the test's process, so that a test can step it and look inside.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -62,7 +62,7 @@ def graph_files(root: Path) -> list[Path]:
 @pytest.fixture
 def copied(filled: Path, tmp_path: Path) -> Path:
     """The filled cache under another path, as after a copy to another machine."""
-    return Path(shutil.copytree(filled, tmp_path / "copied"))
+    return Path(shutil.copytree(filled, tmp_path / "copied", symlinks=True))
 
 
 def test_a_warm_start_compiles_nothing(engines: Engines, copied: Path) -> None:

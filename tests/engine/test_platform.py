@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.test_equality import make_prompts
+from tests.kernel_cache import share_kernels
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,10 @@ def test_a_wrong_variable_is_an_error_that_names_it(
     ("options", "text"),
     [
         ({"enable_lora": True}, "LoRA adapters"),
-        ({"enable_chunked_prefill": False}, "Disabling chunked prefill is not supported"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
+            "Disabling chunked prefill is not supported",
+        ),
         ({"tensor_parallel_size": 2}, "parallelism"),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
@@ -138,6 +142,7 @@ def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
     checkpoint = checkpoints("llama")
     prompt = make_prompts([30], seed=302)[0]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    share_kernels(tmp_path / "cache")
     environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     result = subprocess.run(
         [sys.executable, str(script), json.dumps([str(checkpoint), DEFAULTS, prompt])],

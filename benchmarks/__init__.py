@@ -1,0 +1,1 @@
+"""Measurements of this project against its peers; each module with a ``main`` is one command."""

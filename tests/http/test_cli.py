@@ -1,0 +1,109 @@
+"""The command line and the settings: fast, clear, and without the engine's libraries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server.settings import ServerSettings, SettingsError, load_settings
+
+HEAVY = "{'torch', 'vllm', 'transformers', 'numpy'}"
+
+
+def rbln_serve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+def test_nothing_heavy_is_imported_before_listening() -> None:
+    code = (
+        "import sys, server.cli, server.service, server.engine, server.engine_process, uvloop\n"
+        f"print(sorted({HEAVY} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_every_setting_and_is_fast() -> None:
+    started = time.monotonic()
+    done = rbln_serve("serve", "--help")
+    seconds = time.monotonic() - started
+    assert done.returncode == 0
+    for name in ServerSettings.model_fields:
+        assert "--" + name.replace("_", "-") in done.stdout
+        assert f"RBLN_SERVE_{name.upper()}" in done.stdout.replace("\n", "").replace(" ", "")
+    assert seconds < 5
+
+
+def test_version_and_bare_help() -> None:
+    assert rbln_serve("--version").stdout.startswith("rbln-serve ")
+    assert "serve" in rbln_serve("--help").stdout
+    assert rbln_serve().returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["serve"], "MODEL is missing"),
+        (["serve", "m", "--port", "abc"], "--port (RBLN_SERVE_PORT)"),
+        (["serve", "m", "--port", "70000"], "65535"),
+        (["serve", "m", "--unknown-fields", "maybe"], "'reject' or 'warn'"),
+        (["serve", "m", "--ssl-keyfile", "k"], "--ssl-certfile"),
+        (["serve", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["bogus"], "bogus"),
+    ],
+)
+def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) -> None:
+    done = rbln_serve(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_port_in_use_is_reported() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = rbln_serve("serve", "m", "--host", "127.0.0.1", "--port", port)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+
+
+def test_precedence_of_flags_environment_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RBLN_SERVE_PORT", "1001")
+    file = {"port": 1002, "host": "from-file"}
+    assert load_settings({}, {}).host == "0.0.0.0"
+    assert load_settings({}, file).host == "from-file"
+    assert load_settings({}, file).port == 1001
+    assert load_settings({"port": "1000"}, file).port == 1000
+
+
+def test_an_unknown_variable_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RBLN_SERVE_PROT", "1")
+    with pytest.raises(SettingsError, match="did you mean RBLN_SERVE_PORT"):
+        load_settings({}, {})
+
+
+def test_settings_are_frozen_and_described() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        ServerSettings().port = 1  # type: ignore[misc]
+    assert all(field.description for field in ServerSettings.model_fields.values())
+
+
+def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
+    from server.cli import _config_file
+
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 1234\nssl-keyfile: k\nmax-model-len: 5\n")
+    assert _config_file(["m", "--config", str(path)]) == {"port": 1234, "ssl_keyfile": "k"}

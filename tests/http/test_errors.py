@@ -1,0 +1,68 @@
+"""The table of errors, the log's forms and the harmlessness of what is described."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from server import errors
+from server.errors import TABLE, OverloadedError, ServerError, describe
+from server.frontend import Endpoint
+from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
+from server.observability.metrics import OUTCOMES
+from server.streaming import error_frame
+
+
+def all_classes(root: type[ServerError]) -> set[type[ServerError]]:
+    return {root}.union(*(all_classes(child) for child in root.__subclasses__()))
+
+
+def test_every_class_has_a_row_and_is_drawn_in_the_docstring() -> None:
+    assert set(TABLE) == all_classes(ServerError)
+    assert errors.__doc__ is not None
+    for cls, row in TABLE.items():
+        assert cls.__name__ in errors.__doc__
+        assert row.outcome in OUTCOMES
+        assert 400 <= row.status < 600
+        assert row.code.isidentifier()
+
+
+def test_codes_are_unique_but_for_the_base_classes() -> None:
+    codes = [row.code for cls, row in TABLE.items() if cls is not ServerError]
+    assert len(codes) == len(set(codes))
+
+
+def test_retry_after_is_a_header() -> None:
+    assert OverloadedError("busy", retry_after_s=3).headers == {"retry-after": "3"}
+
+
+def test_error_frames_follow_each_dialect() -> None:
+    error = OverloadedError("busy", param="x")
+    chat = error_frame(error, Endpoint.CHAT)
+    assert chat.endswith("\n\ndata: [DONE]\n\n")
+    assert json.loads(chat.split("\n\n")[0].removeprefix("data: "))["error"]["param"] == "x"
+    responses = error_frame(error, Endpoint.RESPONSES)
+    assert responses.startswith("event: error\n")
+    assert json.loads(responses.partition("data: ")[2])["code"] == "overloaded"
+    messages = error_frame(error, Endpoint.MESSAGES)
+    assert messages.startswith("event: error\n")
+    assert json.loads(messages.partition("data: ")[2])["type"] == "error"
+
+
+def test_descriptions_are_short() -> None:
+    assert describe("x" * 1000) == "'" + "x" * 76 + "..."
+    assert describe(list(range(1000))) == "an array of 1000 items"
+    assert describe({"a": 1}) == "{'a': 1}"
+
+
+def test_log_lines_carry_the_request_id() -> None:
+    record = logging.LogRecord("server.x", logging.INFO, "f", 1, "hello %s", ("you",), None)
+    token = request_id_var.set("rid-1")
+    try:
+        assert TextFormatter().format(record).endswith("server.x: hello you [rid-1]")
+        entry = json.loads(JsonFormatter().format(record))
+    finally:
+        request_id_var.reset(token)
+    assert entry["message"] == "hello you"
+    assert entry["request_id"] == "rid-1"
+    assert "request_id" not in json.loads(JsonFormatter().format(record))

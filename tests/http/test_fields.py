@@ -1,0 +1,148 @@
+"""Which fields are taken, what a request may ask for, and how pydantic's complaints read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from server.errors import (
+    ContextLengthError,
+    InvalidValueError,
+    MissingFieldError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+)
+from server.frontend import Endpoint
+from server.request_fields import accepted_fields, check_nested
+from server.request_limits import Limits, check_limits
+
+KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "kv_transfer_params")
+LIMITS = Limits(
+    max_n=4, max_messages=2, max_prompts=3, max_model_len=100, vocab_size=50, has_priorities=False
+)
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+def accept(**body: Any) -> dict[str, Any]:
+    return accepted_fields(Endpoint.CHAT, body, KNOWN, "reject")
+
+
+def test_known_fields_pass_unchanged() -> None:
+    assert accept(temperature=1, tools=[]) == {"temperature": 1, "tools": []}
+
+
+def test_labels_and_granted_wishes_are_dropped() -> None:
+    body = {"user": "me", "metadata": {}, "store": False, "service_tier": "auto"}
+    assert accept(temperature=1, **body) == {"temperature": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temprature", 1, "did you mean 'temperature'?"),
+        ("xyz", None, "Unknown field 'xyz'."),
+        ("store", True, "'store'"),
+        ("service_tier", "priority", "'service_tier'"),
+        ("guided_json", {}, "json_schema"),
+        ("guided_regex", "a", "structured_outputs.regex"),
+        ("guided_choice", [], "structured_outputs.choice"),
+        ("guided_grammar", "", "structured_outputs.grammar"),
+        ("guided_decoding_backend", "x", "--structured-outputs-config"),
+        ("functions", [], "tools"),
+        ("best_of", 2, "n"),
+    ],
+)
+def test_unknown_fields_are_refused_by_name(field: str, value: object, words: str) -> None:
+    with pytest.raises(UnknownFieldError) as caught:
+        accept(**{field: value})
+    assert caught.value.param == field
+    assert words in caught.value.message
+
+
+def test_unknown_fields_can_be_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    assert accepted_fields(Endpoint.CHAT, {"xyz": 1, "stream": True}, KNOWN, "warn") == {
+        "stream": True
+    }
+
+
+def test_fields_without_effect_are_refused() -> None:
+    assert accept(kv_transfer_params=None) == {"kv_transfer_params": None}
+    with pytest.raises(UnsupportedFieldError):
+        accept(kv_transfer_params={"a": 1})
+    with pytest.raises(UnsupportedFieldError):
+        accepted_fields(Endpoint.RESPONSES, {"store": True}, ("store",), "reject")
+
+
+def test_stream_options_need_a_stream() -> None:
+    assert accept(stream=True, stream_options={})
+    for stream in ({}, {"stream": False}, {"stream": None}):
+        with pytest.raises(InvalidValueError) as caught:
+            accept(stream_options={"include_usage": True}, **stream)
+        assert caught.value.param == "stream_options"
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    size: int = 0
+
+
+class Outer(BaseModel):
+    inner: Inner | None = None
+    items: list[Inner] = []
+    free: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"inner": {"size": 1, "colour": 2}}, "inner.colour"),
+        ({"items": [{"size": 1}, {"siz": 1}]}, "items[1].siz"),
+    ],
+)
+def test_unknown_nested_fields_are_refused_with_their_path(
+    body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(UnknownFieldError) as caught:
+        check_nested(Outer.model_validate(body), body, "reject")
+    assert caught.value.param == param
+
+
+def test_free_form_mappings_are_not_entered() -> None:
+    body = {"free": {"anything": {"goes": 1}}, "items": [{"size": 3}], "inner": None}
+    check_nested(Outer.model_validate(body), body, "reject")
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        ({"n": 5}, InvalidValueError, "n"),
+        ({"n": 0}, InvalidValueError, "n"),
+        ({"priority": 1}, UnsupportedFieldError, "priority"),
+        ({"max_tokens": 101}, ContextLengthError, "max_tokens"),
+        ({"max_completion_tokens": 10**30}, ContextLengthError, "max_completion_tokens"),
+        ({"messages": []}, InvalidValueError, "messages"),
+        ({"messages": [MESSAGE] * 3}, InvalidValueError, "messages"),
+        ({"messages": [MESSAGE, {"content": "x"}]}, MissingFieldError, "messages[1].role"),
+        ({"messages": [{"role": "user"}]}, MissingFieldError, "messages[0].content"),
+        ({"prompt": ""}, InvalidValueError, "prompt"),
+        ({"prompt": []}, InvalidValueError, "prompt"),
+        ({"prompt": [[]]}, InvalidValueError, "prompt"),
+        ({"prompt": ["a"] * 4}, InvalidValueError, "prompt"),
+        ({"prompt": [1, 50]}, InvalidValueError, "prompt[1]"),
+        ({"tokens": [-1]}, InvalidValueError, "tokens[0]"),
+    ],
+)
+def test_limits(body: dict[str, Any], error: type[Exception], param: str) -> None:
+    with pytest.raises(error) as caught:
+        check_limits(body, LIMITS)
+    assert getattr(caught.value, "param") == param
+
+
+def test_what_is_within_the_limits_passes() -> None:
+    turns = [MESSAGE, {"role": "assistant", "tool_calls": []}]
+    check_limits({"messages": turns, "n": 4, "priority": 0, "max_tokens": 100}, LIMITS)
+    check_limits({"prompt": ["a"] * 3}, LIMITS)
+    check_limits({"prompt": [49] * 90}, LIMITS)
+    check_limits({"messages": "wrong type", "n": "two"}, LIMITS)

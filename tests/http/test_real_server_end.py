@@ -1,0 +1,117 @@
+"""How the real server ends: drained, killed under it, killed itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.http.real_server import RealServer
+
+pytestmark = pytest.mark.engine
+
+LONG = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture
+def server(checkpoints: CheckpointCache, tmp_path: Path) -> RealServer:
+    return RealServer(checkpoints("llama", dtype="float32"), tmp_path)
+
+
+def in_flight(server: RealServer, out: list[str]) -> threading.Thread:
+    """Start a long stream in a thread and return once its first bytes are here."""
+    begun = threading.Event()
+
+    def run() -> None:
+        with server.client.stream("POST", "/v1/completions", json=LONG) as answer:
+            for text in answer.iter_text():
+                out.append(text)
+                begun.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(30)
+    return thread
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_sigterm_finishes_streams_refuses_new_work_and_exits_0(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        engine = server.engine_pid()
+        out: list[str] = []
+        stream = in_flight(server, out)
+        server.terminate()
+        refused = server.client.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert refused.headers["connection"] == "close"
+        assert server.client.get("/readyz").status_code == 503
+        stream.join(60)
+        text = "".join(out)
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in text
+        assert server.process.wait(30) == 0
+        assert gone(engine)
+        assert "Traceback" not in server.log.read_text()
+        assert not list(server.log.parent.glob("rbln-serve-*"))
+
+
+def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        out: list[str] = []
+        stream = in_flight(server, out)
+        killed = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while server.client.get("/readyz").status_code == 200:
+            time.sleep(0.01)
+        assert time.monotonic() - killed < 2
+        body = server.client.get("/readyz").json()
+        assert body["status"] == "dead"
+        assert "exit code -9" in body["reason"]
+        stream.join(10)
+        assert '"code": "engine_failed"' in "".join(out)
+        assert server.process.wait(30) == 1
+        assert "exit code -9" in server.log.read_text()
+
+
+def test_nothing_survives_a_killed_server(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        engine = server.engine_pid()
+        server.process.kill()
+        deadline = time.monotonic() + 5
+        while not gone(engine):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_sigterm_during_start_up_ends_promptly_with_0(server: RealServer, delay_s: float) -> None:
+    with server:
+        time.sleep(delay_s)
+        asked = time.monotonic()
+        server.terminate()
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - asked < 3
+
+
+def test_flags_that_would_be_ignored_are_refused(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    flags = ("--api-key", "secret")
+    with RealServer(checkpoints("llama", dtype="float32"), tmp_path, *flags) as server:
+        assert server.process.wait(60) == 2
+        assert "--api-key cannot be used" in server.log.read_text()
