@@ -20,13 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.decode_report import (
-    ModelResult,
-    Run,
-    Sample,
-    markdown,
-    to_json,
-)
+from benchmarks.decode_report import ModelResult, Run, Sample, markdown, to_json
 from benchmarks.engine_process import (
     OURS,
     EngineProcess,
@@ -35,7 +29,7 @@ from benchmarks.engine_process import (
     vllm_cpu,
     vllm_cpu_all_cores,
 )
-from benchmarks.machine import describe_machine, read_bandwidth
+from benchmarks.machine import busy_cpu_seconds, describe_machine, read_bandwidth
 from benchmarks.models import SIZES, Checkpoint, find_checkpoint
 
 MAX_MODEL_LEN = 512
@@ -206,8 +200,12 @@ def _sample(
     with engine.awake():
         # Caches and pages of an engine that slept are cold; nobody serves from there.
         engine.generate(prompts, WARM_UP_TOKENS)
+        wall, own, all_processes = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         prefills = [engine.generate(prompts, 1)[0] for _ in range(PREFILL_REPEATS)]
         seconds, tokens = engine.generate(prompts, args.output_tokens)
+        wall = time.perf_counter() - wall
+        own = engine.cpu_seconds() - own
+        all_processes = busy_cpu_seconds() - all_processes
     return Sample(
         round=round_number,
         side=engine.side.name,
@@ -216,6 +214,8 @@ def _sample(
         output_tokens=args.output_tokens,
         prefill_seconds=prefills,
         total_seconds=seconds,
+        busy_cores=own / wall,
+        other_busy_cores=max(0.0, all_processes - own) / wall,
         first_tokens=[row[0] for row in tokens],
     )
 

@@ -14,12 +14,16 @@ from typing import Any
 
 from benchmarks.machine import Machine
 
+# Threads of one engine wait for each other many times a step, so a little company costs much.
+DISTURBED_CORES = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One side at one batch in one round.
 
     `prefill_seconds` are whole calls for one output token, `total_seconds` one for all of them.
+    `busy_cores` is the engine's CPU time over wall time, `other_busy_cores` everybody else's.
     """
 
     round: int
@@ -29,6 +33,8 @@ class Sample:
     output_tokens: int
     prefill_seconds: list[float]
     total_seconds: float
+    busy_cores: float
+    other_busy_cores: float
     first_tokens: list[int]
 
     @property
@@ -151,10 +157,12 @@ def _model(run: Run, model: ModelResult) -> str:
             f"GB/s ({low / 1e9:.1f} to {high / 1e9:.1f}); *of limit* is the share of this that "
             "the weights alone account for.",
             "",
-            "| batch | side | decode tokens/s | ms per step | of limit | prefill tokens/s "
-            "| decode: ours / side | prefill: ours / side |",
-            "|---|---|---|---|---|---|---|---|",
+            "| batch | side | decode tokens/s | ms per step | of limit | busy cores "
+            "| prefill tokens/s | decode: ours / side | prefill: ours / side |",
+            "|---|---|---|---|---|---|---|---|---|",
             *rows,
+            "",
+            _disturbance(model),
             "",
             "ms per step, by round:",
             "",
@@ -171,13 +179,14 @@ def _model(run: Run, model: ModelResult) -> str:
 
 def _row(run: Run, model: ModelResult, side: str, batch: int) -> str:
     samples = model.of(side, batch)
-    ours = model.of(next(iter(run.sides)), batch)
+    first = next(iter(run.sides))
+    ours = model.of(first, batch)
 
     def median(value: Callable[[Sample], float]) -> float:
         return statistics.median(value(sample) for sample in samples)
 
     def ratio(rate: Callable[[Sample], float]) -> str:
-        if samples is ours or samples == ours:
+        if side == first:
             return ""
         ratios = [rate(a) / rate(b) for a, b in zip(ours, samples, strict=True)]
         return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
@@ -188,11 +197,27 @@ def _row(run: Run, model: ModelResult, side: str, batch: int) -> str:
         f"{median(lambda s: s.decode_rate):.1f}",
         f"{median(lambda s: s.step_ms):.3f}",
         f"{statistics.median(model.bandwidth_fractions(side, batch)):.0%}",
+        f"{median(lambda s: s.busy_cores):.1f}",
         f"{median(lambda s: s.prefill_rate):.0f}",
         ratio(lambda s: s.decode_rate),
         ratio(lambda s: s.prefill_rate),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _disturbance(model: ModelResult) -> str:
+    others = [sample.other_busy_cores for sample in model.samples]
+    disturbed = sum(cores > DISTURBED_CORES for cores in others)
+    text = (
+        f"Other processes kept {statistics.median(others):.2f} cores busy while a side was measured "
+        f"(median; at most {max(others):.2f})."
+    )
+    if not disturbed:
+        return text
+    return (
+        f"**Disturbed**: in {disturbed} of {len(others)} samples other processes kept more than "
+        f"{DISTURBED_CORES} cores busy, so these figures are not a measurement. {text}"
+    )
 
 
 def _rounds(run: Run, model: ModelResult, batches: list[int]) -> list[str]:

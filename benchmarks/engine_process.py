@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from benchmarks.machine import group_cpu_seconds
 
 STARTUP_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
@@ -149,6 +151,10 @@ class EngineProcess:
             raise self._error(f"returned other than {output_tokens} tokens for a prompt")
         return float(answer["seconds"]), tokens
 
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the engine's processes have used so far."""
+        return group_cpu_seconds(self._process.pid)
+
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
@@ -191,15 +197,11 @@ class EngineProcess:
         """End of input ends the worker; what is left of its process group after that is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(subprocess.TimeoutExpired, ProcessLookupError, BrokenPipeError):
             self._signal(signal.SIGCONT)
             self._process.stdin.close()
             self._process.wait(EXIT_TIMEOUT_S)
-        except (subprocess.TimeoutExpired, ProcessLookupError, BrokenPipeError):
-            pass
-        try:
+        with suppress(ProcessLookupError):
             self._signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._process.stdout.close()

@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """A file-name part such as ``amd-epyc-2core-avx2``; a name alone may hide the generation."""
+        """A file-name part such as ``amd-epyc-2core-avx2``: names alone may hide a generation."""
         words = "".join(c if c.isalnum() else " " for c in self.cpu.lower()).split()
         widest = next(
             (flag for flag in ("avx512_bf16", "avx512f", "avx2") if flag in self.flags), "x86"
@@ -87,6 +87,27 @@ def read_bandwidth(size: int) -> float:
         buffer.amax()
         best = min(best, time.perf_counter() - started)
     return buffer.nbytes / best
+
+
+def busy_cpu_seconds() -> float:
+    """Return the CPU time that all processes together have used since boot, over all cores."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def group_cpu_seconds(group: int) -> float:
+    """Return the CPU time that the living processes of process group `group` have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name comes in parentheses and may contain anything, blanks included.
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _field(text: str, name: str) -> str:

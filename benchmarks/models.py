@@ -137,7 +137,8 @@ def _build(path: Path, sizes: dict[str, Any]) -> None:
     )
     # Made without storage first: the library's own initialisation of 1.2B weights takes minutes.
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config)
+    model.bfloat16()
     model.to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(SEED)

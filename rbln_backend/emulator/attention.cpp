@@ -225,8 +225,7 @@ class Item {
   void attend_group(int64_t g, int64_t begin, int64_t count) {
     const int64_t row0 = groups_.begin(g);
     score<R>(row0, count);
-    for (int r = 0; r < R; ++r)
-      softmax_row(row0 + r, std::min(kKeys, limit(row0 + r) - begin));
+    softmax<R>(row0, begin);
     // Keys that every row of the group sees, then each row's own few more.
     const int64_t shared = std::clamp<int64_t>(limit(row0) - begin, 0, kKeys);
     int64_t d = 0;
@@ -261,27 +260,40 @@ class Item {
                      s_.scores + row0 * kKeys + key);
   }
 
-  // Scores to weights against the running maximum; `count` <= 0: this row sees nothing here.
-  void softmax_row(int64_t row, int64_t count) {
-    s_.factors[row] = 1.0f;
+  // Scores to weights against the running maxima. Step by step for all rows of the group, so that
+  // the latency of one row's reduction hides behind the next row's.
+  template <int R>
+  void softmax(int64_t row0, int64_t begin) {
+    for (int r = 0; r < R; ++r) find_maximum(row0 + r, limit(row0 + r) - begin);
+    static_assert(kMaxTileRows <= kLanes);
+    float* factors = s_.factors + row0;
+    store_some(factors, exp_nonpositive(load_some(factors, R)), R);
+    for (int r = 0; r < R; ++r) weigh_scores(row0 + r, std::min(kKeys, limit(row0 + r) - begin));
+  }
+
+  // Leaves the logarithm of the row's rescaling factor: 0 where it sees nothing of the tile.
+  void find_maximum(int64_t row, int64_t count) {
+    s_.factors[row] = 0.0f;
     if (count <= 0) return;
     float* scores = s_.scores + row * kKeys;
-    const float lowest = -std::numeric_limits<float>::infinity();
-    for (int64_t i = count; i < round_up(count, kLanes); ++i) scores[i] = lowest;
+    if (count < kKeys)
+      std::fill(scores + count, scores + kKeys, -std::numeric_limits<float>::infinity());
     VecF largest = load(scores);
-    for (int64_t i = kLanes; i < count; i += kLanes) largest = max(largest, load(scores + i));
-    const float previous = s_.maxima[row];
-    const float maximum = std::max(previous, reduce_max(largest));
+    for (int64_t i = kLanes; i < kKeys; i += kLanes) largest = max(largest, load(scores + i));
+    const float maximum = std::max(s_.maxima[row], reduce_max(largest));
+    s_.factors[row] = s_.maxima[row] - maximum;
+    s_.maxima[row] = maximum;
+  }
+
+  void weigh_scores(int64_t row, int64_t count) {
+    float* scores = s_.scores + row * kKeys;
     VecF sum = {};
     for (int64_t i = 0; i < count; i += kLanes) {
-      const VecF weight = exp_nonpositive(load(scores + i) - maximum);
+      const VecF weight = exp_nonpositive(load(scores + i) - s_.maxima[row]);
       store(scores + i, weight);
       sum += weight;
     }
-    const float factor = previous == maximum ? 1.0f : exp_nonpositive(broadcast(previous - maximum))[0];
-    s_.factors[row] = factor;
-    s_.maxima[row] = maximum;
-    s_.totals[row] = s_.totals[row] * factor + reduce_sum(sum);
+    s_.totals[row] = s_.totals[row] * s_.factors[row] + reduce_sum(sum);
   }
 
   template <int R, int C>

@@ -49,33 +49,23 @@ void interleave_group(const LinearArgs& args, const Activations& to, int64_t g) 
   }
 }
 
-template <class T, int R, int C>
-void write_tile(const LinearArgs& args, int64_t row, int64_t column, VecF (&acc)[R][C]) {
-  for (int c = 0; c < C; ++c) {
+// Finished sums, [rows][vectors * kLanes], to the output: bias, rounding, the edge's columns.
+template <class T>
+void write_tile(const LinearArgs& args, int64_t row, int rows, int64_t column, int vectors,
+                const float* sums) {
+  for (int c = 0; c < vectors; ++c) {
     const int64_t first = column + c * kLanes;
     const int64_t count = std::min<int64_t>(kLanes, args.columns - first);
     if (count <= 0) return;
     const VecF bias = args.bias == nullptr
                           ? VecF{}
                           : load_some(static_cast<const T*>(args.bias) + first, count);
-    for (int r = 0; r < R; ++r) {
-      const VecF value = args.bias == nullptr ? acc[r][c] : acc[r][c] + bias;
+    for (int r = 0; r < rows; ++r) {
+      const VecF sum = load(sums + (r * vectors + c) * kLanes);
+      const VecF value = args.bias == nullptr ? sum : sum + bias;
       store_some(static_cast<T*>(args.out) + (row + r) * args.columns + first, value, count);
     }
   }
-}
-
-// A group's sums between depth blocks: [rows][C * kLanes] floats.
-template <int R, int C>
-void load_sums(const float* sums, VecF (&acc)[R][C]) {
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = load(sums + (r * C + c) * kLanes);
-}
-
-template <int R, int C>
-void store_sums(float* sums, const VecF (&acc)[R][C]) {
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
 }
 
 template <class T>
@@ -83,6 +73,20 @@ const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
   const int64_t last = (args.columns + kPanel - 1) / kPanel - 1;
   // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
   return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
+}
+
+// One group over one depth block: its sums, [R][P * kPanel], continue where they were.
+template <class T, int R, int P>
+__attribute__((noinline)) void continue_sums(const T* (&panels)[P], const float* a, int64_t depths,
+                                             const Ahead<P>& ahead, bool is_first, float* sums) {
+  constexpr int C = P * kPanelVectors;
+  VecF acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      acc[r][c] = is_first ? VecF{} : load(sums + (r * C + c) * kLanes);
+  multiply_panels<T, R, P>(panels, a, depths, ahead, acc);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
 }
 
 // One work item: the row groups [first, last) against the tile of panels at `panel`.
@@ -108,11 +112,9 @@ struct Item {
                                      : here + block * kPanel * int64_t(sizeof(T)) +
                                            (g - first) * ahead.step * block / Layout<T>::kStep;
     }
-    VecF acc[R][P * kPanelVectors] = {};
-    if (begin > 0) load_sums(sums, acc);
-    multiply_panels<T, R, P>(panels, x.group(g, begin), block, ahead, acc);
-    if (end < x.depth) return store_sums(sums, acc);
-    write_tile<T>(args, x.groups.begin(g), panel * kPanel, acc);
+    continue_sums<T, R, P>(panels, x.group(g, begin), block, ahead, begin == 0, sums);
+    if (end == x.depth)
+      write_tile<T>(args, x.groups.begin(g), R, panel * kPanel, P * kPanelVectors, sums);
   }
 
   void run(bool wide) const {
@@ -126,7 +128,7 @@ struct Item {
         with_rows(x.groups.size(g), [&]<int R>() {
           // Few rows leave registers free for more panels: more independent chains, more loads.
           if constexpr (is_narrow_group(R)) {
-            if (wide) return tile<R, 2 * kTilePanels>(g, begin, end, nullptr);
+            if (wide) return tile<R, 2 * kTilePanels>(g, begin, end, partial);
           }
           tile<R, kTilePanels>(g, begin, end, partial);
         });

@@ -60,7 +60,7 @@ struct Ahead {
 
 // acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t)
 template <class T, int R, int P>
-inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
+inline __attribute__((always_inline)) void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
                             VecF (&acc)[R][P * kPanelVectors]) {
   constexpr int kStep = Layout<T>::kStep, C = P * kPanelVectors;
   for (int64_t t = 0; t < depths; t += kStep) {
@@ -93,7 +93,7 @@ inline void multiply_panels(const T* (&panels)[P], const float* a, int64_t depth
 // acc[r][c] += sum over t of a[r * ARow + t] * (column c of row b + t * ldb), b widened to f32.
 // Fetches as many bytes from `ahead` on as it reads of b.
 template <class T, int R, int C, int ARow>
-inline void multiply_rows(int64_t depth, const float* a, const T* b, int64_t ldb,
+inline __attribute__((always_inline)) void multiply_rows(int64_t depth, const float* a, const T* b, int64_t ldb,
                           const char* ahead, VecF (&acc)[R][C]) {
   constexpr int kBytes = C * kLanes * int(sizeof(T));
   for (int64_t t = 0; t < depth; ++t) {

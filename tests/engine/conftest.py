@@ -103,6 +103,7 @@ class Engines:
             "run_dir": str(run_dir),
             "num_threads": 1,
         } | (rbln or {})
+        share_kernels(Path(options["cache_root"]))
         llm = LLM(str(checkpoint), additional_config={"rbln": options}, **(DEFAULTS | overrides))
         return Engine(llm, run_dir, checkpoint)
 

@@ -137,7 +137,7 @@ def test_free_form_mappings_are_not_entered() -> None:
 def test_limits(body: dict[str, Any], error: type[Exception], param: str) -> None:
     with pytest.raises(error) as caught:
         check_limits(body, LIMITS)
-    assert getattr(caught.value, "param") == param
+    assert caught.value.param == param
 
 
 def test_what_is_within_the_limits_passes() -> None:

@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -71,9 +70,7 @@ def test_chat_streams_what_it_answers_at_once(client: openai.OpenAI) -> None:
     assert whole.usage.completion_tokens == 12
     assert whole.choices[0].finish_reason == "length"
     chunks = list(
-        client.chat.completions.create(
-            **wish, stream=True, stream_options={"include_usage": True}
-        )
+        client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True})
     )
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content

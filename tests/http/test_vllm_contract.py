@@ -87,6 +87,28 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     assert ours & theirs == {"host", "port", "ssl_keyfile", "ssl_certfile"}
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["m", "--api-key", "k"], "--api-key cannot be used"),
+        (["m", "--uvicorn-log-level", "debug"], "--uvicorn-log-level cannot be used"),
+        (["m", "--api-server-count", "2"], "--api-server-count cannot be used"),
+        (["m", "--no-such-flag"], "command line is wrong"),
+        (["/no/such/model"], "'/no/such/model'"),
+        (["m", "--enable-auto-tool-choice"], "--tool-call-parser"),
+    ],
+)
+def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) -> None:
+    from server.frontend import LaunchError
+    from server.settings import ServerSettings
+    from server.vllm_frontend import parse_arguments
+
+    with pytest.raises(LaunchError) as caught:
+        parse_arguments(argv, ServerSettings())
+    assert caught.value.exit_code == 2
+    assert words in str(caught.value)
+
+
 def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import envs
     from vllm.utils.system_utils import get_mp_context
