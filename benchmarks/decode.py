@@ -42,11 +42,12 @@ RESULTS = Path(__file__).parent / "results"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
     # A stopped engine cannot notice that we are gone, so a polite end has to unwind the stack.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        run = _measure(args, shlex.join(["python", "-m", "benchmarks.decode", *sys.argv[1:]]))
+        run = _measure(args, shlex.join(["python", "-m", "benchmarks.decode", *words]))
     except (ValueError, EngineProcessError) as error:
         print(f"benchmarks.decode: {error}", file=sys.stderr)
         return 1

@@ -209,8 +209,8 @@ def _disturbance(model: ModelResult) -> str:
     others = [sample.other_busy_cores for sample in model.samples]
     disturbed = sum(cores > DISTURBED_CORES for cores in others)
     text = (
-        f"Other processes kept {statistics.median(others):.2f} cores busy while a side was measured "
-        f"(median; at most {max(others):.2f})."
+        f"While a side was measured, other processes kept {statistics.median(others):.2f} cores "
+        f"busy (median; at most {max(others):.2f})."
     )
     if not disturbed:
         return text

@@ -67,7 +67,7 @@ async def _wait_gone(receive: Receive) -> None:
 
 async def commit(
     frames: AsyncGenerator[str, None], is_prelude: Callable[[str], bool], timeout_s: float
-) -> AsyncGenerator[str, None]:
+) -> HeldStream:
     """Wait for the first frame that is not prelude, then return the whole stream.
 
     Raises what the generator raises until then. After `timeout_s` seconds the stream is
@@ -94,7 +94,7 @@ async def commit(
             await asyncio.wait({pending})
         await frames.aclose()
         raise
-    return _resume(held, pending, frames)
+    return HeldStream(held, pending, frames)
 
 
 async def _next(frames: AsyncGenerator[str, None]) -> str:
@@ -105,54 +105,68 @@ async def _next(frames: AsyncGenerator[str, None]) -> str:
         raise StreamEndedError from None
 
 
-async def _resume(
-    held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
-) -> AsyncGenerator[str, None]:
-    async with aclosing(frames):
+class HeldStream:
+    """The frames that were held back, then the rest; closing it closes the source."""
+
+    def __init__(
+        self, held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
+    ) -> None:
+        self._held = held
+        self._pending = pending
+        self._frames = frames
+
+    def __aiter__(self) -> HeldStream:
+        """Return the stream itself: it can be read once."""
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next frame."""
+        if self._held:
+            return self._held.pop(0)
+        if self._pending is None:
+            return await anext(self._frames)
         try:
-            for frame in held:
-                yield frame
-            if pending is not None:
-                yield await pending
+            return await self._pending
         except StreamEndedError:
-            return
+            raise StopAsyncIteration from None
         finally:
-            if pending is not None and not pending.done():
-                # A generator cannot be closed while a task is still inside it.
-                pending.cancel()
-                await asyncio.wait({pending})
-        async for frame in frames:
-            yield frame
+            self._pending = None
+
+    async def aclose(self) -> None:
+        """Close the source, also when nothing was read yet."""
+        if self._pending is not None:
+            # A generator cannot be closed while a task is still inside it.
+            self._pending.cancel()
+            await asyncio.wait({self._pending})
+        await self._frames.aclose()
 
 
 class SseResponse(Response):
     """An answer that sends SSE frames as they come."""
 
-    def __init__(
-        self, frames: AsyncGenerator[str, None], endpoint: Endpoint, record: RequestRecord
-    ) -> None:
+    def __init__(self, frames: HeldStream, endpoint: Endpoint, record: RequestRecord) -> None:
         super().__init__()
         self._frames = frames
         self._endpoint = endpoint
         self._record = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a disconnect closes the generator."""
-        try:
-            await until_disconnect(receive, self._pump(send))
-        except ClientGoneError:
-            self._record.outcome = "aborted"
+        """Send the stream; a disconnect closes its source."""
+        async with aclosing(self._frames):
+            try:
+                await until_disconnect(receive, self._pump(send))
+            except ClientGoneError:
+                self._record.outcome = "aborted"
 
     async def _pump(self, send: Send) -> None:
-        async with aclosing(self._frames) as frames:
-            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-            try:
-                async for frame in frames:
-                    await send(_chunk(frame))
-            except ServerError as error:
-                self._record.outcome = error.row.outcome
-                await send(_chunk(error_frame(error, self._endpoint)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        try:
+            async for frame in self._frames:
+                await send(_chunk(frame))
+        except ServerError as error:
+            self._record.outcome = error.row.outcome
+            await send(_chunk(error_frame(error, self._endpoint)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _chunk(frame: str) -> dict[str, Any]:

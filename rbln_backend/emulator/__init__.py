@@ -1,1 +1,1 @@
-"""The emulated device's kernels: C++ ops built on first use, with plain PyTorch bodies behind them."""
+"""The emulated device's kernels: C++ ops built on first use, PyTorch bodies behind them."""

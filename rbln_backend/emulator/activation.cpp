@@ -8,14 +8,13 @@ namespace rbln {
 namespace {
 
 constexpr int64_t kChunk = 1024;  // columns per work item, so that one wide row can be shared
-constexpr int64_t kSerialElements = 1 << 14;
+constexpr int64_t kSerialElements = 1 << 16;
 
 template <class T>
 void run(const SiluArgs& args) {
   const int64_t chunks = (args.width + kChunk - 1) / kChunk;
   const int threads = team_size(args.rows * args.width, kSerialElements);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < args.rows * chunks; ++item) {
+  parallel_for(args.rows * chunks, 1, threads, [&](int64_t item) {
     const int64_t r = item / chunks;
     const T* gate = static_cast<const T*>(args.x) + r * args.x_stride;
     const T* up = gate + args.width;
@@ -29,7 +28,7 @@ void run(const SiluArgs& args) {
       const VecF silu = (x < 0.0f ? x * e : x) / (e + 1.0f);
       store_some(out + i, silu * load_some(up + i, count), count);
     }
-  }
+  });
 }
 
 }  // namespace

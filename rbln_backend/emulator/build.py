@@ -37,12 +37,12 @@ Mode = Literal["auto", "native", "aten"]
 
 _SOURCE_DIR = Path(__file__).parent
 _TORCH_DIR = Path(torch.__file__).parent
-_SOURCES = ("library", "attention", "linear", "norm", "rotary", "activation")
+_SOURCES = ("library", "attention", "linear", "norm", "rotary", "activation", "team")
 _LIBRARY = "librbln_emulator.so"
 _RECORD = "library.json"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
 _FLAGS = (
-    "-O3 -march=native -std=c++20 -fopenmp -fPIC -fvisibility=hidden "
+    "-O3 -march=native -std=c++20 -pthread -fPIC -fvisibility=hidden "
     "-ffp-contract=off -fno-math-errno -w"
 ).split()
 _COMPILE_TIMEOUT_S = 300
@@ -67,6 +67,7 @@ class _Active:
     """What this process has registered with the dispatcher."""
 
     native: KernelSet | None = None
+    handle: ctypes.CDLL | None = None
     fallback: list[torch.library.Library] | None = None
 
 
@@ -106,7 +107,7 @@ def _activate_native(cache_root: Path) -> KernelSet:
 def _load(store: Path) -> KernelSet:
     try:
         store.mkdir(parents=True, exist_ok=True)
-        entry, reason = _find_or_build(store / build_key())
+        entry, reason = find_or_build(store / build_key())
         return _open_library(entry / _LIBRARY, reason)
     except OSError as error:
         if (store / build_key() / _RECORD).exists() or os.access(store, os.W_OK):
@@ -114,14 +115,29 @@ def _load(store: Path) -> KernelSet:
     # A private copy serves this process; the loaded library outlives its file.
     with tempfile.TemporaryDirectory(prefix="rbln-kernels-") as private:
         _build(Path(private))
-        return _open_library(Path(private) / _LIBRARY, f"built for this process: {store} is read-only")
+        reason = f"built for this process: {store} cannot be written"
+        return _open_library(Path(private) / _LIBRARY, reason)
 
 
 def _open_library(path: Path, reason: str) -> KernelSet:
     torch.ops.load_library(str(path))
-    describe = ctypes.CDLL(str(path)).rbln_emulator_isa
+    _Active.handle = ctypes.CDLL(str(path))
+    describe = _Active.handle.rbln_emulator_isa
     describe.restype = ctypes.c_char_p
     return KernelSet("native", describe().decode(), path, reason)
+
+
+def set_threads(threads: int) -> None:
+    """Let the active kernels use ``threads`` threads, the caller's included; results stay the same.
+
+    The native kernels have a team of their own, so torch's operators then keep to one thread: two
+    teams would spin against each other on the same cores. The fallback runs on torch's.
+    """
+    if _Active.fallback is not None or _Active.handle is None:
+        torch.set_num_threads(threads)
+        return
+    torch.set_num_threads(1)
+    _Active.handle.rbln_emulator_set_threads(threads)
 
 
 def build_key() -> str:
@@ -143,12 +159,15 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), *(line for line in lines if line.startswith(wanted))])
 
 
-def _find_or_build(entry: Path) -> tuple[Path, str]:
-    if _is_intact(entry):
+def find_or_build(entry: Path) -> tuple[Path, str]:
+    """The directory ``entry`` with an undamaged library in it, and how it got there."""
+    if is_intact(entry):
         return entry, "loaded from the cache"
     with _lock(entry.with_suffix(".lock")):
-        if _is_intact(entry):
+        if is_intact(entry):
             return entry, "loaded from the cache"
+        for leftover in entry.parent.glob(f"{entry.name}.*/"):
+            shutil.rmtree(leftover, ignore_errors=True)
         damaged = entry.exists()
         staging = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
         try:
@@ -162,7 +181,8 @@ def _find_or_build(entry: Path) -> tuple[Path, str]:
     return entry, f"{why} in {seconds:.1f} s"
 
 
-def _is_intact(entry: Path) -> bool:
+def is_intact(entry: Path) -> bool:
+    """Whether the library in ``entry`` has the content that its record promises."""
     try:
         record = json.loads((entry / _RECORD).read_text())
         content = (entry / _LIBRARY).read_bytes()
@@ -190,7 +210,7 @@ def _build(directory: Path) -> float:
         list(pool.map(_run, commands))
     _run(_link_command(compiler, objects, directory / _LIBRARY))
     for path in objects:
-        os.unlink(path)
+        Path(path).unlink()
     seconds = time.monotonic() - began
     digest = hashlib.sha256((directory / _LIBRARY).read_bytes()).hexdigest()
     (directory / _RECORD).write_text(json.dumps({"sha256": digest, "build_seconds": seconds}))
@@ -209,17 +229,8 @@ def _link_command(compiler: str, objects: list[str], target: Path) -> list[str]:
     folder = _TORCH_DIR / "lib"
     return [
         *(compiler, "-shared", "-o", str(target), *objects, f"-L{folder}"),
-        *("-ltorch_cpu", "-lc10", str(_torch_openmp()), "-Wl,--no-undefined"),
+        *("-ltorch_cpu", "-lc10", "-pthread", "-Wl,--no-undefined"),
     ]
-
-
-def _torch_openmp() -> Path:
-    """torch's bundled OpenMP runtime: a second one would run a second set of threads."""
-    for folder in (_TORCH_DIR / "lib", _TORCH_DIR.parent / "torch.libs"):
-        found = sorted(folder.glob("libgomp*.so*"))
-        if found:
-            return found[0]
-    raise CompileError(f"torch in {_TORCH_DIR} bundles no libgomp to share")
 
 
 def _run(command: list[str]) -> None:

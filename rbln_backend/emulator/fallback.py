@@ -7,6 +7,10 @@ knows it runs on these bodies leaves linears alone instead of packing them.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +45,7 @@ def fused_add_rms_norm(
 
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(x.dtype)
+    return (functional.silu(gate) * up).to(x.dtype).contiguous()
 
 
 def rotary_embedding(
@@ -62,7 +66,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
         first, second = turning[..., ::2], turning[..., 1::2]
     turned = (first * cos - second * sin, second * cos + first * sin)
     joined = torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2)
-    return torch.cat((joined, kept), dim=-1).to(x.dtype).reshape(x.shape)
+    return torch.cat((joined, kept), dim=-1).to(x.dtype).reshape(x.shape).contiguous()
 
 
 def flash_causal_attention(
@@ -101,9 +105,7 @@ def causal_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """The one-block ops: ``flash_causal_attention`` with another argument order."""
-    return flash_causal_attention(
-        q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks
-    )
+    return flash_causal_attention(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks)
 
 
 def _write(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tensor) -> None:
@@ -130,10 +132,11 @@ def _attend(
     weights = scores.softmax(dim=-1)[..., :count]
     # What lies beyond a row's position may be NaN, which times zero would not vanish.
     finite = values.nan_to_num(0.0, 0.0, 0.0)
-    return (weights @ finite).to(q.dtype)
+    attended: Tensor = weights @ finite
+    return attended.to(q.dtype)
 
 
-_BODIES = {
+BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "rbln_emulator": {
         "pack_linear_weight": pack_linear_weight,
         "linear": linear,
@@ -154,9 +157,12 @@ _BODIES = {
 def register() -> list[torch.library.Library]:
     """Make these bodies the CPU implementation for as long as the returned libraries live."""
     libraries = []
-    for namespace, bodies in _BODIES.items():
-        library = torch.library.Library(namespace, "IMPL")
-        for name, body in bodies.items():
-            library.impl(name, body, "CPU")
-        libraries.append(library)
+    with warnings.catch_warnings():
+        # Said when the C++ bodies were active before, which is what the caller asked to change.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for namespace, bodies in BODIES.items():
+            library = torch.library.Library(namespace, "IMPL")
+            for name, body in bodies.items():
+                library.impl(name, body, "CPU")
+            libraries.append(library)
     return libraries

@@ -4,9 +4,9 @@
 // on torch, so the kernel files compile in seconds.
 #pragma once
 
-#include <omp.h>
-
 #include <cstdint>
+
+#include "team.h"
 
 namespace rbln {
 
@@ -15,11 +15,12 @@ enum class Dtype { f32, bf16, f16 };
 // Columns of one packed weight panel, in every layout and on every instruction set.
 inline constexpr int64_t kPanel = 16;
 
-// A parallel region costs microseconds, and changing the team's size makes libgomp rebuild it: so
-// it is either this thread alone or torch's whole team.
+// Rows per claimed item of the kernels that do little work per row.
+inline constexpr int64_t kRowsAtOnce = 4;
+
+// Handing out work costs microseconds: it is either this thread alone or the whole team.
 inline int team_size(int64_t work, int64_t least_parallel_work) {
-  if (work < least_parallel_work || omp_in_parallel()) return 1;
-  return omp_get_max_threads();
+  return work < least_parallel_work ? 1 : team_threads();
 }
 
 struct LinearArgs {

@@ -291,6 +291,10 @@ extern "C" __attribute__((visibility("default"))) const char* rbln_emulator_isa(
   return rbln::isa_name();
 }
 
+extern "C" __attribute__((visibility("default"))) void rbln_emulator_set_threads(int threads) {
+  rbln::set_team_threads(threads);
+}
+
 TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("pack_linear_weight", TORCH_FN(pack_linear_weight));
   m.impl("linear", TORCH_FN(linear));

@@ -15,37 +15,47 @@ namespace {
 
 constexpr int64_t kDepthBlock = 256;      // depth rows of a panel: at most half of a small L1
 constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
-constexpr int64_t kSerialWork = 1 << 16;  // multiply-adds worth less than waking the team
+constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kAhead = 4096;          // bytes a lone group prefetches ahead of its use
 
 int64_t padded_depth(Dtype dtype, int64_t depth) {
   return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
 }
 
-// Activations as the tiles read them: per row group [depth][rows of the group], widened to f32.
+// Activations as the tiles read them: per row group [words][rows of the group], where a word is a
+// depth row widened to f32, or a bf16 pair where pairs are multiplied.
+template <class T>
 struct Activations {
+  static constexpr int kWordDepth = Layout<T>::kStep / Layout<T>::kProducts;
   RowGroups groups;
-  int64_t depth;  // padded
+  int64_t depth;  // padded to whole steps
   float* data;
 
-  const float* group(int64_t g, int64_t t) const {
-    return data + groups.begin(g) * depth + t * groups.size(g);
+  float* group(int64_t g, int64_t t) const {
+    return data + groups.begin(g) * (depth / kWordDepth) + t / kWordDepth * groups.size(g);
   }
 };
 
 template <class T>
-void interleave_group(const LinearArgs& args, const Activations& to, int64_t g) {
+void interleave_group(const LinearArgs& args, const Activations<T>& to, int64_t g) {
+  constexpr int kWordDepth = Activations<T>::kWordDepth;
   const int size = to.groups.size(g);
-  float* target = to.data + to.groups.begin(g) * to.depth;
+  float* target = to.group(g, 0);
   for (int r = 0; r < size; ++r) {
     const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
-    float wide[kLanes];
-    for (int64_t t = 0; t < args.depth; t += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, args.depth - t);
-      store(wide, load_some(row + t, count));
-      for (int64_t i = 0; i < count; ++i) target[(t + i) * size + r] = wide[i];
+    for (int64_t t = 0; t < to.depth; t += kLanes * kWordDepth) {
+      float words[kLanes];
+      T padded[kLanes * kWordDepth] = {};
+      const int64_t inside = std::min<int64_t>(kLanes * kWordDepth, args.depth - t);
+      const T* source = row + t;
+      if (inside < kLanes * kWordDepth) {
+        std::copy_n(source, std::max<int64_t>(inside, 0), padded);
+        source = padded;
+      }
+      store(words, kWordDepth == 1 ? load(source) : load_raw<VecF>(source));
+      const int64_t count = std::min<int64_t>(kLanes, (to.depth - t) / kWordDepth);
+      for (int64_t i = 0; i < count; ++i) target[(t / kWordDepth + i) * size + r] = words[i];
     }
-    for (int64_t t = args.depth; t < to.depth; ++t) target[t * size + r] = 0.0f;
   }
 }
 
@@ -93,7 +103,7 @@ __attribute__((noinline)) void continue_sums(const T* (&panels)[P], const float*
 template <class T>
 struct Item {
   const LinearArgs& args;
-  const Activations& x;
+  const Activations<T>& x;
   int64_t first, last, panel;
 
   // One group over depths [begin, end), its sums continued from and left in `sums`.
@@ -150,7 +160,7 @@ template <class T>
 void run(const LinearArgs& args) {
   thread_local Buffer buffer;
   const int64_t depth = padded_depth(args.dtype, args.depth);
-  const Activations x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
+  const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
   const int64_t panels = (args.columns + kPanel - 1) / kPanel;
   const bool wide = x.groups.count == 1 && is_narrow_group(x.groups.size(0));
   const int64_t width = wide ? 2 * kTilePanels : kTilePanels;
@@ -161,19 +171,13 @@ void run(const LinearArgs& args) {
   const bool serial_interleave = args.rows * depth < (1 << 14);
   if (serial_interleave)
     for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    if (!serial_interleave) {
-#pragma omp for schedule(static)
-      for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
-    }
-#pragma omp for schedule(dynamic, 4)
-    for (int64_t item = 0; item < row_blocks * tiles; ++item) {
-      const int64_t first = item / tiles * block_groups;
-      const int64_t last = std::min(first + block_groups, x.groups.count);
-      Item<T>{args, x, first, last, item % tiles * width}.run(wide);
-    }
-  }
+  if (!serial_interleave)
+    parallel_for(x.groups.count, 1, threads, [&](int64_t g) { interleave_group<T>(args, x, g); });
+  parallel_for(row_blocks * tiles, 4, threads, [&](int64_t item) {
+    const int64_t first = item / tiles * block_groups;
+    const int64_t last = std::min(first + block_groups, x.groups.count);
+    Item<T>{args, x, first, last, item % tiles * width}.run(wide);
+  });
 }
 
 }  // namespace
@@ -189,8 +193,7 @@ void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth
   const int64_t padded = padded_depth(dtype, depth);
   const int64_t pair = dtype == Dtype::bf16 ? 2 : 1;
   const auto pack = [&]<class Word>(const Word* source, Word* target) {
-#pragma omp parallel for schedule(static) num_threads(team_size(columns * depth, kSerialWork))
-    for (int64_t p = 0; p < panels; ++p) {
+    parallel_for(panels, 1, team_size(columns * depth, kSerialWork), [&](int64_t p) {
       Word* panel = target + p * padded * kPanel;
       for (int64_t t = 0; t < padded; ++t) {
         Word* row = panel + t / pair * pair * kPanel + t % pair;
@@ -200,7 +203,7 @@ void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth
           row[c * pair] = inside ? source[column * column_stride + t] : Word(0);
         }
       }
-    }
+    });
   };
   if (dtype == Dtype::f32) {
     pack(static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(packed));

@@ -8,7 +8,7 @@
 namespace rbln {
 namespace {
 
-constexpr int64_t kSerialElements = 1 << 16;
+constexpr int64_t kSerialElements = 1 << 17;
 
 template <class T>
 struct Row {
@@ -61,8 +61,7 @@ void normalise(const NormArgs& args, int64_t r) {
 template <class T, class W>
 void run(const NormArgs& args) {
   const int threads = team_size(args.rows * args.width, kSerialElements);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < args.rows; ++r) normalise<T, W>(args, r);
+  parallel_for(args.rows, kRowsAtOnce, threads, [&](int64_t r) { normalise<T, W>(args, r); });
 }
 
 }  // namespace

@@ -7,6 +7,9 @@ float32, bfloat16 and float16 with float32 accumulation.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,7 +60,7 @@ def _rotary_embedding(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-_FAKES = {
+_FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
     "linear": _linear,
     "rms_norm": _rms_norm,

@@ -33,7 +33,7 @@ def pack_reference(weight: Tensor) -> Tensor:
     padded = weight.new_zeros(shape[0] * PANEL, shape[1] * pair)
     padded[: weight.shape[0], : weight.shape[1]] = weight
     split = padded.view(shape[0], PANEL, shape[1], pair)
-    return split.permute(0, 2, 1, 3).reshape(shape)
+    return split.permute(0, 2, 1, 3).reshape(shape).contiguous()
 
 
 def unpack(packed: Tensor, out_features: int, in_features: int) -> Tensor:

@@ -7,7 +7,7 @@
 namespace rbln {
 namespace {
 
-constexpr int64_t kSerialElements = 1 << 15;
+constexpr int64_t kSerialElements = 1 << 17;
 
 // Halves rotate against each other: (x[i], x[i + half]).
 template <class T>
@@ -58,9 +58,9 @@ template <class T>
 void run(const RotaryArgs& args) {
   const int64_t heads = args.sides[0].heads + args.sides[1].heads;
   const int threads = team_size(args.rows * heads * args.head_size, kSerialElements);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < args.rows; ++r)
+  parallel_for(args.rows, kRowsAtOnce, threads, [&](int64_t r) {
     for (const auto& side : args.sides) rotate_row<T>(args, side, r);
+  });
 }
 
 }  // namespace

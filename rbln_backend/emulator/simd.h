@@ -139,9 +139,20 @@ inline typename VecTypes<N>::F widen(const float* source) {
 
 template <int N>
 inline typename VecTypes<N>::F widen(const bf16* source) {
-  const auto half = load_raw<typename VecTypes<N>::H>(source);
-  const auto word = __builtin_convertvector(half, typename VecTypes<N>::U) << 16;
-  return (typename VecTypes<N>::F)word;
+  using V = VecTypes<N>;
+#if defined(RBLN_AVX512)
+  if constexpr (N == 16) {
+    const __m512i words = _mm512_cvtepu16_epi32(load_raw<__m256i>(source));
+    return (typename V::F)_mm512_slli_epi32(words, 16);
+  }
+#elif defined(RBLN_AVX2)
+  if constexpr (N == 8) {
+    const __m256i words = _mm256_cvtepu16_epi32(load_raw<__m128i>(source));
+    return (typename V::F)_mm256_slli_epi32(words, 16);
+  }
+#endif
+  const auto words = __builtin_convertvector(load_raw<typename V::H>(source), typename V::U);
+  return (typename V::F)(words << 16);
 }
 
 template <int N>
@@ -172,7 +183,15 @@ inline VecU bf16_words(VecF value) {
 inline void store(float* target, VecF value) { store_raw(target, value); }
 
 inline void store(bf16* target, VecF value) {
-  store_raw(target, __builtin_convertvector(bf16_words(value), VecH));
+  const VecU words = bf16_words(value);
+#if defined(RBLN_AVX2)
+  // Packing works within 128-bit halves; the permutation brings both results together.
+  const __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+  const __m256i joined = _mm256_permute4x64_epi64(packed, 0x08);
+  _mm_storeu_si128((__m128i*)target, _mm256_castsi256_si128(joined));
+#else
+  store_raw(target, __builtin_convertvector(words, VecH));
+#endif
 }
 
 inline void store(f16* target, VecF value) {

@@ -30,26 +30,53 @@ inline constexpr int kTilePanels = kTileColumns / int(kPanel);
 // Few rows leave registers free for twice the columns: more independent chains, more loads.
 constexpr bool is_narrow_group(int rows) { return 3 * rows <= kMaxTileRows; }
 
-// How an element type lies in a panel. `kStep` depth rows share each 64 or 128 bytes.
+// How an element type is multiplied. `kStep` depth rows lie together in a panel and are multiplied
+// in `kProducts` products, each by one word of activations per row.
 template <class T>
 struct Layout {
   static constexpr int kStep = 1;
-  // Columns [v * kLanes, ...) of depth row t + step.
-  static inline __attribute__((always_inline)) VecF columns(const T* row, int /*step*/, int v) {
+  static constexpr int kProducts = 1;
+  // Columns [v * kLanes, ...) for product `product` of the step at `row`.
+  static inline __attribute__((always_inline)) VecF columns(const T* row, int /*product*/, int v) {
     return load(row + v * kLanes);
+  }
+  static VecF activation(float word) { return broadcast(word); }
+  static VecF multiply(VecF activation, VecF column, VecF sum) {
+    return fma(activation, column, sum);
   }
 };
 
+#if defined(RBLN_BF16_DOT)
+// A word is two neighbours along the depth, on both sides, and the CPU multiplies pairs.
 template <>
 struct Layout<bf16> {
   static constexpr int kStep = 2;
-  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int step, int v) {
-    // The second read goes to L1 again: holding the words would cost the tile its registers.
-    if (step == 1) asm("" : "+r"(row));
-    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
-    return step == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
+  static constexpr int kProducts = 1;
+  static VecF columns(const bf16* row, int /*product*/, int v) {
+    return load_raw<VecF>(row + v * kLanes * 2);
+  }
+  static VecF activation(float word) { return (VecF)(VecU{} + bit_cast<uint32_t>(word)); }
+  static VecF multiply(VecF activation, VecF column, VecF sum) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)activation, (__m512bh)column);
   }
 };
+#else
+template <>
+struct Layout<bf16> {
+  static constexpr int kStep = 2;
+  static constexpr int kProducts = 2;
+  static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
+    // The second read goes to L1 again: holding the words would cost the tile its registers.
+    if (product == 1) asm("" : "+r"(row));
+    const VecU words = load_raw<VecU>(row + v * kLanes * 2);
+    return product == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
+  }
+  static VecF activation(float word) { return broadcast(word); }
+  static VecF multiply(VecF activation, VecF column, VecF sum) {
+    return fma(activation, column, sum);
+  }
+};
+#endif
 
 // What a tile prefetches: `step` bytes per layout step, from one address per panel.
 template <int P>
@@ -58,11 +85,13 @@ struct Ahead {
   int64_t step;
 };
 
-// acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t)
+// acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t), t in activation
+// words: one depth row each, or Layout<T>::kStep where a word holds several.
 template <class T, int R, int P>
 inline __attribute__((always_inline)) void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
                             VecF (&acc)[R][P * kPanelVectors]) {
-  constexpr int kStep = Layout<T>::kStep, C = P * kPanelVectors;
+  constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
+  constexpr int C = P * kPanelVectors;
   for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
@@ -70,21 +99,21 @@ inline __attribute__((always_inline)) void multiply_panels(const T* (&panels)[P]
       ahead.address[p] += ahead.step;
     }
 #pragma GCC unroll 2
-    for (int step = 0; step < kStep; ++step) {
+    for (int product = 0; product < kProducts; ++product) {
       VecF columns[C];
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) {
-        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], step, c % kPanelVectors);
+        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], product, c % kPanelVectors);
         if constexpr (R > 1) keep_in_register(columns[c]);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const VecF row = broadcast(a[step * R + r]);
+        const VecF row = Layout<T>::activation(a[product * R + r]);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
+        for (int c = 0; c < C; ++c) acc[r][c] = Layout<T>::multiply(row, columns[c], acc[r][c]);
       }
     }
-    a += kStep * R;
+    a += kProducts * R;
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) panels[p] += kStep * kPanel;
   }

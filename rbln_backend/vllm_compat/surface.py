@@ -1,10 +1,12 @@
 """Every upstream vLLM 0.30 name the backend builds on, imported here once.
 
 A release that moves one of them breaks this module and nothing else; ``tests`` import it to say
-which. Nothing upstream is patched: ``patches`` in this package is the ledger, and it is empty.
+which. What is replaced upstream stands in the ledger, ``patches`` in this package.
 """
 
 from __future__ import annotations
+
+import logging
 
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
@@ -52,6 +54,14 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from rbln_backend.config import RblnConfig
 
 VLLM_VERSION = str(vllm.__version__)
+
+
+def share_logging() -> None:
+    """Let our loggers write where vLLM's do, in its format and at its level."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("rbln_backend")
+    ours.handlers = theirs.handlers
+    ours.setLevel(theirs.level)
+    ours.propagate = False
 
 
 def configured(config: VllmConfig) -> RblnConfig:
@@ -105,4 +115,5 @@ __all__ = [
     "set_current_vllm_config",
     "set_forward_context",
     "set_random_seed",
+    "share_logging",
 ]

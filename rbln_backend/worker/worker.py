@@ -20,10 +20,12 @@ from rbln_backend.compiler.device import (
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import find_sdk
+from rbln_backend.emulator.build import set_threads
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.kv_cache.layout import kv_budget_bytes, num_partitions
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
+from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
     CompilationTimes,
@@ -40,6 +42,7 @@ from rbln_backend.vllm_compat.surface import (
     init_worker_distributed_environment,
     set_current_vllm_config,
     set_random_seed,
+    share_logging,
 )
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.model_runner import RblnModelRunner
@@ -59,6 +62,7 @@ class RblnWorker(WorkerBase):
         distributed_init_method: str,
         is_driver_worker: bool = False,
     ) -> None:
+        share_logging()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
@@ -73,6 +77,7 @@ class RblnWorker(WorkerBase):
 
     def init_device(self) -> None:
         self._progress.phase("init")
+        apply_patches()
         self.device = torch.device("cpu")
         init_worker_distributed_environment(
             self.vllm_config,
@@ -81,8 +86,6 @@ class RblnWorker(WorkerBase):
             self.local_rank,
             self.current_platform.dist_backend,
         )
-        if self._rbln.num_threads is not None:
-            torch.set_num_threads(self._rbln.num_threads)
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
         set_random_seed(self.model_config.seed)
@@ -196,11 +199,14 @@ class RblnWorker(WorkerBase):
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = make_emulated_compiler(self._rbln)
+        # Read before the kernels take over: afterwards torch keeps to one thread.
+        threads = self._rbln.num_threads or torch.get_num_threads()
+        set_threads(threads)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",
             kernels.name,
             kernels.isa,
-            torch.get_num_threads(),
+            threads,
             f"; {kernels.reason}" if kernels.reason else "",
         )
         install_layers()

@@ -17,7 +17,8 @@ from server.streaming import ClientGoneError, SseResponse, commit, until_disconn
 
 _JSON = "application/json"
 _GONE = 499
-_RESPONSES_PRELUDE = ("event: response.created", "event: response.in_progress")
+_PRELUDE = (":", "event: response.created", "event: response.in_progress")
+"""Frames sent before the engine has said anything: comments, the Responses API's first two."""
 
 
 def add_inference_routes(
@@ -38,8 +39,7 @@ def _handler(
             return Response(result, media_type=_JSON)
         record: RequestRecord = request.state.record
         record.stream = True
-        is_prelude = _is_prelude if endpoint is Endpoint.RESPONSES else _never
-        frames = await commit(result, is_prelude, settings.stream_commit_s)
+        frames = await commit(result, _is_prelude, settings.stream_commit_s)
         return SseResponse(frames, endpoint, record)
 
     async def handle(request: Request) -> Response:
@@ -54,12 +54,7 @@ def _handler(
 
 
 def _is_prelude(frame: str) -> bool:
-    # Sent before the engine has even seen the request.
-    return frame.startswith(_RESPONSES_PRELUDE)
-
-
-def _never(_frame: str) -> bool:
-    return False
+    return frame.startswith(_PRELUDE)
 
 
 async def read_json_object(request: Request, max_bytes: int) -> JsonObject:

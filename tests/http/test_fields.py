@@ -11,6 +11,7 @@ from server.errors import (
     ContextLengthError,
     InvalidValueError,
     MissingFieldError,
+    ServerError,
     UnknownFieldError,
     UnsupportedFieldError,
 )
@@ -134,7 +135,7 @@ def test_free_form_mappings_are_not_entered() -> None:
         ({"tokens": [-1]}, InvalidValueError, "tokens[0]"),
     ],
 )
-def test_limits(body: dict[str, Any], error: type[Exception], param: str) -> None:
+def test_limits(body: dict[str, Any], error: type[ServerError], param: str) -> None:
     with pytest.raises(error) as caught:
         check_limits(body, LIMITS)
     assert caught.value.param == param

@@ -36,8 +36,9 @@ def server(
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "not_ready"
         assert "rbln_serve_phase" in up.client.get("/metrics").text
-        ready = up.until_ready()
-        print(f"listening after {seconds:.2f} s, ready after {ready['ready_after_s']} s")
+        up.until_ready()
+        # Two seconds on a machine that does nothing else; runners are not like that.
+        assert seconds < 10
         yield up
 
 

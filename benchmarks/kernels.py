@@ -1,0 +1,250 @@
+"""The emulator's kernels against PyTorch's own, and both against what the machine can do.
+
+    python -m benchmarks.kernels [--threads N] [--only PART] [--dtype float32 bfloat16]
+
+Each row is the best of several passes over operands that are cold in the last-level cache where a
+model's would be. "limit" is the larger of bytes over the read bandwidth and FLOPs over the FMA
+peak of all cores, both measured in the same run; a fraction of 1 leaves nothing to gain, and one
+thread cannot reach it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
+from benchmarks.machine import read_bandwidth
+from rbln_backend.emulator.build import load_kernels, set_threads
+
+OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
+_COLD_BYTES = 192 << 20
+_SECONDS = 0.4
+_BLOCK = 128
+
+_PEAK_SOURCE = """
+#include <omp.h>
+#include <stdio.h>
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+typedef float V __attribute__((vector_size(BYTES)));
+static float work(long n) {
+  V a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
+  V x = a * 0 + 0.999f, y = a * 0 + 0.001f;
+  while (n--) {
+    a = a * x + y; b = b * x + y; c = c * x + y; d = d * x + y; e = e * x + y;
+    f = f * x + y; g = g * x + y; h = h * x + y; i = i * x + y; j = j * x + y;
+    __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h));
+  }
+  a = a + b + c + d + e + f + g + h + i + j;
+  return a[0];
+}
+int main(void) {
+  double best = 0;
+  const long n = 2000000;
+  for (int pass = 0; pass < 15; ++pass) {
+    float sum = 0;
+    const double begin = omp_get_wtime();
+    #pragma omp parallel reduction(+ : sum)
+    sum += work(n);
+    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (omp_get_wtime() - begin);
+    if (rate > best && sum != 0) best = rate;
+  }
+  printf("%f\\n", best);
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all threads together reach on this machine, now."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, moved: int, flops: int) -> float:
+        return max(moved / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kernel call: ours, PyTorch's, and the work it cannot avoid."""
+
+    name: str
+    ours: Callable[[], object]
+    theirs: Callable[[], object]
+    moved: int
+    flops: int
+
+
+def fma_peak(threads: int) -> float:
+    """FLOP/s of independent FMAs on ``threads`` cores at once, f32."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "peak.c", Path(folder) / "peak"
+        source.write_text(_PEAK_SOURCE)
+        flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
+        subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
+        limited = ["env", f"OMP_NUM_THREADS={threads}", str(program)]
+        done = subprocess.run(limited, check=True, capture_output=True, text=True)
+    return float(done.stdout)
+
+
+def best_seconds(call: Callable[[], object]) -> float:
+    """The shortest of the calls that fit in the time budget (3 at least)."""
+    call()
+    best, passes, end = float("inf"), 0, time.perf_counter() + _SECONDS
+    while passes < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begin)
+        passes += 1
+    return best
+
+
+def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """One large projection over the rows of decode buckets and prefill chunks."""
+    columns, depth = 8192, 2048
+    size = columns * depth * dtype.itemsize
+    weights = [torch.randn(columns, depth).to(dtype) for _ in range(max(1, _COLD_BYTES // size))]
+    packed = [OPS.pack_linear_weight(weight) for weight in weights]
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        x = torch.randn(rows, depth).to(dtype)
+        ours, theirs = _cycle(packed), _cycle(weights)
+        yield Case(
+            f"linear M={rows} N={columns} K={depth}",
+            lambda x=x, w=ours: OPS.linear(x, next(w), None, columns),  # type: ignore[misc]
+            lambda x=x, w=theirs: functional.linear(x, next(w)),  # type: ignore[misc]
+            size,
+            2 * rows * columns * depth,
+        )
+
+
+def _cycle(tensors: list[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from tensors
+
+
+def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Decode and prefill over a paged cache; PyTorch gets its keys in one dense tensor."""
+    for batch, heads, group, size, start, length in (
+        *((1, 8, 4, 64, 2047, 1), (8, 8, 4, 64, 2047, 1), (8, 8, 1, 128, 1023, 1)),
+        *((1, 8, 4, 64, 0, 256), (1, 8, 4, 64, 1792, 256), (1, 8, 4, 128, 768, 256)),
+    ):
+        yield _attention_case(dtype, batch, heads, group, size, start, length)
+
+
+def _attention_case(
+    dtype: torch.dtype, batch: int, heads: int, group: int, size: int, start: int, length: int
+) -> Case:
+    keys = start + length
+    partitions = -(-keys // _BLOCK)
+    cache = torch.randn(batch * partitions + 1, 2, heads, 1, _BLOCK, size).to(dtype)
+    q, k, v = (
+        torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
+        for n in (group, 1, 1)
+    )
+    tables = (torch.randperm(batch * partitions) + 1).view(batch, partitions).int()
+    starts = torch.full((batch, 1), start, dtype=torch.int32)
+    scale = torch.tensor(size**-0.5)
+    arguments = (q, k, v, cache, scale, starts, tables, scale)
+    flat = torch.randn(batch, heads * group, length, size).to(dtype)
+    dense = [torch.randn(batch, heads, keys, size).to(dtype) for _ in range(2)]
+    mask = torch.ones(length, keys, dtype=torch.bool).tril(start)
+    pairs = batch * heads * group * (length * start + length * (length + 1) // 2)
+    kind = "decode" if length == 1 else "prefill"
+    return Case(
+        f"{kind} B={batch} H={heads}x{group} D={size} start={start} L={length}",
+        lambda: ATTENTION.flash_causal_attention_naive_decode(*arguments),
+        lambda: functional.scaled_dot_product_attention(
+            flat, dense[0], dense[1], attn_mask=mask, enable_gqa=True
+        ),
+        2 * batch * heads * keys * size * dtype.itemsize,
+        4 * pairs * size,
+    )
+
+
+def small_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """The ops between the products."""
+    for rows in (1, 8, 256):
+        x, residual = (torch.randn(rows, 2048).to(dtype) for _ in range(2))
+        weight, up = torch.randn(2048).to(dtype), torch.randn(rows, 16384).to(dtype)
+        cache, positions = torch.randn(4096, 64).to(dtype), torch.arange(rows)
+        half = [t.view(rows, 32, 64)[..., :32] for t in (x, residual)]
+        cos = cache[positions, None, :32]
+        item = dtype.itemsize
+        yield Case(
+            f"fused_add_rms_norm M={rows} H=2048",
+            lambda a=x, b=residual, w=weight: OPS.fused_add_rms_norm(a, b, w, 1e-5),  # type: ignore[misc]
+            lambda a=x, b=residual, w=weight: functional.rms_norm(a + b, (2048,), w),  # type: ignore[misc]
+            *(4 * x.numel() * item, 0),
+        )
+        yield Case(
+            f"silu_and_mul M={rows} I=8192",
+            lambda u=up: OPS.silu_and_mul(u),  # type: ignore[misc]
+            lambda u=up: functional.silu(u[:, :8192]) * u[:, 8192:],  # type: ignore[misc]
+            *(up.numel() * item * 3 // 2, 0),
+        )
+        yield Case(
+            f"rotary M={rows} q 2048, k 2048",
+            lambda p=positions, a=x, b=residual, c=cache: OPS.rotary_embedding(
+                p, a, b, c, 64, True
+            ),  # type: ignore[misc]
+            lambda h=half, c=cos: [torch.cat((t * c - t * c, t * c + t * c), -1) for t in h],  # type: ignore[misc]
+            *(4 * x.numel() * item, 0),
+        )
+
+
+def report(case: Case, limits: Limits) -> str:
+    """Measure both sides of ``case``; one line of the table."""
+    ours, theirs = best_seconds(case.ours), best_seconds(case.theirs)
+    return (
+        f"{case.name:42} {ours * 1e3:9.3f} {theirs * 1e3:9.3f} {theirs / ours:7.2f}"
+        f" {case.moved / ours / 1e9:8.1f} {case.flops / ours / 1e9:8.1f}"
+        f" {limits.seconds(case.moved, case.flops) / ours:7.2f}"
+    )
+
+
+def main() -> None:
+    """Measure the limits, then every case, and print the table."""
+    parser = argparse.ArgumentParser(description="The kernels against PyTorch and the machine.")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--cache-root", type=Path, default=Path.home() / ".cache" / "vllm")
+    parser.add_argument("--only", default="", help="measure the cases whose name holds this")
+    options = parser.parse_args()
+    kernels = load_kernels(options.cache_root, "native")
+    limits = Limits(read_bandwidth(_COLD_BYTES), fma_peak(torch.get_num_threads()))
+    set_threads(options.threads)
+    torch.set_num_threads(options.threads)
+    print(
+        f"{kernels.isa} kernels, {options.threads} threads: reads {limits.bytes_per_s / 1e9:.1f}"
+        f" GB/s, FMA {limits.flops_per_s / 1e9:.0f} GFLOP/s"
+    )
+    columns = ("ours ms", "torch ms", "speedup", "GB/s", "GFLOP/s", "of limit")
+    print(f"{'':42} {columns[0]:>9} {columns[1]:>9} {columns[2]:>7}", end="")
+    print(f" {columns[3]:>8} {columns[4]:>8} {columns[5]:>7}")
+    for name in options.dtype:
+        print(name)
+        for make in (linear_cases, attention_cases, small_cases):
+            for case in make(getattr(torch, name)):
+                if options.only in case.name:
+                    print("  " + report(case, limits), flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,24 @@
+"""The patch ledger: every upstream name this project replaces at run time, and why.
+
+| target | where | symptom without it | why it is safe | delete when |
+|---|---|---|---|---|
+| ``torch.accelerator.empty_cache``, ``empty_host_cache`` | ``apply_patches``, engine and worker processes | vLLM 0.30's ``cleanup_dist_env_and_memory`` calls them for every platform but its own CPU one; torch raises without an accelerator, so each clean shutdown logs a traceback | without an accelerator there is no cache to empty | vLLM asks the platform, or torch makes them no-ops |
+| row ``VLLM_WORKER_MULTIPROC_METHOD`` of ``vllm.envs.environment_variables`` | ``server/engine_process.py``, API process only | the table refuses ``forkserver``, which vLLM's own launcher uses | the row is a getter; only the start method of the engine process is read through it | the table accepts ``forkserver`` |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import torch
+
+
+def apply_patches() -> None:
+    """Apply the ledger's patches of this process; idempotent."""
+    if torch.accelerator.is_available():
+        return
+    for name in ("empty_cache", "empty_host_cache"):
+        if hasattr(torch.accelerator, name):
+            setattr(torch.accelerator, name, _nothing_to_empty)
+
+
+def _nothing_to_empty() -> None:
+    """Stand in for a cache that does not exist."""

@@ -1,0 +1,101 @@
+"""Float64 references, tolerances and inputs that several kernel tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rbln_backend.emulator.build import set_threads
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Half a unit in the last place relative to the value, doubled for the rounding of f32 sums.
+RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def assert_near(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    """``actual`` is ``expected`` (float64) rounded to its dtype, but for f32 noise of ``scale``."""
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).abs()
+    allowed = RELATIVE[actual.dtype] * 1.01 * expected.abs() + 3e-6 * scale
+    worst = (error / allowed).max() if error.numel() else torch.zeros(())
+    assert bool(worst <= 1), f"worst error is {float(worst):.2f} times what is allowed"
+
+
+def for_thread_counts(compute: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """The results of one computation with one thread and with two."""
+    for threads in (1, 2):
+        set_threads(threads)
+        yield compute()
+
+
+@dataclass(kw_only=True)
+class Attention:
+    """One paged cache and the tokens of one request per batch row, to be fed in any chunks."""
+
+    dtype: torch.dtype
+    kv_heads: int
+    group: int
+    head_size: int
+    block_size: int
+    length: int  # tokens per request
+    batch: int = 1
+    fill: float = 0.0  # of the cache before anything is written
+    sinks: Tensor | None = None
+    scale: Tensor = field(init=False)
+    cache: Tensor = field(init=False)
+    tables: Tensor = field(init=False)
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        partitions = -(-self.length // self.block_size)
+        blocks = 1 + self.batch * partitions
+        shape = (blocks, 2, self.kv_heads, 1, self.block_size, self.head_size)
+        self.scale = torch.tensor(self.head_size**-0.5)
+        self.cache = torch.full(shape, self.fill, dtype=self.dtype)
+        order = torch.randperm(blocks - 1) + 1
+        self.tables = order.view(self.batch, partitions).to(torch.int32)
+        self.q = self._tokens(self.kv_heads, self.group)
+        self.k = self._tokens(self.kv_heads, 1)
+        self.v = self._tokens(self.kv_heads, 1)
+
+    def _tokens(self, heads: int, group: int) -> Tensor:
+        # As the model gives them: [B, L, H, G, D] in memory, seen as [B, H, G, L, D].
+        made = torch.randn(self.batch, self.length, heads, group, self.head_size)
+        return made.to(self.dtype).permute(0, 2, 3, 1, 4)
+
+    def prefill(self, begin: int, end: int, row: int = 0) -> Tensor:
+        """Feed tokens [begin, end) of one request; [Hkv, G, end - begin, D]."""
+        part = (slice(row, row + 1), slice(None), slice(None), slice(begin, end))
+        out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_prefill(
+            *(self.q[part], self.k[part], self.v[part], self.cache, self.scale),
+            torch.tensor([[begin]], dtype=torch.int32),
+            *(self.tables[row], self.scale, self.sinks),
+        )
+        return out[0]
+
+    def decode(self, positions: list[int]) -> Tensor:
+        """Feed one token of every request, at its own position; [B, Hkv, G, 1, D]."""
+        at = [x[:, :, :, positions].diagonal(dim1=0, dim2=3) for x in (self.q, self.k, self.v)]
+        q, k, v = (x.permute(3, 0, 1, 2).unsqueeze(3) for x in at)
+        starts = torch.tensor(positions, dtype=torch.int32).unsqueeze(1)
+        out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_decode(
+            *(q.contiguous(), k.contiguous(), v.contiguous(), self.cache, self.scale),
+            *(starts, self.tables, self.scale, self.sinks),
+        )
+        return out
+
+    def expected(self, row: int = 0) -> Tensor:
+        """Dense causal attention in float64 over the whole request: [Hkv, G, L, D]."""
+        q, k, v = (x[row].double() for x in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) * float(self.scale)
+        seen = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            sink = self.sinks.double().reshape(self.kv_heads, self.group, 1, 1)
+            scores = torch.cat((scores, sink.expand(-1, -1, self.length, 1)), dim=-1)
+        return scores.softmax(dim=-1)[..., : self.length] @ v

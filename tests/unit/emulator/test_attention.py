@@ -1,0 +1,174 @@
+"""Attention over the paged cache: values, and bits that no batch, chunk or padding changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.emulator.cases import DTYPES, Attention, assert_near, for_thread_counts
+
+CASES = [
+    # kv_heads, group, head_size, block_size, length
+    (2, 1, 32, 16, 50),
+    (1, 2, 64, 128, 130),
+    (3, 3, 80, 32, 70),
+    (2, 4, 64, 64, 200),
+    (1, 5, 128, 48, 97),
+    (1, 6, 7, 16, 33),
+    (1, 7, 40, 128, 128),
+    (2, 8, 128, 128, 66),
+]
+
+
+def make(case: tuple[int, int, int, int, int], dtype: torch.dtype, **more: object) -> Attention:
+    kv_heads, group, head_size, block_size, length = case
+    return Attention(
+        dtype=dtype,
+        kv_heads=kv_heads,
+        group=group,
+        head_size=head_size,
+        block_size=block_size,
+        length=length,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_one_shot_prefill_equals_float64(
+    case: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    run = make(case, dtype)
+    assert_near(run.prefill(0, run.length), run.expected())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_chunking_and_decode_give_the_same_bits(
+    case: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    run = make(case, dtype, fill=float("nan"))
+    whole = run.prefill(0, run.length)
+    assert whole.isfinite().all()
+    cache = run.cache.clone()
+    for chunk in (1, 7, 16, 37, 64, run.length - 1):
+        run.cache.fill_(float("nan"))
+        pieces = [
+            run.prefill(begin, min(begin + chunk, run.length))
+            for begin in range(0, run.length, chunk)
+        ]
+        assert torch.equal(torch.cat(pieces, dim=2), whole), chunk
+        assert torch.equal(run.cache.nan_to_num(), cache.nan_to_num())
+    for position in {0, 1, 15, run.length // 2, run.length - 1}:
+        assert torch.equal(run.decode([position])[0, :, :, 0], whole[:, :, position])
+
+
+def test_rows_after_the_real_tokens_may_hold_nan() -> None:
+    run = make((2, 4, 64, 64, 90), torch.bfloat16)
+    clean = run.prefill(0, 90)[:, :, :50].clone()
+    for tensor in (run.q, run.k, run.v):
+        tensor[:, :, :, 50:] = float("nan")
+    run.cache.fill_(float("nan"))
+    assert torch.equal(run.prefill(0, 90)[:, :, :50], clean)
+
+
+def test_a_chunk_past_the_table_is_not_written() -> None:
+    run = make((2, 2, 32, 16, 32), torch.float32)
+    long = make((2, 2, 32, 16, 40), torch.float32)
+    for name in ("q", "k", "v"):
+        getattr(long, name)[:, :, :, :32] = getattr(run, name)
+    whole = run.prefill(0, 32)
+    cache = run.cache.clone()
+    long.cache, long.tables = run.cache, run.tables
+    assert torch.equal(long.prefill(0, 40)[:, :, :32], whole)
+    assert torch.equal(run.cache, cache)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    run = make((4, 4, 64, 32, 160), dtype, batch=5)
+    for row in range(5):
+        one, two = for_thread_counts(lambda row=row: run.prefill(0, 160, row))  # type: ignore[misc]
+        assert torch.equal(one, two)
+    positions = [159, 3, 64, 31, 150]
+    together = run.decode(positions)
+    for row, position in enumerate(positions):
+        assert_near(together[row, :, :, 0], run.expected(row)[:, :, position])
+    one, two = for_thread_counts(lambda: run.decode(positions))
+    assert torch.equal(one, together)
+    assert torch.equal(two, together)
+    run.tables, run.batch = run.tables[1:3], 2
+    run.q, run.k, run.v = run.q[1:3], run.k[1:3], run.v[1:3]
+    assert torch.equal(run.decode(positions[1:3]), together[1:3])
+
+
+def test_padded_decode_rows_are_harmless() -> None:
+    run = make((2, 4, 64, 32, 70), torch.float32, batch=4)
+    for row in range(4):
+        run.prefill(0, 70, row)
+    positions = [69, 20, 0, 0]
+    run.tables[2:] = 0
+    run.cache[0] = float("nan")
+    clean = run.decode(positions)[:2].clone()
+    for tensor in (run.q, run.k, run.v):
+        tensor[2:] = float("nan")
+    assert torch.equal(run.decode(positions)[:2], clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_enter_the_denominator_only(dtype: torch.dtype) -> None:
+    run = make((2, 4, 64, 32, 80), dtype, sinks=torch.randn(8) * 3)
+    whole = run.prefill(0, 80)
+    assert_near(whole, run.expected())
+    assert torch.equal(run.decode([79])[0, :, :, 0], whole[:, :, 79])
+    assert run.sinks is not None
+    run.sinks = run.sinks.view(2, 4).to(dtype).float()
+    assert_near(run.prefill(0, 80), run.expected())
+
+
+def test_partitioned_sequence_lengths_are_summed_and_one_block_ops_agree() -> None:
+    run = make((2, 2, 32, 64, 60), torch.float32)
+    whole = run.prefill(0, 60)
+    ops = torch.ops.rbln_custom_ops
+    q, k, v = (x[:, :, :, 20:] for x in (run.q, run.k, run.v))
+    parts = torch.tensor([[15, 5, 0]])
+    flash = ops.flash_causal_attention_naive_prefill(
+        q, k, v, run.cache, run.scale, parts, run.tables[0], run.scale
+    )
+    assert torch.equal(flash[0], whole[:, :, 20:])
+    start = torch.tensor([[20]], dtype=torch.int16).int()
+    for op in (ops.causal_attention_naive_prefill, ops.causal_attention_naive_decode):
+        one = op(q, k, v, run.cache, start, run.scale, run.tables, run.scale)
+        assert torch.equal(one[0], whole[:, :, 20:])
+
+
+def test_large_scores_and_a_strided_cache() -> None:
+    run = make((2, 4, 64, 32, 90), torch.float32)
+    run.q *= 60
+    layers = torch.zeros(run.cache.shape[0], 3, *run.cache.shape[1:])
+    plain = run.prefill(0, 90)
+    assert_near(plain, run.expected(), scale=60)
+    run.cache = layers[:, 1]
+    assert torch.equal(run.prefill(0, 90), plain)
+    assert not layers[:, 0].any()
+    assert not layers[:, 2].any()
+
+
+def attend(run: Attention, start: int, tables: Tensor) -> Tensor:
+    part = [x[:, :, :, :1] for x in (run.q, run.k, run.v)]
+    result: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_decode(
+        *part, run.cache, run.scale, torch.tensor([[start]]), tables, run.scale
+    )
+    return result
+
+
+def test_blocks_outside_the_cache_are_refused() -> None:
+    run = make((1, 1, 32, 16, 40), torch.float32)
+    for bad in (-1, 4):
+        tables = torch.tensor([[1, bad, 2]])
+        attend(run, 15, tables)  # the first block only
+        with pytest.raises(IndexError, match=rf"\[0\]\[1\] is {bad}, the cache has 4 blocks"):
+            attend(run, 16, tables)
+    with pytest.raises(RuntimeError, match=r"seq_idx\[0\] sums to -1"):
+        attend(run, -1, run.tables)

@@ -1,0 +1,149 @@
+"""Building the library: cached, atomic, shared, repaired; and what happens without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.emulator import build
+from rbln_backend.errors import CompileError
+from tests.kernel_cache import SHARED
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernels: Path) -> Path:
+    """A g++ that hands out the library built already and logs a line per link."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    log = tmp_path / "links"
+    log.touch()
+    script = folder / "g++"
+    script.write_text(
+        "#!/bin/sh\n"
+        'while [ "$1" != -o ]; do [ "$1" = -shared ] && link=1; shift; done\n'
+        f'[ -z "$link" ] && {{ : > "$2"; exit 0; }}\n'
+        f"sleep 0.2; echo link >> {log}; cp {native_kernels} $2\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return log
+
+
+def test_built_once_and_found_afterwards(compiler: Path, tmp_path: Path) -> None:
+    entry = tmp_path / "store" / "key"
+    entry.parent.mkdir()
+    assert build.find_or_build(entry)[1].startswith("built in ")
+    began = time.monotonic()
+    assert build.find_or_build(entry) == (entry, "loaded from the cache")
+    assert time.monotonic() - began < 0.5
+    assert compiler.read_text() == "link\n"
+    assert sorted(path.name for path in entry.iterdir()) == ["library.json", "librbln_emulator.so"]
+
+
+def test_two_at_once_build_once(compiler: Path, tmp_path: Path) -> None:
+    entry = tmp_path / "key"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(build.find_or_build, [entry] * 4))
+    assert {path for path, _ in found} == {entry}
+    assert sum(reason.startswith("built") for _, reason in found) == 1
+    assert compiler.read_text() == "link\n"
+
+
+@pytest.mark.parametrize("name", ["library.json", "librbln_emulator.so"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_library_is_rebuilt(
+    compiler: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    entry = tmp_path / "key"
+    build.find_or_build(entry)
+    content = bytearray((entry / name).read_bytes())
+    if damage == "remove":
+        (entry / name).unlink()
+    elif damage == "truncate":
+        (entry / name).write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 3] ^= 0xFF
+        (entry / name).write_bytes(content)
+    assert build.find_or_build(entry)[1].startswith("rebuilt, the cached library was damaged")
+    assert build.is_intact(entry)
+    assert compiler.read_text() == "link\nlink\n"
+
+
+def test_a_failed_build_leaves_nothing_and_quotes_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "g++"
+    script.write_text("#!/bin/sh\necho 'kernels.h:1: error: no such thing' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    store = tmp_path / "store"
+    (store / "key.abandoned").mkdir(parents=True)
+    with pytest.raises(CompileError, match="error: no such thing"):
+        build.find_or_build(store / "key")
+    assert [path.name for path in store.iterdir()] == ["key.lock"]
+
+
+def run_process(cache_root: Path, mode: str, path: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import json, sys, time, torch\n"
+        "from pathlib import Path\n"
+        "import rbln_backend.attention.ops\n"
+        "from rbln_backend.emulator.build import load_kernels\n"
+        "began = time.monotonic()\n"
+        f"kernels = load_kernels(Path({str(cache_root)!r}), {mode!r})\n"
+        "seconds = time.monotonic() - began\n"
+        "out = torch.ops.rbln_emulator.silu_and_mul(torch.ones(1, 2))\n"
+        "runtimes = {l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l.split()[-1]}\n"
+        "print(json.dumps([kernels.name, kernels.reason, seconds, float(out), sorted(runtimes)]))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PATH": path},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_without_a_compiler_pytorch_takes_over_and_says_so(tmp_path: Path) -> None:
+    done = run_process(tmp_path, "auto", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    name, reason, _, value, _ = json.loads(done.stdout)
+    assert (name, reason) == ("aten", "no C++ compiler: g++ is not on PATH")
+    assert value == pytest.approx(0.731058, abs=1e-5)
+    failed = run_process(tmp_path, "native", str(tmp_path))
+    assert failed.returncode != 0
+    assert "CompileError: no C++ compiler" in failed.stderr
+
+
+def test_a_second_process_loads_at_once_and_shares_the_openmp_runtime(tmp_path: Path) -> None:
+    (tmp_path / "rbln").mkdir()
+    (tmp_path / "rbln" / "kernels").symlink_to(SHARED, target_is_directory=True)
+    done = run_process(tmp_path, "native", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    name, reason, seconds, value, runtimes = json.loads(done.stdout)
+    assert (name, reason) == ("native", "loaded from the cache")
+    assert seconds < 1
+    assert value == pytest.approx(0.731058, abs=1e-5)
+    assert len(runtimes) == 1
+    assert "torch" in runtimes[0]
+
+
+def test_an_unwritable_store_gets_a_private_build(compiler: Path, tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.touch()
+    kernels = build._load(blocker / "rbln" / "kernels")
+    assert kernels.reason.startswith("built for this process")
+    assert kernels.library is not None
+    assert not kernels.library.exists()

@@ -1,0 +1,118 @@
+"""What PyTorch expects of the ops: schemas, shape functions, capture; and the bodies' agreement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rbln_backend.emulator import fallback
+from rbln_backend.emulator.build import KernelSet, load_kernels
+from tests.unit.emulator.cases import DTYPES, Attention
+
+OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
+
+
+def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
+    x, residual, weight = torch.randn(6, 64), torch.randn(6, 64), torch.randn(33, 64)
+    scale, cache = torch.randn(64).to(dtype), torch.randn(9, 16).to(dtype)
+    x, residual, weight = (t.to(dtype) for t in (x, residual, weight))
+    packed = fallback.pack_linear_weight(weight)
+    return [
+        ("pack_linear_weight", (weight,)),
+        ("linear", (x, packed, None, 33)),
+        ("linear", (x.view(2, 3, 64)[:, 1:], packed, torch.randn(33).to(dtype), 33)),
+        ("rms_norm", (x[::2], scale, 1e-5)),
+        ("fused_add_rms_norm", (x, residual, scale, 1e-5)),
+        ("silu_and_mul", (x.T.contiguous().T,)),
+        ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
+    ]
+
+
+def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
+    run = Attention(dtype=dtype, kv_heads=2, group=4, head_size=32, block_size=16, length=40)
+    start = torch.tensor([[0]], dtype=torch.int32)
+    tensors = (run.q, run.k, run.v, run.cache)
+    flash = (*tensors, run.scale, start, run.tables[0], run.scale, torch.randn(8))
+    one_block = (*tensors, start, run.scale, run.tables, run.scale, None)
+    return [
+        ("flash_causal_attention_naive_prefill", flash),
+        ("flash_causal_attention_naive_decode", flash),
+        ("causal_attention_naive_prefill", one_block),
+        ("causal_attention_naive_decode", one_block),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype) -> None:
+    for name, arguments in calls(dtype):
+        torch.library.opcheck(getattr(OPS, name).default, arguments)
+    for name, arguments in attention_calls(dtype):
+        torch.library.opcheck(getattr(ATTENTION, name).default, arguments)
+
+
+def tensors_of(result: object) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pytorch_bodies_agree_with_the_kernels(dtype: torch.dtype) -> None:
+    spaces = (("rbln_emulator", calls(dtype)), ("rbln_custom_ops", attention_calls(dtype)))
+    step = torch.finfo(dtype).eps
+    for namespace, cases in spaces:
+        for name, arguments in cases:
+            copies = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+            native = getattr(getattr(torch.ops, namespace), name)(*arguments)
+            plain = fallback.BODIES[namespace][name](*copies)
+            for a, b in zip(tensors_of(native), tensors_of(plain), strict=True):
+                assert a.stride() == b.stride()
+                torch.testing.assert_close(a, b, rtol=2 * step, atol=32 * 1.2e-7 + step / 8)
+            for after, copy in zip(arguments, copies, strict=True):
+                if isinstance(after, Tensor) and isinstance(copy, Tensor):
+                    assert torch.equal(after, copy)
+
+
+def test_capture_as_one_graph() -> None:
+    run = Attention(dtype=torch.float32, kv_heads=2, group=2, head_size=16, block_size=16, length=8)
+    weight, scale = torch.randn(64, 64), torch.randn(64)
+    packed = OPS.pack_linear_weight(weight)
+    rotary = torch.randn(8, 16)
+    start = torch.zeros(1, 1, dtype=torch.int32)
+
+    def layer(x: Tensor) -> Tensor:
+        normed, residual = OPS.fused_add_rms_norm(x, x, scale, 1e-5)
+        q = OPS.linear(normed, packed, None, 64)
+        q, k = OPS.rotary_embedding(torch.arange(8), q, q[:, :32], rotary, 16, True)
+        shaped = [t.view(1, 8, 2, -1, 16).permute(0, 2, 3, 1, 4) for t in (q, k, k)]
+        mixed = ATTENTION.flash_causal_attention_naive_prefill(
+            *shaped, run.cache, run.scale, start, run.tables[0], run.scale
+        )
+        merged = OPS.linear(mixed.permute(0, 3, 1, 2, 4).reshape(8, 64), packed, None, 64)
+        total: Tensor = merged + residual
+        return total
+
+    x = torch.randn(8, 64)
+    captured = torch.compile(layer, backend="eager", fullgraph=True, dynamic=False)
+    assert torch.equal(captured(x), layer(x))
+
+
+def test_one_process_can_change_the_bodies(kernels: KernelSet, tmp_path: Path) -> None:
+    run = Attention(
+        dtype=torch.bfloat16, kv_heads=1, group=1, head_size=32, block_size=16, length=9
+    )
+    native = run.prefill(0, 9)
+    try:
+        plain = load_kernels(tmp_path, "aten")
+        assert (plain.name, plain.isa, plain.library, plain.packs_linear) == (
+            *("aten", "aten", None),
+            False,
+        )
+        torch.testing.assert_close(run.prefill(0, 9), native, rtol=0.02, atol=0.01)
+        assert load_kernels(tmp_path, "aten") == plain
+    finally:
+        again = load_kernels(tmp_path, "native")
+    assert again is kernels
+    assert again.packs_linear
+    assert torch.equal(run.prefill(0, 9), native)
