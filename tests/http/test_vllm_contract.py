@@ -115,6 +115,8 @@ def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch)
 
     from server.engine_process import choose_start_method
 
+    # An engine in this process, as other tests make, freezes the variables' values.
+    envs.disable_envs_cache()
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     monkeypatch.setitem(envs.environment_variables, name, envs.environment_variables[name])
     for method in ("forkserver", "spawn"):
