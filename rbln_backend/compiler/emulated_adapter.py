@@ -36,6 +36,9 @@ class EmulatedCompiler:
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         return {"compiler": self.name, "packed": self._packed, **self._fingerprint}
 
+    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
+        """Host memory needs no fixed addresses: graphs share caches by being given the tensors."""
+
     def lower(self, program: Program) -> Program:
         return lower_graph(program, pack_linear=self._packed)
 

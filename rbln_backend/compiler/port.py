@@ -78,6 +78,10 @@ class Compiler(Protocol):
         """Everything about the device and its tool chain that changes a program (cache key)."""
         ...
 
+    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
+        """Told once, before the first ``load``, which tensors every graph shares as KV caches."""
+        ...
+
     def lower(self, program: Program) -> Program:
         """Rewrite a captured program for the device; raises ``CompileError``."""
         ...

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.tensor_table import INPUT, KV
 from rbln_backend.errors import CompileError
 
 _OUT_OF_MEMORY = ("SYS_ENOMEM: Out of memory", "SYS_EBUSY: Lack of device memory")
@@ -65,14 +66,11 @@ class RebelCompiler:
         strict: bool,
         num_devices: int = 1,
         process_groups: Mapping[str, list[int]] | None = None,
-        kv_caches: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._sdk = sdk
         self._device = device
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
         self._context = sdk.CompileContext(use_weight_sharing=True)
-        for name, cache in (kv_caches or {}).items():
-            self._context.mark_static_address(cache, name)
         options: dict[str, Any] = {
             "compile_context": self._context,
             "num_devices": num_devices,
@@ -93,6 +91,11 @@ class RebelCompiler:
             "num_devices": int(self._options["num_devices"]),
         }
 
+    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
+        """Give each cache a fixed device address, so that all graphs address the same memory."""
+        for name, cache in caches.items():
+            self._context.mark_static_address(cache, name)
+
     def lower(self, program: Program) -> Program:
         return program
 
@@ -100,9 +103,9 @@ class RebelCompiler:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
         holder: list[Any] = []
         options = {**self._options, "_runtime_holder": holder}
-        module = fx.GraphModule({}, program.graph)
+        module, inputs = _with_weights_inside(program, tensors)
         try:
-            runtime = self._backend(module, list(tensors), options=options)
+            runtime = self._backend(module, inputs, options=options)
         except RuntimeError as error:
             if any(marker in str(error) for marker in _OUT_OF_MEMORY):
                 raise CompileError(
@@ -110,4 +113,27 @@ class RebelCompiler:
                     " by setting --num-gpu-blocks-override."
                 ) from error
             raise CompileError(f"compiling graph {spec} failed: {error}") from error
-        return RebelGraph(spec, runtime, tensors)
+        return RebelGraph(spec, runtime, inputs)
+
+
+def _with_weights_inside(
+    program: Program, tensors: Sequence[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """The program as a module that owns its weights, and the tensors left as inputs.
+
+    The SDK wants parameters as attributes: a graph input would go to the device at every call.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    owner, inputs = nn.Module(), []
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, name, tensor in zip(placeholders, program.bindings, tensors, strict=True):
+        if name.startswith((INPUT, KV)):
+            inputs.append(tensor)
+            continue
+        owner.register_buffer(node.name, tensor.detach())
+        with graph.inserting_before(node):
+            weight = graph.get_attr(node.name)
+        node.replace_all_uses_with(weight)
+        graph.erase_node(node)
+    return fx.GraphModule(owner, graph), inputs

@@ -18,6 +18,7 @@ from rbln_backend.errors import CompileError
 PACKED = "packed:"
 PARAM = "param:"
 INPUT = "input:"
+KV = "kv:"
 
 
 class TensorTable:

@@ -15,7 +15,7 @@ from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.bucketing.table import decode_bucket_table, prefill_chunk_table
 from rbln_backend.compiler.artifact_store import ArtifactStore
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
-from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.compiler.tensor_table import KV, TensorTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.tensors import KvCaches
@@ -69,6 +69,7 @@ class EngineBuild:
         self._partitions = num_partitions(max_model_len, self._block_size)
         self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
         self._kv_caches.bind(parts.attention_layers)
+        parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
         self._graphs = GraphSet.allocate(
@@ -136,7 +137,7 @@ class EngineBuild:
         for name, layer in parts.attention_layers.items():
             table.add(f"scale:{name}", layer.impl.scale_tensor)
         for name, cache in self._kv_caches.tensors.items():
-            table.add(f"kv:{name}", cache)
+            table.add(f"{KV}{name}", cache)
         return GraphFactory(
             model=parts.model,
             compiler=parts.compiler,

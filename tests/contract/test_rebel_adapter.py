@@ -97,20 +97,21 @@ def test_compiles_with_the_documented_options(sdk_root: Path) -> None:
         strict=True,
         num_devices=2,
         process_groups={"tp": [0, 1]},
-        kv_caches={"kv:layer": cache},
     )
+    compiler.adopt_kv_caches({"layer": cache})
     x, weight = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
 
     graph = compiler.load(compiler.lower(double_and_add()), SPEC, [x, weight])
 
     assert torch.equal(graph.run()[0], torch.tensor([12.0, 24.0]))
     x.fill_(0.0)
-    assert torch.equal(graph.run()[0], weight), "the graph reads the bound buffers at every run"
+    assert torch.equal(graph.run()[0], weight), "the graph reads the step's buffers at every run"
     _, backend = sdk_and_backend()
     ((module, inputs, kwargs),) = backend.CALLS
     assert isinstance(module, fx.GraphModule)
+    assert len(inputs) == 1, "weights are part of the module, not inputs"
     assert inputs[0] is x
-    assert inputs[1] is weight
+    assert [name for name, _ in module.named_buffers()] == ["weight"]
     options = kwargs["options"]
     assert set(kwargs) == {"options"}
     assert options["mode"] == "strict"
@@ -118,7 +119,7 @@ def test_compiles_with_the_documented_options(sdk_root: Path) -> None:
     assert options["process_group_dict"] == {"tp": [0, 1]}
     assert options["cache_dir"] == str(sdk_root / "cache")
     assert options["compile_context"].use_weight_sharing is True
-    assert options["compile_context"].static["kv:layer"] is cache
+    assert options["compile_context"].static["layer"] is cache
     assert options["_runtime_holder"] == ["runtime"]
 
 

@@ -1,0 +1,85 @@
+"""A whole engine on the ``rebel`` device, with the documented SDK played by the stand-in.
+
+The stand-in runs on the CPU what it is asked to compile, so the tokens can be compared. It shows
+that the worker reaches the SDK as documented; it says nothing about an NPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.contract.test_rebel_adapter import install_sdk
+from tests.engine.conftest import DEFAULTS
+from tests.engine.test_equality import make_prompts
+from tests.kernel_cache import share_kernels
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+import rbln_backend.attention.ops
+from rbln_backend.emulator.build import load_kernels
+
+path, options, prompt, cache_root = json.loads(sys.argv[1])
+# The stand-in has no attention of its own: it borrows the CPU bodies of the ops.
+load_kernels(Path(cache_root), "native")
+llm = LLM(path, **options)
+params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+(output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+
+from rebel.core import torch_compile
+
+graph, inputs, kwargs = torch_compile.CALLS[0]
+seen = {
+    "calls": len(torch_compile.CALLS),
+    "weights_inside": len(list(graph.buffers())),
+    "inputs": len(inputs),
+    "caches": len(kwargs["options"]["compile_context"].static),
+    "emulated": any("rbln_emulator" in str(node.target) for node in graph.graph.nodes),
+}
+print("RESULT", json.dumps([output.outputs[0].token_ids, seen]))
+"""
+
+
+def test_the_worker_drives_the_documented_interface(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    install_sdk(tmp_path / "sdk", "RBLN-CR13")
+    root = share_kernels(tmp_path / "cache")
+    checkpoint = checkpoints("llama")
+    prompt = make_prompts([90], seed=400)[0]
+    options = DEFAULTS | {"additional_config": {"rbln": {"cache_root": str(root)}}}
+    arguments = json.dumps([str(checkpoint), options, prompt, str(root)])
+    environment = dict(os.environ) | {
+        "PYTHONPATH": str(tmp_path / "sdk"),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
+    token_ids, seen = json.loads(line.removeprefix("RESULT"))
+    assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
+    assert seen["calls"] == 6, "every graph of the warm-up plan, and none after"
+    assert seen["weights_inside"] > seen["caches"] > 0
+    # Tokens, positions, token index, sequence indices, block table; and one cache per layer.
+    assert seen["inputs"] == 5 + seen["caches"]
+    assert not seen["emulated"], "a real device gets vLLM's operators, not the emulator's kernels"
