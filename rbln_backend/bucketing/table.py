@@ -51,10 +51,6 @@ class BucketTable:
             )
         return self.sizes[bisect_left(self.sizes, n)]
 
-    def padding(self, n: int) -> int:
-        """Return how many rows of the bucket of n are not real."""
-        return self.find(n) - n
-
 
 def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:
     """Return the decode buckets, in requests.

@@ -9,6 +9,7 @@ from torch import fx
 
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import PACKED, PARAM
+from rbln_backend.emulator.packing import can_pack
 
 _LINEAR_TARGETS = (torch._C._nn.linear, torch.nn.functional.linear)
 
@@ -72,9 +73,8 @@ def _pack_linears(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
     packed_of: dict[str, fx.Node] = {}
     for node in [n for n in graph.nodes if n.target in _LINEAR_TARGETS]:
         activation, weight, bias = (*node.args, node.kwargs.get("bias"))[:3]
-        name = bindings.get(weight, "")
-        out_features = _out_features(node)
-        if not name.startswith(PARAM) or out_features is None:
+        name, matrix = bindings.get(weight, ""), _example(weight)
+        if not name.startswith(PARAM) or matrix is None or not can_pack(matrix):
             continue
         packed_name = PACKED + name.removeprefix(PARAM)
         if packed_name not in packed_of:
@@ -84,16 +84,11 @@ def _pack_linears(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
         with graph.inserting_before(node):
             kernel = graph.call_function(
                 torch.ops.rbln_emulator.linear.default,
-                (activation, packed_of[packed_name], bias, out_features),
+                (activation, packed_of[packed_name], bias, matrix.shape[0]),
             )
         kernel.meta = dict(node.meta)
         node.replace_all_uses_with(kernel)
         graph.erase_node(node)
-
-
-def _out_features(node: fx.Node) -> int | None:
-    value = _example(node)
-    return int(value.shape[-1]) if value is not None else None
 
 
 def _elide_casts(graph: fx.Graph) -> None:

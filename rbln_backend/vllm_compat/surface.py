@@ -31,7 +31,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -79,7 +78,6 @@ __all__ = [
     "AttentionLayerBase",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
-    "AttentionSpec",
     "AttentionType",
     "CachedRequestState",
     "CompilationTimes",

@@ -38,7 +38,6 @@ class Engine:
     llm: Any
     run_dir: Path
     checkpoint: Path
-    counter: int = 0
 
     @property
     def core(self) -> Any:

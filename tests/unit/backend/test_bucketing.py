@@ -97,7 +97,6 @@ def test_the_last_manual_bucket_must_be_the_maximum(maximum: int) -> None:
 def test_find_rounds_up_to_the_smallest_bucket() -> None:
     table = BucketTable((1, 4, 8))
     assert [table.find(n) for n in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
-    assert [table.padding(n) for n in range(1, 9)] == [0, 2, 1, 0, 3, 2, 1, 0]
     assert table.largest == 8
     assert list(table) == [1, 4, 8]
     assert len(table) == 3
@@ -108,8 +107,6 @@ def test_a_size_without_bucket_is_refused(n: int) -> None:
     table = BucketTable((1, 4, 8))
     with pytest.raises(BucketError, match=f"No batch bucket found for batch size {n}"):
         table.find(n)
-    with pytest.raises(BucketError):
-        table.padding(n)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (4, 2), (2, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -10,7 +12,14 @@ from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.emulator.build import load_kernels
 from rbln_backend.errors import CompileError
+from tests.kernel_cache import share_kernels
+
+
+@pytest.fixture
+def native_kernels(tmp_path: Path) -> None:
+    load_kernels(share_kernels(tmp_path), "native")
 
 
 class Layer(nn.Module):
@@ -95,3 +104,30 @@ def test_a_graph_break_is_refused() -> None:
     x = torch.randn(3)
     with pytest.raises(CompileError, match="one static graph"):
         capture(breaks, (x,), TensorTable(lambda w: w), {"x": x})
+
+
+def test_only_weights_the_kernels_can_multiply_by_are_packed() -> None:
+    layer, x = nn.Linear(4, 6, bias=False).to(torch.float64), torch.randn(3, 4).double()
+    table = TensorTable(lambda weight: weight)
+    table.add_model(layer)
+    lowered = lower_graph(capture(layer, (x,), table, {"x": x}), pack_linear=True)
+    assert sorted(lowered.bindings) == ["input:x", "param:weight"]
+
+
+def test_packed_linears_compute_the_same(native_kernels: None) -> None:
+    layer, table, x, program = captured()
+    table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
+    table.add_model(layer)
+    lowered = lower_graph(program, pack_linear=True)
+    assert "packed:projection.weight" in lowered.bindings
+    assert "param:projection.weight" not in lowered.bindings
+    tensors = table.resolve_all(lowered.bindings, {"x": x})
+    with torch.inference_mode():
+        actual = fx.GraphModule({}, lowered.graph)(*tensors)
+        expected = layer(x)
+    torch.testing.assert_close(actual[0], expected)
+    # The plain copy goes once nothing reads it; its shape stays for a later capture.
+    freed = table.release_packed_originals(set(lowered.bindings))
+    assert freed == layer.projection.weight.numel() * 4
+    assert layer.projection.weight.shape == (6, 4)
+    assert table.release_packed_originals(set(lowered.bindings)) == 0
