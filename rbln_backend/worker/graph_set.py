@@ -10,6 +10,7 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
 from rbln_backend.worker.graph_dispatch import GraphDispatch
 from rbln_backend.worker.step_inputs import StepInputs
+from rbln_backend.worker.warmup_plan import plan
 
 
 class StepGraph(NamedTuple):
@@ -41,13 +42,11 @@ class GraphSet:
         one_block: bool,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; ``one_block`` as in ``RblnAttentionMetadata``."""
-        specs = [GraphSpec.of(Phase.PREFILL, size) for size in prefill_chunks]
-        specs += [GraphSpec.of(Phase.DECODE, size) for size in decode_buckets]
         inputs = {
             spec: StepInputs.allocate(
                 spec, num_partitions=num_partitions, block_size=block_size, one_block=one_block
             )
-            for spec in specs
+            for spec in plan(prefill_chunks, decode_buckets, has_logits=False)
         }
         return cls(prefill_chunks, decode_buckets, inputs, dispatch)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
+from rbln_backend.worker.phase_timer import timed_phase
 
 Build = Callable[[GraphSpec], tuple[CompiledGraph, str, float]]
 
@@ -22,33 +22,27 @@ class WarmUp:
 
     def compile_all(self, specs: Sequence[GraphSpec], build: Build) -> list[CompiledGraph]:
         """Every graph of the plan, in order; raises ``CompileError``."""
-        started = time.perf_counter()
         self._progress.phase("compile")
         self._progress.plan([str(spec) for spec in specs])
-        graphs = []
-        for spec in specs:
-            self._progress.graph_started(str(spec))
-            graph, result, seconds = build(spec)
-            self.record(spec, result, seconds)
-            self._progress.graph_done(str(spec), result, seconds)
-            graphs.append(graph)
-        self._finish("compile", started)
-        return graphs
+        with timed_phase(self._board, "compile"):
+            return [self._make(spec, build) for spec in specs]
 
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """First run of each graph over padding only: pages are touched, threads are started."""
-        started = time.perf_counter()
         self._progress.phase("warmup")
-        for graph in graphs:
-            graph.run()
-        self._finish("warmup", started)
+        with timed_phase(self._board, "warmup"):
+            for graph in graphs:
+                graph.run()
 
-    def record(self, spec: GraphSpec, result: str, seconds: float) -> None:
+    def _make(self, spec: GraphSpec, build: Build) -> CompiledGraph:
+        self._progress.graph_started(str(spec))
+        graph, result, seconds = build(spec)
+        self._record(spec, result, seconds)
+        self._progress.graph_done(str(spec), result, seconds)
+        return graph
+
+    def _record(self, spec: GraphSpec, result: str, seconds: float) -> None:
         labels = {"kind": spec.phase_name, "result": result}
         self._board.histogram("rbln_compile_seconds", **labels).observe(seconds)
         self._made[labels["kind"], result] = self._made.get((labels["kind"], result), 0) + 1
         self._board.gauge("rbln_graphs", **labels).set(self._made[labels["kind"], result])
-
-    def _finish(self, phase: str, started: float) -> None:
-        seconds = time.perf_counter() - started
-        self._board.gauge("rbln_startup_phase_seconds", phase=phase).set(seconds)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.model_runner import RblnModelRunner
+from rbln_backend.worker.phase_timer import timed_phase
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 
 logger = init_logger(__name__)
@@ -79,6 +79,11 @@ class RblnWorker(WorkerBase):
         self._progress.phase("init")
         apply_patches()
         self.device = torch.device("cpu")
+        with timed_phase(self._board, "init"):
+            self._init_device()
+        set_random_seed(self.model_config.seed)
+
+    def _init_device(self) -> None:
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
@@ -88,11 +93,10 @@ class RblnWorker(WorkerBase):
         )
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
-        set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._progress.phase("load", self.model_config.model)
-        with self._timed("load"), set_current_vllm_config(self.vllm_config):
+        with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
             loader = get_model_loader(self.load_config)
@@ -211,20 +215,3 @@ class RblnWorker(WorkerBase):
         )
         install_layers()
         return compiler
-
-    def _timed(self, phase: str) -> _PhaseTimer:
-        return _PhaseTimer(self._board.gauge("rbln_startup_phase_seconds", phase=phase).set)
-
-
-class _PhaseTimer:
-    """Reports the seconds spent inside a ``with`` block."""
-
-    def __init__(self, report: Callable[[float], None]) -> None:
-        self._report = report
-        self._started = 0.0
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._report(time.perf_counter() - self._started)

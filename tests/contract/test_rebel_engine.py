@@ -6,10 +6,7 @@ that the worker reaches the SDK as documented; it says nothing about an NPU.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.contract.test_rebel_adapter import install_sdk
 from tests.engine.conftest import DEFAULTS
+from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
 from tests.kernel_cache import share_kernels
 from tests.reference import reference_generate
@@ -61,22 +59,14 @@ def test_the_worker_drives_the_documented_interface(
     checkpoint = checkpoints("llama")
     prompt = make_prompts([90], seed=400)[0]
     options = DEFAULTS | {"additional_config": {"rbln": {"cache_root": str(root)}}}
-    arguments = json.dumps([str(checkpoint), options, prompt, str(root)])
+    script = tmp_path / "engine.py"
+    script.write_text(SCRIPT)
     environment = dict(os.environ) | {
         "PYTHONPATH": str(tmp_path / "sdk"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
-    token_ids, seen = json.loads(line.removeprefix("RESULT"))
+    argument = [str(checkpoint), options, prompt, str(root)]
+    token_ids, seen = run_script(script, argument, environment)
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
     assert seen["calls"] == 6, "every graph of the warm-up plan, and none after"
     assert seen["weights_inside"] > seen["caches"] > 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS, Engines
+from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
 from tests.kernel_cache import share_kernels
 from tests.reference import reference_generate
@@ -144,16 +142,7 @@ def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     share_kernels(tmp_path / "cache")
     environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
-    result = subprocess.run(
-        [sys.executable, str(script), json.dumps([str(checkpoint), DEFAULTS, prompt])],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    line = next(line for line in result.stdout.splitlines() if line.startswith("RESULT"))
-    platform, token_ids = json.loads(line.removeprefix("RESULT"))
+    argument = [str(checkpoint), DEFAULTS, prompt]
+    platform, token_ids = run_script(script, argument, environment)
     assert platform == "RblnPlatform"
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids

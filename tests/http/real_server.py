@@ -12,6 +12,8 @@ from types import TracebackType
 
 import httpx
 
+from tests.kernel_cache import share_kernels
+
 FLAGS = (
     *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"),
     *("--max-num-seqs", "4", "--block-size", "16", "--max-num-batched-tokens", "64"),
@@ -24,7 +26,7 @@ class RealServer:
 
     def __init__(self, checkpoint: Path, tmp_path: Path, *flags: str) -> None:
         # Artifacts and kernels are kept between runs, as the checkpoints are.
-        cache = Path.home() / ".cache" / "rbln-serve" / "test-engine"
+        cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
         self.log = tmp_path / "server.log"
         command = [sys.executable, "-m", "server", "serve", str(checkpoint), *FLAGS]
