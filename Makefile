@@ -17,7 +17,7 @@ name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench docs lock clean
+.PHONY: help install dev serve test lint bench docs models lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -43,6 +43,9 @@ bench: dev ## Ours against vLLM's CPU backend; ARGS go to benchmarks.decode
 
 docs: dev ## Rewrite the generated pages of docs/
 	$(quiet) $(python) docs/generate.py
+
+models: dev ## Compare model families (ARGS, else all) with transformers for docs/models.md
+	$(quiet) $(python) docs/models.py $(ARGS)
 
 lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import positive, save, say
 from benchmarks.decode_report import ModelResult, Run, Sample, markdown, to_json
 from benchmarks.engine_process import (
     OURS,
@@ -30,14 +31,13 @@ from benchmarks.engine_process import (
     vllm_cpu_all_cores,
 )
 from benchmarks.machine import busy_cpu_seconds, describe_machine, read_bandwidth
-from benchmarks.models import SIZES, Checkpoint, find_checkpoint
+from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
 
 MAX_MODEL_LEN = 512
 KV_CACHE_BYTES = 1 << 30
 WARM_UP_TOKENS = 8
 # The first output token is timed this many times a round: it is short, hence noisy.
 PREFILL_REPEATS = 3
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,11 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(to_json(run), encoding="utf-8")
     if args.save:
-        stem = f"{run.started[:10]}-{run.machine.slug}-decode"
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
-        (RESULTS / f"{stem}.json").write_text(to_json(run), encoding="utf-8")
-        _say(f"written: {RESULTS / stem}.md and .json")
+        save("decode", run.started, run.machine, report, to_json(run))
     return 0
 
 
@@ -71,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["15m", "160m"],
         metavar="SIZE|PATH",
-        help=f"sizes to build ({', '.join(SIZES)}) or Llama checkpoint folders (default: 15m 160m)",
+        help=f"sizes to build ({', '.join(SHAPES)}) or checkpoint folders (default: 15m 160m)",
     )
-    parser.add_argument("--batch", nargs="+", type=_positive, default=[1, 8], help="default: 1 8")
-    parser.add_argument("--rounds", type=_positive, default=5, help="default: 5")
-    parser.add_argument("--prompt-tokens", type=_positive, default=32, help="default: 32")
-    parser.add_argument("--output-tokens", type=_positive, default=128, help="default: 128")
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, help="default: 32")
+    parser.add_argument("--output-tokens", type=positive, default=128, help="default: 128")
     parser.add_argument(
         "--peers",
         choices=["default", "all-cores", "both"],
@@ -90,13 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
-    return value
-
-
 def _measure(args: argparse.Namespace, command: str) -> Run:
     _check_lengths(args)
     sides = [OURS]
@@ -108,7 +97,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     load_before = os.getloadavg()[0]
     models = []
     for name in args.model:
-        _say(f"checkpoint {name}")
+        say(f"checkpoint {name}")
         models.append(_measure_model(find_checkpoint(name), sides, args))
     return Run(
         started=started,
@@ -158,7 +147,7 @@ def _measure_model(
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
         engines = []
         for side in sides:
-            _say(f"  starting {side.name}")
+            say(f"  starting {side.name}")
             process = EngineProcess(side, engine_args, logs / f"{side.name}.log")
             engines.append(stack.enter_context(process))
         for round_number in range(1, args.rounds + 1):
@@ -169,7 +158,7 @@ def _measure_model(
                 for engine in engines[turn:] + engines[:turn]:
                     sample = _sample(engine, checkpoint, round_number, batch, args)
                     samples.append(sample)
-                    _say(
+                    say(
                         f"  round {round_number} batch {batch} {engine.side.name}: "
                         f"{sample.step_ms:.3f} ms/step"
                     )
@@ -219,10 +208,6 @@ def _sample(
         other_busy_cores=max(0.0, all_processes - own) / wall,
         first_tokens=[row[0] for row in tokens],
     )
-
-
-def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.command import disturbance, machine_lines
 from benchmarks.machine import Machine
-
-# Threads of one engine wait for each other many times a step, so a little company costs much.
-DISTURBED_CORES = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +105,6 @@ def markdown(run: Run) -> str:
 
 def _heading(run: Run) -> str:
     machine = run.machine
-    lscpu = ", ".join(f"{name} {value}" for name, value in machine.lscpu.items())
-    versions = ", ".join(f"{name} {value}" for name, value in machine.versions.items())
     sides = [
         f"- `{name}`: {side['note']} (environment: {_environment(side['env'])})."
         for name, side in run.sides.items()
@@ -119,11 +115,7 @@ def _heading(run: Run) -> str:
             "",
             f"`{run.command}` at {run.started}, commit {machine.commit}.",
             "",
-            f"- CPU: {lscpu}; {machine.cores} cores usable; of the instruction sets that matter: "
-            f"{' '.join(machine.flags)}.",
-            f"- Memory {machine.memory_bytes / 2**30:.0f} GiB; Linux {machine.kernel}; "
-            f"load average before the run {run.load_before:.2f}.",
-            f"- {versions}.",
+            *machine_lines(machine, run.load_before),
             *sides,
             "",
             f"Prompts of {run.prompt_tokens} random tokens, {run.output_tokens} greedy output "
@@ -162,7 +154,7 @@ def _model(run: Run, model: ModelResult) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            _disturbance(model),
+            disturbance([sample.other_busy_cores for sample in model.samples]),
             "",
             "ms per step, by round:",
             "",
@@ -203,21 +195,6 @@ def _row(run: Run, model: ModelResult, side: str, batch: int) -> str:
         ratio(lambda s: s.prefill_rate),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _disturbance(model: ModelResult) -> str:
-    others = [sample.other_busy_cores for sample in model.samples]
-    disturbed = sum(cores > DISTURBED_CORES for cores in others)
-    text = (
-        f"While a side was measured, other processes kept {statistics.median(others):.2f} cores "
-        f"busy (median; at most {max(others):.2f})."
-    )
-    if not disturbed:
-        return text
-    return (
-        f"**Disturbed**: in {disturbed} of {len(others)} samples other processes kept more than "
-        f"{DISTURBED_CORES} cores busy, so these figures are not a measurement. {text}"
-    )
 
 
 def _rounds(run: Run, model: ModelResult, batches: list[int]) -> list[str]:

@@ -138,6 +138,11 @@ class EngineProcess:
 
         Raises EngineProcessError if the engine dies, is late or returns fewer tokens.
         """
+        answer = self.ask(prompts, output_tokens)
+        return float(answer["seconds"]), answer["tokens"]
+
+    def ask(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        """As `generate`, but return all that engine_worker answers."""
         assert self._process.stdin is not None
         command = json.dumps({"prompts": prompts, "output_tokens": output_tokens}) + "\n"
         try:
@@ -146,10 +151,9 @@ class EngineProcess:
         except BrokenPipeError as error:
             raise self._error("ended") from error
         answer = self._answer(ANSWER_TIMEOUT_S)
-        tokens: list[list[int]] = answer["tokens"]
-        if [len(row) for row in tokens] != [output_tokens] * len(prompts):
+        if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
             raise self._error(f"returned other than {output_tokens} tokens for a prompt")
-        return float(answer["seconds"]), tokens
+        return answer
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the engine's processes have used so far."""

@@ -5,7 +5,11 @@ runs on is decided by the environment (VLLM_PLUGINS). The first answer describes
 it is ready. Then every line of standard input is a command, answered by one line:
 
     {"prompts": [[1, 2, ...], ...], "output_tokens": 128}
-    {"seconds": 1.234, "tokens": [[5, 6, ...], ...]}
+    {"seconds": 1.234, "tokens": [[5, 6, ...], ...], "first_token_seconds": [0.5, ...],
+     "cached_tokens": [0, ...]}
+
+First-token times, from submission on, are null unless the engine keeps statistics
+(disable_log_stats false).
 
 Invariant: answers are the only thing on the standard output that the parent gave; whatever vLLM
 and its children print goes to standard error. The process ends at the end of its input.
@@ -70,7 +74,12 @@ def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[st
     started = time.perf_counter()
     outputs = llm.generate(inputs, sampling, use_tqdm=False)  # type: ignore[arg-type]
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+    return {
+        "seconds": seconds,
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "first_token_seconds": [o.metrics and o.metrics.first_token_latency for o in outputs],
+        "cached_tokens": [o.num_cached_tokens for o in outputs],
+    }
 
 
 if __name__ == "__main__":

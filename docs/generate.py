@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md and docs/metrics.md from the tables in the code.
+"""Writes docs/configuration.md, metrics.md and models.md from the tables in the code.
+
+What models.md says of each family was measured by docs/models.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
 when a page is not what the code says.
@@ -12,6 +14,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
+
+from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
 
 from rbln_backend.config import CHOICES, RblnConfig
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
@@ -42,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def pages() -> dict[Path, str]:
     """Return each generated page and its text."""
-    return {DOCS / "configuration.md": configuration_page(), DOCS / "metrics.md": metrics_page()}
+    return {
+        DOCS / "configuration.md": configuration_page(),
+        DOCS / "metrics.md": metrics_page(),
+        DOCS / "models.md": models_page(),
+    }
 
 
 def configuration_page() -> str:
@@ -101,6 +109,35 @@ def metrics_page() -> str:
     )
 
 
+def models_page() -> str:
+    """Return the page of model families."""
+    results = load_results()
+    return _page(
+        "# Models",
+        NOTICE,
+        "Models run through vLLM's own model code, captured as one graph; no family has code of "
+        "its own here. `rbln-serve check MODEL` says in seconds whether a given model can run, and "
+        "how, from its configuration and tokenizer alone; `rbln-serve serve` refuses the same "
+        "models for the same reasons before it reads a weight.",
+        "## Families that were compared with transformers",
+        "A tiny member of each family with random weights (`tests/checkpoint_families.py`) "
+        "continues prompts of one token to four windows greedily by 64 tokens in float32: each "
+        "alone, in a batch of mixed lengths, and after a prefix hit. The columns count the tokens "
+        "that equal those of transformers in float32 on the same weights; up to the first token "
+        "that differs, the log-probabilities of the three most likely tokens are compared as well. "
+        "All of it ran on the emulated device; none of it ever ran on an NPU. "
+        "`python docs/models.py [FAMILY ...]` measures again.",
+        "\n".join(conditions(results)) or "Nothing was measured yet.",
+        _table(HEADER, family_rows(results)),
+        "## What is refused",
+        "A refusal is one line: the feature, why this backend lacks it, and what to do instead.",
+        _table(("Feature", "Known from", "The backend is one ...", "Instead"), refusal_rows()),
+        "Further reasons come from vLLM: an architecture or a format of weights that it does not "
+        "know, sizes that contradict each other, code of the model's own without "
+        "`--trust-remote-code`.",
+    )
+
+
 def _field_rows() -> Iterable[tuple[str, ...]]:
     for option in dataclasses.fields(RblnConfig):
         names = [
@@ -151,6 +188,7 @@ def _values(annotation: str, choices: Sequence[str] | None) -> str:
     names = {
         "bool": "boolean",
         "int": "integer > 0",
+        "Count": "integer >= 0",
         "int | None": "integer > 0",
         "str": "text",
         "str | None": "text",

@@ -19,6 +19,8 @@ from rbln_backend.errors import ConfigError
 Device: TypeAlias = Literal["auto", "emulated", "rebel"]
 Kernels: TypeAlias = Literal["auto", "native", "aten"]
 HotPathPolicy: TypeAlias = Literal["error", "warn"]
+Count: TypeAlias = int
+"""A number that may be zero; a plain ``int`` option must be positive."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": get_args(Device),
@@ -93,6 +95,13 @@ class RblnConfig:
             "Prefill chunk sizes in tokens; unset derives chunk, chunk/4 and chunk/16 down to 16."
         ),
     )
+    decode_steps_per_chunk: Count = field(
+        default=1,
+        metadata=_about(
+            "Decode steps between two prefill chunks while requests decode: 0 finishes prompts "
+            "first (throughput), more keep streams smoother (time between tokens)."
+        ),
+    )
     cache_root: str = field(
         default="~/.cache/vllm",
         metadata=_about("Directory of the caches; artifacts lie under its `rbln/`."),
@@ -129,7 +138,30 @@ class RblnConfig:
         metadata=_about("Compute in float32 whatever the checkpoint's dtype.", graph=True),
     )
     sub_block_cache: bool = field(
-        default=True, metadata=_about("No effect: prefixes are shared in whole blocks.")
+        default=True,
+        metadata=_about(
+            "Reuse prefixes that end inside a block: its shared head is copied, not recomputed."
+        ),
+    )
+    sub_block_size: int | None = field(
+        default=None,
+        metadata=_about(
+            "Tokens at whose multiples a prefix can be reused; must divide the block size. Unset: "
+            "16 on the emulated device, the prefill chunk on an NPU."
+        ),
+    )
+    window_prefix_cache: bool = field(
+        default=True,
+        metadata=_about(
+            "Keep prefix caching for models with sliding-window layers, through a log of their KV."
+        ),
+    )
+    window_prefix_tokens: int | None = field(
+        default=None,
+        metadata=_about(
+            "Tokens that the prefix log of a sliding window keeps; unset: four windows for each of "
+            "`max_num_seqs` requests, within an eighth of the memory."
+        ),
     )
     num_devices_per_local_rank: int = field(
         default=1, metadata=_about("NPUs that one rank splits its tensors over.", graph=True)
@@ -242,6 +274,10 @@ def _check_positive_int(name: str, value: object) -> object:
     return value
 
 
+def _check_count(name: str, value: object) -> object:
+    return value if value == 0 and not isinstance(value, bool) else _check_positive_int(name, value)
+
+
 def _check_str(name: str, value: object) -> object:
     if not isinstance(value, str) or not value:
         raise _reject(name, value, "must be a non-empty string")
@@ -281,6 +317,7 @@ def _optional(check: Callable[[str, object], object]) -> Callable[[str, object],
 _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "bool": _check_bool,
     "int": _check_positive_int,
+    "Count": _check_count,
     "int | None": _optional(_check_positive_int),
     "str": _check_str,
     "Device": _check_str,

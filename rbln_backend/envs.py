@@ -77,6 +77,13 @@ def _parse_int(raw: str) -> int:
     return value
 
 
+def _parse_count(raw: str) -> int:
+    value = int(raw)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
 def _sizes(noun: str, *, may_be_empty: bool) -> Parser:
     def parse(raw: str) -> tuple[int, ...]:
         if may_be_empty and not raw.strip():
@@ -115,6 +122,7 @@ def _parse_kernel_mode(raw: str) -> bool:
 
 _BOOL = Parser("boolean", _parse_bool)
 _INT = Parser("integer > 0", _parse_int)
+_COUNT = Parser("integer >= 0", _parse_count)
 _TEXT = Parser("text", _parse_text)
 _ANY_TEXT = Parser("text, may be empty", str)
 _POLICY = _choice(*CHOICES["hot_path_policy"])
@@ -138,7 +146,7 @@ def _no_effect(name: str, parser: Parser, doc: str, target: str | None = None) -
 
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET_"
-_NO_MOE = "MoE graphs do not exist here."
+_NO_MOE = "Experts run on one rank, and in one way."
 
 ENV_VARS: tuple[EnvVar, ...] = (
     _row("VLLM_RBLN_DEVICE", "device", _choice(*CHOICES["device"]), "Device to run on."),
@@ -192,6 +200,36 @@ ENV_VARS: tuple[EnvVar, ...] = (
         "Graphs are always compiled; there is no eager path.",
         accepts=True,
     ),
+    _row(
+        "VLLM_RBLN_DECODE_STEPS_PER_CHUNK",
+        "decode_steps_per_chunk",
+        _COUNT,
+        "Decode steps between two prefill chunks.",
+    ),
+    _row(
+        "VLLM_RBLN_SUB_BLOCK_CACHE",
+        "sub_block_cache",
+        _BOOL,
+        "Reuse prefixes that end inside a block.",
+    ),
+    _row(
+        "VLLM_RBLN_SUB_BLOCK_SIZE",
+        "sub_block_size",
+        _INT,
+        "Tokens at whose multiples prefixes can be reused.",
+    ),
+    _row(
+        "VLLM_RBLN_WINDOW_PREFIX_CACHE",
+        "window_prefix_cache",
+        _BOOL,
+        "Keep prefix caching for models with sliding windows.",
+    ),
+    _row(
+        "VLLM_RBLN_WINDOW_PREFIX_TOKENS",
+        "window_prefix_tokens",
+        _INT,
+        "Tokens that the prefix log of a sliding window keeps.",
+    ),
     EnvVar(
         "VLLM_RBLN_DP_IMPL",
         None,
@@ -214,12 +252,6 @@ ENV_VARS: tuple[EnvVar, ...] = (
         _BOOL,
         "The op follows from whether a sequence fits in one block.",
         target="flash_causal_attn",
-    ),
-    _no_effect(
-        "VLLM_RBLN_SUB_BLOCK_CACHE",
-        _BOOL,
-        "Prefixes are shared in whole blocks.",
-        target="sub_block_cache",
     ),
     _no_effect("VLLM_RBLN_METRICS", _BOOL, "Metrics are always on, at `/metrics`."),
     _no_effect("VLLM_RBLN_METRICS_FILE", _ANY_TEXT, "Metrics are read at `/metrics`."),

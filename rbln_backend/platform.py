@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +12,22 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.envs import resolve
-from rbln_backend.errors import ConfigError, UnsupportedModelError
+from rbln_backend.errors import ConfigError
+from rbln_backend.model_report import ModelReport
+from rbln_backend.unsupported import (
+    DUAL_CHUNK_ATTENTION,
+    ENCODER_DECODER,
+    KV_TRANSFER,
+    LORA,
+    MLA,
+    MULTI_RANK,
+    MULTIMODAL,
+    QUANTIZED_EXPERTS,
+    SPARSE_ATTENTION,
+    SPECULATION,
+    STATE_SPACE,
+    Feature,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -23,6 +40,9 @@ logger = init_logger(__name__)
 DEFAULT_CHUNK_TOKENS = 256
 DEFAULT_MAX_NUM_SEQS = 32
 DEFAULT_BLOCK_SIZE = 128
+# Fine enough that a shared prompt costs at most a handful of tokens again, coarse enough that
+# hashing and logging them does not show.
+DEFAULT_REUSE_UNIT = 16
 
 
 class RblnPlatform(Platform):
@@ -82,35 +102,67 @@ class RblnPlatform(Platform):
         return True
 
     @classmethod
+    def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
+        from rbln_backend.kv_cache.managers import register_specs
+
+        register_specs()
+
+    @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
         """KV caches are bound by layer name, so equal layer indices do not collide."""
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        from vllm.v1.attention.backend import AttentionType
+
         selector = args[0] if args else kwargs.get("attn_selector_config")
-        if getattr(selector, "use_mla", False):
-            raise UnsupportedModelError("MLA attention is not supported by the RBLN backend")
+        # Sparse attention of today is MLA as well.
         if getattr(selector, "use_sparse", False):
-            raise UnsupportedModelError("sparse attention is not supported by the RBLN backend")
+            raise SPARSE_ATTENTION.refusal()
+        if getattr(selector, "use_mla", False):
+            raise MLA.refusal()
+        if getattr(selector, "attn_type", None) == AttentionType.ENCODER_ONLY:
+            return "rbln_backend.attention.encoder.EncoderAttentionBackend"
         return "rbln_backend.attention.backend.RblnAttentionBackend"
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         if parser is not None:
             parser.set_defaults(
-                max_num_batched_tokens=DEFAULT_CHUNK_TOKENS, max_num_seqs=DEFAULT_MAX_NUM_SEQS
+                max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,
+                max_num_seqs=DEFAULT_MAX_NUM_SEQS,
+                # vLLM leaves it off for some poolers, and then refuses a chunk below the context.
+                enable_chunked_prefill=True,
             )
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         rbln = _resolve_config(vllm_config)
+        _settle_pooling(vllm_config)
         _refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         _set_shapes(vllm_config)
+        _set_reuse_unit(vllm_config, rbln)
         model = _model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
+
+    @classmethod
+    def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
+        """Describe a model that can run; asked by the server, not by vLLM. See ``preflight``."""
+        from rbln_backend.worker.preflight import inspect_model
+
+        return inspect_model(vllm_config)
+
+    @classmethod
+    def refuse_model(cls, model_config: ModelConfig) -> None:
+        """Raise if no configuration could make the model run; asked by the server, not by vLLM.
+
+        vLLM checks the rest of a configuration before it asks the platform, and what it finds
+        wrong there may only follow from a kind of model that cannot run anyway.
+        """
+        _refuse_model(model_config)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -134,6 +186,22 @@ def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
     return resolved.config
 
 
+def _settle_pooling(vllm_config: VllmConfig) -> None:
+    """Poolers that read a whole prompt: chunks are gathered for them, prefix hits are not made."""
+    model = _model_config(vllm_config)
+    if model is None or model.runner_type != "pooling":
+        return
+    if not model.is_chunked_prefill_supported:
+        # vLLM's own runner would have to hand them the prompt in one step; ours gathers it.
+        vllm_config.scheduler_config.enable_chunked_prefill = True
+    if model.attn_type == "encoder_only":
+        # No token can be computed before all of them are there: a prompt is one chunk.
+        vllm_config.scheduler_config.max_num_batched_tokens = model.max_model_len
+    if vllm_config.cache_config.enable_prefix_caching and not model.is_prefix_caching_supported:
+        vllm_config.cache_config.enable_prefix_caching = False
+        logger.warning("Prefix caching is off: this model's pooler reads every token of a prompt")
+
+
 def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     model_parallel = (
@@ -145,27 +213,45 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise RuntimeError(
             "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
         )
+    _refuse_first(
+        {
+            MULTI_RANK: model_parallel,
+            LORA: vllm_config.lora_config is not None,
+            SPECULATION: vllm_config.speculative_config is not None,
+            KV_TRANSFER: vllm_config.kv_transfer_config is not None,
+        }
+    )
+    model = _model_config(vllm_config)
+    if model is not None:
+        _refuse_model(model)
+    # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
-    reasons = {
-        "tensor, pipeline, data or expert parallelism": model_parallel,
-        "LoRA adapters (--enable-lora)": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "KV transfer between engines": vllm_config.kv_transfer_config is not None,
-    }
-    model = _model_config(vllm_config)
-    if model is not None:
-        reasons |= {
-            "pooling models": model.runner_type != "generate",
-            "multimodal inputs": model.is_multimodal_model,
-            "encoder-decoder models": model.is_encoder_decoder,
-            "state-space (hybrid Mamba) models": model.is_hybrid or model.is_attention_free,
+
+
+def _refuse_model(model: ModelConfig) -> None:
+    _refuse_first(
+        {
+            ENCODER_DECODER: model.is_encoder_decoder,
+            MULTIMODAL: model.is_multimodal_model,
+            STATE_SPACE: model.is_hybrid or model.is_attention_free,
+            # Before the model is made: its rotary embedding looks for a GPU.
+            DUAL_CHUNK_ATTENTION: bool(
+                getattr(model.hf_text_config, "dual_chunk_attention_config", None)
+            ),
+            # Before the model is made: methods of vLLM's for such experts fail as they look for
+            # a kernel.
+            QUANTIZED_EXPERTS: model.quantization is not None and model.get_num_experts() > 1,
         }
-    for feature, present in reasons.items():
-        if present:
-            raise UnsupportedModelError(f"{feature}: not supported by the RBLN backend")
+    )
+
+
+def _refuse_first(present: Mapping[Feature, bool]) -> None:
+    for feature, is_present in present.items():
+        if is_present:
+            raise feature.refusal()
 
 
 def _set_classes(vllm_config: VllmConfig) -> None:
@@ -204,3 +290,22 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
     longest = max(model.max_model_len, scheduler.max_num_seqs)
     if scheduler.max_num_batched_tokens > longest:
         scheduler.max_num_batched_tokens = longest
+
+
+def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Settle where prefixes can be reused, for the scheduler and every worker alike."""
+    from rbln_backend.compiler.device import choose_device
+    from rbln_backend.kv_cache.layout import reuse_unit
+
+    # A chunk that starts inside a block crosses into the next one, which an NPU need not support.
+    is_emulated = choose_device(rbln) == "emulated"
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    unit = reuse_unit(
+        wanted=rbln.sub_block_size,
+        default=DEFAULT_REUSE_UNIT if is_emulated else chunk,
+        block_size=vllm_config.cache_config.block_size,
+        enabled=rbln.sub_block_cache,
+    )
+    settled = dataclasses.replace(rbln, sub_block_size=unit)
+    assert isinstance(vllm_config.additional_config, dict)
+    vllm_config.additional_config["rbln"] = settled.to_dict()

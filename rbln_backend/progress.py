@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
+
+from rbln_backend.errors import RblnError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class ProgressSnapshot:
 
     A graph counts as done when every rank that planned it is done with it; its seconds are
     those of the slowest rank. `eta_s` is None while no graph is done. `updated` is the Unix
-    time of the latest event, None before the first.
+    time of the latest event, None before the first. `failure` is why a rank gave up.
     """
 
     phase: str
@@ -50,6 +53,7 @@ class ProgressSnapshot:
     eta_s: float | None
     detail: str
     updated: float | None
+    failure: str | None = None
 
 
 class ProgressWriter:
@@ -98,6 +102,21 @@ class ProgressWriter:
             self._draw(summary, end="\n" if self._num_done >= len(self._planned) else "")
         else:
             self._print(f"[{self._num_done}/{len(self._planned)}] {summary}")
+
+    def failed(self, reason: str) -> None:
+        """Say why the start-up cannot go on."""
+        self._append({"event": "failed", "reason": reason})
+
+    @contextmanager
+    def telling_failure(self) -> Iterator[None]:
+        """Tell an exception of the block as the reason of the failure, and pass it on."""
+        try:
+            yield
+        except Exception as error:
+            # What we raise on purpose says all; anything else also needs its kind.
+            ours = isinstance(error, RblnError)
+            self.failed(str(error) if ours else f"{type(error).__name__}: {error}")
+            raise
 
     def close(self) -> None:
         """Close the file; the story stays readable."""
@@ -151,6 +170,7 @@ class _RankStory:
     phase: str = "init"
     detail: str = ""
     updated: float | None = None
+    failure: str | None = None
     graphs: dict[str, GraphProgress] = field(default_factory=dict)
 
     def fold(self, event: dict[str, Any]) -> None:
@@ -167,12 +187,14 @@ class _RankStory:
         elif kind == "graph_done":
             name = event["name"]
             self.graphs[name] = GraphProgress(name, "done", event["result"], event["seconds"])
+        elif kind == "failed":
+            self.failure = str(event["reason"])
 
     def _enter(self, phase: str, detail: str) -> None:
         if phase not in PHASES:
             raise ValueError(f"Unknown phase {phase!r}")
         if phase == "init":
-            self.graphs = {}
+            self.graphs, self.failure = {}, None
         self.phase, self.detail = phase, detail
 
 
@@ -204,6 +226,7 @@ class ProgressReader:
             eta_s=_eta(slowest.phase, graphs, updated, self._clock()),
             detail=slowest.detail,
             updated=updated,
+            failure=next((story.failure for story in stories if story.failure), None),
         )
 
     def _read(self, path: Path) -> None:

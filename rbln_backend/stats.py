@@ -90,7 +90,8 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_bucket_steps_total",
         "counter",
-        "Steps run, by phase (prefill, decode) and bucket (tokens of a chunk, rows of a batch).",
+        "Steps run, by phase (prefill, decode, pooling) and bucket (tokens of a chunk, rows of a "
+        "batch).",
         ("phase", "bucket"),
     ),
     MetricDecl(
@@ -123,6 +124,41 @@ METRICS: tuple[MetricDecl, ...] = (
         "counter",
         "Tokens of prefill steps that were padding, by chunk size.",
         ("chunk",),
+    ),
+    MetricDecl(
+        "rbln_prefix_hit_tokens_total",
+        "counter",
+        "Tokens not computed thanks to the prefix cache: in shared blocks (block), in copied heads "
+        "of blocks (sub_block), in models of window layers only (window).",
+        ("kind",),
+    ),
+    MetricDecl(
+        "rbln_kv_blocks",
+        "gauge",
+        "KV blocks that requests can have, by KV cache group and its kind (paged, window).",
+        ("group", "kind"),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_kv_blocks_used",
+        "gauge",
+        "KV blocks that requests hold, by KV cache group and its kind (paged, window).",
+        ("group", "kind"),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_window_log_pages",
+        "gauge",
+        "Pages of the prefix log of a sliding window, by KV cache group.",
+        ("group",),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_window_log_pages_used",
+        "gauge",
+        "Pages of the prefix log that hold a prefix, by KV cache group.",
+        ("group",),
+        across_ranks="sum",
     ),
     MetricDecl(
         "rbln_startup_phase_seconds",
@@ -243,10 +279,10 @@ class MetricsBoard:
     """One rank's values. With `run_dir` None they stay in memory, for `value` to read.
 
     Handles are cached; the hot path keeps its own and pays one or two writes to memory.
-    `rank` must be unique among the processes that share `run_dir`.
+    `rank` must be unique among the boards that share `run_dir`: a number, or another part's name.
     """
 
-    def __init__(self, run_dir: Path | None, rank: int) -> None:
+    def __init__(self, run_dir: Path | None, rank: int | str) -> None:
         self._lock = threading.Lock()
         self._sinks: dict[str, _Sink] = {}
         self._handles: dict[tuple[str, ...], CounterHandle | GaugeHandle | HistogramHandle] = {}

@@ -1,8 +1,8 @@
-"""The command line: `rbln-serve serve MODEL [our flags] [vLLM's flags, verbatim]`.
+"""The command line: `rbln-serve serve|check MODEL [our flags] [vLLM's flags, verbatim]`.
 
 Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
-is imported, while the server already listens. Exit codes: 0 stopped as asked, 1 failed, 2 the
-command line is wrong.
+is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
+run, 1 failed or it cannot, 2 the command line is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from server import __version__
 from server.settings import ENV_PREFIX, ServerSettings, SettingsError, load_settings
 
 _PROG = "rbln-serve"
-_SERVE_EPILOG = """\
+_ABOUT = {
+    "serve": "Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
+    "check": "Say whether MODEL can be served, and how, without reading its weights.",
+}
+_EPILOG = """\
 Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted
 as well and means the same; --help=all lists them, --help=max-num-seqs explains one.
 """
@@ -37,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _top_parser()
     if args[:1] == ["serve"]:
         return _serve(args[1:], started_at)
+    if args[:1] == ["check"]:
+        return _check(args[1:])
     parser.parse_args(args)
     parser.print_help()
     return 2
@@ -49,15 +55,16 @@ def _top_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
+    commands.add_parser("check", help="say whether a model can be served", add_help=False)
     return parser
 
 
-def _serve_parser() -> argparse.ArgumentParser:
+def _command_parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"{_PROG} serve",
-        usage=f"{_PROG} serve MODEL [options] [vLLM options]",
-        description="Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
-        epilog=_SERVE_EPILOG,
+        prog=f"{_PROG} {command}",
+        usage=f"{_PROG} {command} MODEL [options] [vLLM options]",
+        description=_ABOUT[command],
+        epilog=_EPILOG,
         # A prefix of one of our flags may be one of vLLM's.
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -73,25 +80,61 @@ def _serve_parser() -> argparse.ArgumentParser:
 
 
 def _serve(argv: Sequence[str], started_at: float) -> int:
-    parser = _serve_parser()
+    parser = _command_parser("serve")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    return _run(_settings(parser, flags, rest), rest, started_at)
+
+
+def _check(argv: Sequence[str]) -> int:
+    parser = _command_parser("check")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    as_json = bool(flags.pop("json", False))
+    settings = _settings(parser, flags, rest)
+    from server.check import check
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    return check(rest, settings, as_json=as_json)
+
+
+def _split(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[dict[str, object], list[str]]:
+    """Return our flags by name, and the words that are MODEL or vLLM's."""
     ours, rest = parser.parse_known_args(argv)
-    flags = vars(ours)
+    return vars(ours), rest
+
+
+def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
+    """Print help if it was asked for."""
     topic = flags.pop("help", None)
+    if topic is None:
+        return False
     if topic == "":
         parser.print_help()
-        return 0
-    if topic is not None:
+    else:
         from server.vllm_frontend import print_help
 
-        print_help(topic)
-        return 0
+        print_help(str(topic))
+    return True
+
+
+def _settings(
+    parser: argparse.ArgumentParser, flags: dict[str, object], rest: Sequence[str]
+) -> ServerSettings:
+    """Return the settings; ends the process with 2 when they or the command line are wrong."""
     try:
         settings = load_settings(flags, _config_file(rest))
     except (SettingsError, OSError) as error:
         parser.error(str(error))
     if not rest:
         parser.error("MODEL is missing: name a directory or a model on the Hugging Face hub")
-    return _run(settings, rest, started_at)
+    return settings
 
 
 def _config_file(argv: Sequence[str]) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 Everything slow happens in one daemon thread, so that the event loop answers probes meanwhile
 and a stop during start-up need not wait for it. Invariant: an engine that was handed out has
-generated a token.
+answered a request.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import asyncio
 import gc
 import importlib.metadata
 import logging
-import math
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from rbln_backend.progress import ProgressReader
 from server import __version__
+from server.engine_config import engine_config
 from server.engine_process import (
     choose_start_method,
     end_engine_processes,
     engine_processes,
 )
-from server.frontend import Frontend, LaunchError
+from server.frontend import Frontend
+from server.launch_errors import launch_error
+from server.self_test import self_test
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-_SELF_TEST_TIMEOUT_S = 120.0
 
 
 class VllmEngine:
@@ -74,6 +75,7 @@ class VllmLauncher:
         self._argv = list(argv)
         self._settings = settings
         self._run_dir = run_dir
+        self._model = ""
         self._built: Future[tuple[Namespace, AsyncLLM]] | None = None
 
     @property
@@ -92,7 +94,7 @@ class VllmLauncher:
         }
 
     async def launch(self) -> VllmEngine:
-        """Build the engine and prove it with one token. Raises `LaunchError`."""
+        """Build the engine and prove it with one request. Raises `LaunchError`."""
         # Modules and the engine's objects live until the end: collecting finds nothing.
         gc.disable()
         try:
@@ -102,15 +104,13 @@ class VllmLauncher:
             from server.vllm_frontend import build_frontend
 
             frontend = await build_frontend(engine, args, tasks, self._settings)
-            if "generate" in tasks:
-                await asyncio.wait_for(_self_test(engine), _SELF_TEST_TIMEOUT_S)
+            await self_test(engine, tasks)
             return VllmEngine(engine, frontend)
-        except (LaunchError, asyncio.CancelledError):
-            raise
         except Exception as error:
             # The boundary of start-up: whatever failed in there ends the process with a reason.
             logger.debug("Start-up failed", exc_info=True)
-            raise LaunchError(f"{type(error).__name__}: {error}") from error
+            told = ProgressReader(self._run_dir).poll().failure
+            raise launch_error(error, self._model, told) from error
         finally:
             gc.freeze()
             gc.enable()
@@ -123,47 +123,23 @@ class VllmLauncher:
         from server.vllm_frontend import import_serving, parse_arguments
 
         args = parse_arguments(self._argv, self._settings)
-        from vllm.engine.arg_utils import AsyncEngineArgs
+        self._model = args.model
+        engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
-        engine_args = AsyncEngineArgs.from_cli_args(args)
-        engine_args.additional_config = self._with_run_dir(engine_args.additional_config)
-        # An engine that gets the signal together with us must drain as we do.
-        engine_args.shutdown_timeout = math.ceil(self._settings.drain_timeout_s)
-        context = UsageContext.OPENAI_API_SERVER
-        vllm_config = engine_args.create_engine_config(usage_context=context)
         # The engine process loads the model while this one imports what serves it.
         serving = in_daemon_thread(import_serving)
         engine = AsyncLLM.from_vllm_config(
             vllm_config,
-            usage_context=context,
+            usage_context=UsageContext.OPENAI_API_SERVER,
             enable_log_requests=engine_args.enable_log_requests,
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
             disable_log_stats=engine_args.disable_log_stats,
         )
         serving.result()
         return args, engine
-
-    def _with_run_dir(self, additional: Mapping[str, Any]) -> dict[str, Any]:
-        ours = additional.get("rbln", {})
-        if not isinstance(ours, dict):
-            raise LaunchError(
-                f"--additional-config: 'rbln' must be an object, got {ours!r}", exit_code=2
-            )
-        return {**additional, "rbln": {**ours, "run_dir": str(self._run_dir)}}
-
-
-async def _self_test(engine: AsyncLLM) -> None:
-    """Generate one token from the event loop: starts the engine's tasks and proves the path."""
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    async for output in engine.generate(tokens_input([1]), params, "self-test"):
-        if output.finished and len(output.outputs[0].token_ids) != 1:
-            raise LaunchError("the self-test generated no token")
 
 
 def in_daemon_thread(work: Callable[[], T]) -> Future[T]:

@@ -179,7 +179,7 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     MethodNotAllowedError: ErrorRow(405, _INVALID, "method_not_allowed", "client_error"),
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
     NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
-    UnsupportedOperationError: ErrorRow(501, _INVALID, "unsupported_operation", "client_error"),
+    UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
     OverloadedError: ErrorRow(503, "overloaded_error", "overloaded", "rejected"),
     NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),
     DrainingError: ErrorRow(503, "service_unavailable", "draining", "rejected"),

@@ -26,6 +26,15 @@ class Endpoint(enum.Enum):
     COUNT_TOKENS = "/v1/messages/count_tokens"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
+    EMBEDDINGS = "/v1/embeddings"
+    COHERE_EMBED = "/v2/embed"
+    POOLING = "/pooling"
+    CLASSIFY = "/classify"
+    SCORE = "/score"
+    SCORE_V1 = "/v1/score"
+    RERANK = "/rerank"
+    RERANK_V1 = "/v1/rerank"
+    RERANK_V2 = "/v2/rerank"
 
     @property
     def anthropic(self) -> bool:
@@ -33,9 +42,29 @@ class Endpoint(enum.Enum):
         return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 
     @property
+    def pools(self) -> bool:
+        """Whether it is for models that pool: embeddings, scores, classes."""
+        return self in _POOLING_ENDPOINTS
+
+    @property
     def named_events(self) -> bool:
         """Whether each SSE frame has an `event:` line and nothing ends with [DONE]."""
         return self in (Endpoint.MESSAGES, Endpoint.RESPONSES)
+
+
+_POOLING_ENDPOINTS = frozenset(
+    (
+        Endpoint.EMBEDDINGS,
+        Endpoint.COHERE_EMBED,
+        Endpoint.POOLING,
+        Endpoint.CLASSIFY,
+        Endpoint.SCORE,
+        Endpoint.SCORE_V1,
+        Endpoint.RERANK,
+        Endpoint.RERANK_V1,
+        Endpoint.RERANK_V2,
+    )
+)
 
 
 class Frontend(Protocol):

@@ -31,6 +31,7 @@ _REPLACED: Mapping[str, str] = {
     "functions": "tools",
     "function_call": "tool_choice",
     "best_of": "n",
+    "normalize": "use_activation",
 }
 """Fields of the past, and what to send instead."""
 

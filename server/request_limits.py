@@ -54,7 +54,7 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
             )
     _check_messages(body.get("messages"), limits)
     _check_prompt(body, limits)
-    _check_token_ids(body.get("tokens"), limits)
+    check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
 
 
 def _check_messages(messages: object, limits: Limits) -> None:
@@ -86,7 +86,7 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
         return
     if isinstance(prompt[0], int):
         # One prompt of token ids; its length is the context's concern.
-        _check_token_ids(prompt, limits, "prompt")
+        check_token_ids(prompt, limits.vocab_size, "prompt")
     elif len(prompt) > limits.max_prompts:
         raise InvalidValueError(
             f"'prompt' must have 1 to {limits.max_prompts} items, got {len(prompt)}.",
@@ -94,13 +94,13 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
         )
 
 
-def _check_token_ids(tokens: object, limits: Limits, name: str = "tokens") -> None:
+def check_token_ids(tokens: object, vocab_size: int, name: str) -> None:
+    """Raise `InvalidValueError` for the first item of the field `name` that is no token id."""
     if not isinstance(tokens, list):
         return
     for index, token in enumerate(tokens):
-        if isinstance(token, int) and not 0 <= token < limits.vocab_size:
+        if isinstance(token, int) and not 0 <= token < vocab_size:
             raise InvalidValueError(
-                f"'{name}[{index}]' must be a token id of 0 to {limits.vocab_size - 1}, "
-                f"got {token}.",
+                f"'{name}[{index}]' must be a token id of 0 to {vocab_size - 1}, got {token}.",
                 param=f"{name}[{index}]",
             )

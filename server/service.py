@@ -1,8 +1,8 @@
 """The service from the first listen to the exit code: start, serve, drain, or die of the engine.
 
 Invariants: a stop during start-up ends within about a second with 0; after the first signal
-nothing new is admitted and what is in flight gets `drain_timeout_s`; a dead engine makes the
-process end with 1 after `death_linger_s` of answering 503.
+nothing new is admitted and what is in flight gets `drain_timeout_s`; an engine that cannot start
+or dies makes the process end with 1 after `death_linger_s` of answering 503 with the reason.
 """
 
 from __future__ import annotations
@@ -103,14 +103,21 @@ class Service:
             try:
                 self._engine = launch.result()
             except LaunchError as error:
-                logger.error("start-up failed: %s", error)
-                self._lifecycle.mark_dead(str(error))
-                return error.exit_code
+                return await self._fail(error)
             self._lifecycle.observe(self._progress.poll())
             return await self._serve(self._engine, stop)
         finally:
             for task in (launch, stop, follow):
                 task.cancel()
+
+    async def _fail(self, error: LaunchError) -> int:
+        logger.error("start-up failed: %s", error)
+        self._lifecycle.mark_dead(str(error))
+        if error.exit_code == 1:
+            # Probes get to see the reason. Whoever typed a wrong flag waits for nothing.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._settings.death_linger_s)
+        return error.exit_code
 
     async def _serve(self, engine: RunningEngine, stop: asyncio.Task[bool]) -> int:
         models = ", ".join(str(card["id"]) for card in await engine.frontend.models())

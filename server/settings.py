@@ -35,7 +35,10 @@ class ServerSettings(BaseSettings):
         25.0, ge=0, description="Seconds that in-flight requests get to finish after SIGTERM."
     )
     death_linger_s: float = Field(
-        2.0, ge=0, description="Seconds to answer 503 after the engine died, before exiting."
+        2.0,
+        ge=0,
+        description="Seconds to answer 503 with the reason after the engine died or could not "
+        "start, before exiting.",
     )
     keep_alive_s: int = Field(
         75, ge=1, description="Seconds that an idle client connection is kept open."

@@ -40,7 +40,11 @@ from server.request_limits import MAX_TOKENS_FIELDS
 
 logger = logging.getLogger(__name__)
 
-PROMPT_FIELDS = ("messages", "prompt", "input")
+PROMPT_FIELDS = (
+    *("messages", "prompt", "input", "texts"),
+    *("documents", "items", "data_2", "text_2"),
+)
+"""Of the fields that a body has, the first is blamed for a prompt that is too long."""
 
 _TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 _OVERLOAD_RETRY_S = 1
@@ -91,9 +95,8 @@ def from_validation(error: ValidationError, body: JsonObject) -> RequestError:
         return InvalidTypeError(
             f"Invalid type for '{path}': {message}, got {given}: {describe(value)}.", param=path
         )
-    return InvalidValueError(
-        f"Invalid value for '{path}': {message}, got {describe(value)}.", param=path or None
-    )
+    where = f"Invalid value for '{path}'" if path else "Invalid request"
+    return InvalidValueError(f"{where}: {message}, got {describe(value)}.", param=path or None)
 
 
 def engine_failed() -> EngineFailedError:

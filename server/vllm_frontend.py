@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.datastructures import State
 from starlette.requests import Request
+from starlette.responses import Response
 from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -31,12 +32,16 @@ from server.errors import (
     describe,
 )
 from server.frontend import Endpoint, JsonObject, LaunchError
+from server.pooling_limits import PoolingLimits, check_pooling_limits
 from server.request_fields import accepted_fields, check_nested, model_field_names
+from server.request_forms import request_form
 from server.request_limits import Limits, check_limits
 from server.settings import ServerSettings
+from server.text_only import refuse_media
 from server.vllm_errors import engine_failed, from_exception, from_payload
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.tasks import SupportedTask
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -93,6 +98,8 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     parser = make_arg_parser(
         FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
     )
+    # What a prefix hit saved is told unless --no-enable-prompt-tokens-details asks otherwise.
+    parser.set_defaults(enable_prompt_tokens_details=True)
     try:
         args: Namespace = parser.parse_args(list(argv))
         if args.model_tag is not None:
@@ -129,9 +136,6 @@ def print_help(topic: str) -> None:
 
 def import_serving() -> None:
     """Import what `build_frontend` needs, so that it does not hold up the event loop."""
-    import vllm.entrypoints.anthropic.serving
-    import vllm.entrypoints.generate.api_router
-    import vllm.entrypoints.launchers.api_server.app_state  # noqa: F401
 
 
 async def build_frontend(
@@ -142,7 +146,7 @@ async def build_frontend(
 
     state = State()
     await init_app_state(engine, state, args, tasks)
-    return VllmFrontend(engine, state, settings, float(args.sse_keep_alive_interval))
+    return VllmFrontend(engine, state, tasks, settings, float(args.sse_keep_alive_interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,12 @@ class VllmFrontend:
     """Answers requests with vLLM's serving classes; implements `server.frontend.Frontend`."""
 
     def __init__(
-        self, engine: AsyncLLM, state: State, settings: ServerSettings, keep_alive_s: float
+        self,
+        engine: AsyncLLM,
+        state: State,
+        tasks: tuple[SupportedTask, ...],
+        settings: ServerSettings,
+        keep_alive_s: float,
     ) -> None:
         self._engine = engine
         self._models = state.openai_serving_models
@@ -175,7 +184,15 @@ class VllmFrontend:
             vocab_size=engine.model_config.get_vocab_size(),
             has_priorities=scheduler.policy == "priority",
         )
-        self._handlers = _handlers(state)
+        self._pooling_limits = PoolingLimits(
+            max_prompts=settings.max_prompts,
+            max_model_len=engine.model_config.max_model_len,
+            vocab_size=engine.model_config.get_vocab_size(),
+            dimensions=_dimensions(engine.model_config),
+        )
+        self._text_only = not engine.model_config.is_multimodal_model
+        self._does = _in_words(tasks, engine.model_config)
+        self._handlers = {**_handlers(state), **_pooling_handlers(state)}
 
     async def models(self) -> list[JsonObject]:
         """Return the served models and adapters as OpenAI's model objects."""
@@ -187,13 +204,19 @@ class VllmFrontend:
         self, endpoint: Endpoint, body: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        handler = self._handler(endpoint, body)
+        handler = self._handlers[request_form(endpoint, body)]
         if handler.serve is None:
-            raise UnsupportedOperationError(f"The served model cannot do {endpoint.value}.")
+            raise UnsupportedOperationError(
+                f"{endpoint.value} is not offered: the served model {self._does}."
+            )
         known = model_field_names(handler.model)
         fields = accepted_fields(endpoint, body, known, self._policy)
         await self._check_model(fields)
         check_limits(fields, self._limits)
+        if self._text_only:
+            refuse_media(fields)
+        if endpoint.pools:
+            check_pooling_limits(fields, self._pooling_limits)
         try:
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             parsed = handler.model.model_validate_json(to_json(fields), strict=True)
@@ -204,12 +227,9 @@ class VllmFrontend:
             raise self._translated(error, fields) from error
         if isinstance(result, BaseModel):
             return self._json(handler, result, fields)
+        if isinstance(result, Response):
+            return bytes(result.body)
         return self._frames(endpoint, result, fields)
-
-    def _handler(self, endpoint: Endpoint, body: JsonObject) -> _Handler:
-        if endpoint is Endpoint.TOKENIZE and "messages" in body:
-            return self._handlers["tokenize_chat"]
-        return self._handlers[endpoint.name.lower()]
 
     async def _check_model(self, fields: JsonObject) -> None:
         name = fields.get("model")
@@ -308,3 +328,58 @@ def _handlers(state: State) -> dict[str, _Handler]:
         "tokenize_chat": _Handler(TokenizeChatRequest, tokens.create_tokenize),
         "detokenize": _Handler(DetokenizeRequest, tokens.create_detokenize),
     }
+
+
+def _pooling_handlers(state: State) -> dict[str, _Handler]:
+    from vllm.entrypoints.pooling.classify import protocol as classify
+    from vllm.entrypoints.pooling.embed import protocol as embed
+    from vllm.entrypoints.pooling.pooling import protocol as pooling
+    from vllm.entrypoints.pooling.scoring import protocol as scoring
+
+    # A model that generates has none of these, and one that pools has those of its task.
+    forms: dict[str, dict[str, type[BaseModel]]] = {
+        "serving_embedding": {
+            "embeddings": embed.EmbeddingCompletionRequest,
+            "embeddings_chat": embed.EmbeddingChatRequest,
+            "embeddings_chats": embed.EmbeddingBatchChatRequest,
+            "embeddings_chat_input": embed.EmbeddingChatInputRequest,
+            "embeddings_chats_input": embed.EmbeddingBatchChatInputRequest,
+            "cohere_embed": embed.CohereEmbedRequest,
+        },
+        "serving_pooling": {
+            "pooling": pooling.PoolingCompletionRequest,
+            "pooling_chat": pooling.PoolingChatRequest,
+        },
+        "serving_classification": {
+            "classify": classify.ClassificationCompletionRequest,
+            "classify_chat": classify.ClassificationChatRequest,
+        },
+        "serving_scores": {
+            "score": scoring.ScoreQueriesDocumentsRequest,
+            "score_items": scoring.ScoreQueriesItemsRequest,
+            "score_data": scoring.ScoreDataRequest,
+            "score_text": scoring.ScoreTextRequest,
+            "rerank": scoring.RerankRequest,
+        },
+    }
+    return {
+        form: _Handler(model, getattr(state, serving, None))
+        for serving, models in forms.items()
+        for form, model in models.items()
+    }
+
+
+def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
+    """What the model does, for those who ask for something else."""
+    if "generate" in tasks:
+        return "generates text; one that pools is served with --runner pooling"
+    task = model.get_pooling_task(tasks)
+    if task in ("classify", "token_classify"):
+        return f"pools for the task {task!r} with {model.hf_config.num_labels} labels"
+    return f"pools for the task {task!r}"
+
+
+def _dimensions(model: ModelConfig) -> Sequence[int]:
+    if not model.is_matryoshka:
+        return ()
+    return model.matryoshka_dimensions or range(1, model.embedding_size + 1)

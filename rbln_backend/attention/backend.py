@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rbln_backend.attention.metadata import RblnAttentionMetadata
-from rbln_backend.attention.ops import CausalAttention
+from rbln_backend.attention.metadata import (
+    PagedMetadata,
+    RblnAttentionMetadata,
+    WindowMetadata,
+)
+from rbln_backend.attention.ops import CausalAttention, SlidingWindowAttention
+from rbln_backend.compiler.device import choose_device
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.unsupported import (
+    ALIBI,
+    ENCODER_DECODER,
+    KV_SHARING,
+    SOFT_CAP,
+    Feature,
+)
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
     AttentionImpl,
@@ -21,12 +34,17 @@ from rbln_backend.vllm_compat.surface import (
     get_current_vllm_config,
 )
 
+# What vLLM's models tell every backend and what changes nothing for text.
+_IDLE_OPTIONS = frozenset(("layer_idx", "mm_prefix_clamp_sliding_window"))
 # Head sizes the RBLN attention kernels accept (vendor documentation of the native path).
 SUPPORTED_HEAD_SIZES = [32, 64, 80, 96, 128, 160, 192, 224, 256]
 
 
 class RblnAttentionBackend(AttentionBackend):
-    """Causal decoder attention over a paged cache of [num_blocks, 2, Hkv, 1, block_size, D]."""
+    """Causal decoder attention over caches of [num_blocks, 2, Hkv, 1, block_size, D].
+
+    Blocks are pages of a request's whole context, or hold the window of one request.
+    """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
@@ -54,8 +72,9 @@ class RblnAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Each layer's cache is one contiguous region of whole blocks.
-        return (KVCacheLayout.LBHNC,)
+        # Our caches are tensors per layer whatever this says. It tells vLLM that groups may differ
+        # in page size; layer-outermost layouts would blow their blocks up to a common size.
+        return (KVCacheLayout.BLHNC,)
 
 
 class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadata]):
@@ -65,25 +84,28 @@ class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadat
         raise NotImplementedError("RblnModelRunner builds attention metadata per graph")
 
 
-def _block_reason(
+def _missing_feature(
     alibi_slopes: list[float] | None,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
     attn_type: str,
     kv_sharing_target_layer_name: str | None,
-) -> str | None:
-    """The first reason why this layer cannot run, or None."""
+) -> Feature | None:
+    """The first thing that this layer needs and we lack, or None."""
     if alibi_slopes is not None:
-        return "ALiBi position biases"
-    if sliding_window is not None:
-        return f"sliding-window attention (window {sliding_window})"
-    if logits_soft_cap:
-        return f"attention logit soft capping (cap {logits_soft_cap})"
+        return ALIBI
     if attn_type != AttentionType.DECODER:
-        return f"{attn_type} attention"
+        return ENCODER_DECODER
     if kv_sharing_target_layer_name is not None:
-        return "KV sharing between layers"
+        return KV_SHARING
     return None
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise for what a model asks of this layer by a name that only other backends know."""
+    asked = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
+    if asked:
+        raise UnsupportedModelError(
+            f"attention layers with {', '.join(sorted(asked))}: not supported by the RBLN backend"
+        )
 
 
 class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
@@ -101,15 +123,13 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        **extra: Any,
+        sinks: Tensor | None = None,
+        **options: Any,
     ) -> None:
-        reason = _block_reason(
-            alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name
-        )
-        if reason is None and extra.get("sinks") is not None:
-            reason = "attention sinks"
-        if reason is not None:
-            raise UnsupportedModelError(f"the RBLN backend does not support {reason}")
+        missing = _missing_feature(alibi_slopes, attn_type, kv_sharing_target_layer_name)
+        if missing is not None:
+            raise missing.refusal()
+        _refuse_options(options)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -117,8 +137,19 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # The ops take the scale as a tensor, which makes it a graph input.
         self.scale_tensor = torch.tensor(self.scale, dtype=torch.float32)
+        self.sinks = sinks
+        # vLLM writes "no cap" as 0.
+        self.soft_cap = logits_soft_cap or None
+        # Which of the two a layer uses follows from the metadata of its KV cache group: a window
+        # that reaches over the whole context is no window.
+        self.sliding_window = sliding_window
         rbln = configured(get_current_vllm_config())
-        self._attention = CausalAttention(use_custom_kernel=rbln.use_custom_kernel)
+        if self.soft_cap is not None and choose_device(rbln) == "rebel":
+            raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
+        use_custom_kernel = rbln.use_custom_kernel
+        self._causal = CausalAttention(use_custom_kernel=use_custom_kernel)
+        self._window = SlidingWindowAttention(use_custom_kernel=use_custom_kernel)
+        self._causal.check_options(sinks, self.soft_cap)
 
     def forward(
         self,
@@ -137,16 +168,45 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         group = self.num_heads // self.num_kv_heads
         q_shape = (batch, length, self.num_kv_heads, group, self.head_size)
         kv_shape = (batch, length, self.num_kv_heads, 1, self.head_size)
-        result = self._attention(
-            q=query.view(q_shape).permute(0, 2, 3, 1, 4),
-            k=key.view(kv_shape).permute(0, 2, 3, 1, 4),
-            v=value.view(kv_shape).permute(0, 2, 3, 1, 4),
-            kv_cache=kv_cache,
-            scale=self.scale_tensor,
-            seq_idx=attn_metadata.seq_idx,
-            block_tables=attn_metadata.block_tables,
-            is_prefill=attn_metadata.is_prefill,
-            one_block=attn_metadata.one_block,
+        result = self._attend(
+            query.view(q_shape).permute(0, 2, 3, 1, 4),
+            key.view(kv_shape).permute(0, 2, 3, 1, 4),
+            value.view(kv_shape).permute(0, 2, 3, 1, 4),
+            kv_cache,
+            attn_metadata,
         )
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(query.shape))
         return output
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: RblnAttentionMetadata
+    ) -> Tensor:
+        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; the result is shaped like q."""
+        if isinstance(metadata, WindowMetadata):
+            return self._window(
+                q=q,
+                k=k,
+                v=v,
+                kv_cache=kv_cache,
+                scale=self.scale_tensor,
+                cache_seq_len=metadata.cache_seq_len,
+                cache_offset=metadata.cache_offset,
+                block_tables=metadata.block_tables,
+                is_prefill=metadata.is_prefill,
+                sinks=self.sinks,
+                soft_cap=self.soft_cap,
+            )
+        assert isinstance(metadata, PagedMetadata)
+        return self._causal(
+            q=q,
+            k=k,
+            v=v,
+            kv_cache=kv_cache,
+            scale=self.scale_tensor,
+            seq_idx=metadata.seq_idx,
+            block_tables=metadata.block_tables,
+            is_prefill=metadata.is_prefill,
+            one_block=metadata.one_block,
+            sinks=self.sinks,
+            soft_cap=self.soft_cap,
+        )

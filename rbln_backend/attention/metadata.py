@@ -11,14 +11,40 @@ from rbln_backend.vllm_compat.surface import AttentionMetadata
 
 @dataclass
 class RblnAttentionMetadata(AttentionMetadata):
-    """B requests, P blocks per request (partitions)."""
+    """B requests of L query tokens each."""
+
+    batch_size: int
+    query_len: int
+    is_prefill: bool
+
+
+@dataclass
+class PagedMetadata(RblnAttentionMetadata):
+    """Layers that keep the whole context in P blocks per request (partitions)."""
 
     seq_idx: Tensor
     """[B, P] int32: tokens already cached in each partition before this step."""
     block_tables: Tensor
     """[P] int32 in prefill, [B, P] in decode; padded entries hold the null block 0."""
-    batch_size: int
-    query_len: int
-    is_prefill: bool
     one_block: bool
     """True when one block holds a whole request (block_size == max_model_len)."""
+
+
+@dataclass
+class WindowMetadata(RblnAttentionMetadata):
+    """Layers that keep the last ``window`` tokens in one block per request."""
+
+    cache_seq_len: Tensor
+    """[B, 1] int32: valid positions of the block before this step, at most ``window``."""
+    cache_offset: Tensor
+    """[B, 1] int32: ``cache_seq_len`` plus the step's real tokens; equal to it in padded rows."""
+    block_tables: Tensor
+    """[1] int32 in prefill, [B, 1] in decode; padded rows hold the null block 0."""
+
+
+@dataclass
+class EncoderMetadata(RblnAttentionMetadata):
+    """Layers without a cache, which attend in both directions: B is 1, L holds a whole prompt."""
+
+    last_row: Tensor
+    """[1] int64: the row of the prompt's last token; the rows after it are padding."""

@@ -1,13 +1,24 @@
 """Schemas of the RBLN attention ops, shared by both devices.
 
-Semantics (documented for the RBLN stack): with ``start`` the sum of a request's row of
-``seq_idx``, the new K and V of L query tokens are written at logical positions start..start+L-1
-through the block table, and query row j attends to positions 0..start+j. Padded rows carry
-``seq_idx`` 0 and the null block 0. The compiler of a real device matches these ops by name; the
-emulator registers CPU bodies for them.
+The compiler of a real device matches these ops by name; the emulator registers CPU bodies for
+them. q is [B, Hkv, G, L, D], k and v are [B, Hkv, 1, L, D], the result has q's shape.
+
+*Causal ops.* With ``start`` the sum of a request's row of ``seq_idx``, the new K and V of L query
+tokens are written at logical positions start..start+L-1 through the block table, and query row j
+attends to positions 0..start+j. Padded rows carry ``seq_idx`` 0 and the null block 0.
+
+*Sliding-window ops.* A request owns one block, whose slots are the window. Before the step its
+first ``cache_seq_len`` slots hold the request's latest tokens in order; of the L rows the first
+``cache_offset - cache_seq_len`` are real. Row j attends to itself and to the window - 1 tokens
+before it, in the block or new; afterwards the block holds the latest tokens again, from slot 0 on.
+The other rows are padding and give zeros. What padded rows and unused slots hold is never read.
+The decode op's ``attn_mask`` says for a real device what ``cache_seq_len`` says: it is not read.
 
 Two namespaces have the same ops: ``rbln_custom_ops``, and ``rbln_triton_ops`` for
-``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and which takes no sinks.
+``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and whose ops end after the
+documented required arguments. ``sinks`` are one more logit per query head in the softmax's
+denominator. ``logits_soft_cap`` is ours, not the SDK's: a scaled score s becomes
+cap * tanh(s / cap), before sinks join.
 """
 
 from __future__ import annotations
@@ -15,22 +26,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rbln_backend.errors import UnsupportedModelError
+
 NAMESPACE = "rbln_custom_ops"
 CUSTOM_KERNEL_NAMESPACE = "rbln_triton_ops"
-_FLASH = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor scale, Tensor seq_idx, "
-    "Tensor block_tables, Tensor slot_mapping{sinks}) -> Tensor"
+_QKV = "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, "
+_FLASH = _QKV + "Tensor scale, Tensor seq_idx, Tensor block_tables, Tensor slot_mapping"
+_ONE_BLOCK = _QKV + "Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy"
+_WINDOW = (
+    _QKV + "Tensor cache_seq_len, Tensor cache_offset, Tensor scale, Tensor block_tables, "
+    "Tensor dummy"
 )
-_ONE_BLOCK = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor seq_idx, Tensor scale, "
-    "Tensor block_tables, Tensor dummy{sinks}) -> Tensor"
-)
-_SINKS = ", Tensor? sinks=None"
+_MASK = ", Tensor? attn_mask=None"
+_OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None"
+# Per op: the arguments of both namespaces, and what only rbln_custom_ops takes after them.
 SCHEMAS = {
-    "flash_causal_attention_naive_prefill": _FLASH,
-    "flash_causal_attention_naive_decode": _FLASH,
-    "causal_attention_naive_prefill": _ONE_BLOCK,
-    "causal_attention_naive_decode": _ONE_BLOCK,
+    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS),
+    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS),
+    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS),
+    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS),
+    "sliding_window_attention_naive_prefill": (_WINDOW, _OPTIONS),
+    "sliding_window_attention_naive_decode": (_WINDOW, _MASK + _OPTIONS),
 }
 
 
@@ -40,10 +56,11 @@ def _fake(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(batch, length, kv_heads, group, head_size).permute(0, 2, 3, 1, 4)
 
 
-def _define(namespace: str, sinks: str) -> torch.library.Library:
+def _define(namespace: str, *, with_options: bool) -> torch.library.Library:
     library = torch.library.Library(namespace, "DEF")
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema.format(sinks=sinks))
+    for name, (required, options) in SCHEMAS.items():
+        arguments = required + options if with_options else required
+        library.define(f"{name}{arguments}) -> Tensor")
         torch.library.register_fake(f"{namespace}::{name}", _fake, lib=library)
     return library
 
@@ -59,17 +76,41 @@ def _forward_to_plain_op(library: torch.library.Library, name: str) -> None:
     library.impl(name, run, "CPU")
 
 
-LIBRARY = _define(NAMESPACE, _SINKS)
-CUSTOM_KERNEL_LIBRARY = _define(CUSTOM_KERNEL_NAMESPACE, "")
+LIBRARY = _define(NAMESPACE, with_options=True)
+CUSTOM_KERNEL_LIBRARY = _define(CUSTOM_KERNEL_NAMESPACE, with_options=False)
 for _name in SCHEMAS:
     _forward_to_plain_op(CUSTOM_KERNEL_LIBRARY, _name)
 
 
-class CausalAttention:
-    """The documented op of one namespace for a phase and a block layout."""
+class _Ops:
+    """The ops of one namespace, called with no argument that the caller has no need of."""
 
     def __init__(self, *, use_custom_kernel: bool) -> None:
-        self._ops = torch.ops.rbln_triton_ops if use_custom_kernel else torch.ops.rbln_custom_ops
+        self._namespace = CUSTOM_KERNEL_NAMESPACE if use_custom_kernel else NAMESPACE
+
+    def check_options(self, sinks: Tensor | None, soft_cap: float | None) -> None:
+        """Raises UnsupportedModelError where the namespace has no such option."""
+        if self._namespace == CUSTOM_KERNEL_NAMESPACE and (sinks is not None or soft_cap):
+            option = "sinks" if sinks is not None else f"soft cap (logits_soft_cap {soft_cap})"
+            raise UnsupportedModelError(
+                f"the custom attention kernels take no {option}; unset RBLN_USE_CUSTOM_KERNEL"
+            )
+
+    def _call(
+        self, name: str, arguments: tuple[Tensor, ...], sinks: Tensor | None, soft_cap: float | None
+    ) -> Tensor:
+        self.check_options(sinks, soft_cap)
+        positional: list[Tensor | None] = [*arguments]
+        if sinks is not None:
+            # By position, as the documented callers do: None stands for the mask before them.
+            positional += [None, sinks] if _MASK in SCHEMAS[name][1] else [sinks]
+        named = {} if soft_cap is None else {"logits_soft_cap": soft_cap}
+        result: Tensor = getattr(getattr(torch.ops, self._namespace), name)(*positional, **named)
+        return result
+
+
+class CausalAttention(_Ops):
+    """The documented causal op of one namespace for a phase and a block layout."""
 
     def __call__(
         self,
@@ -83,18 +124,46 @@ class CausalAttention:
         block_tables: Tensor,
         is_prefill: bool,
         one_block: bool,
+        sinks: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; scale 0-dim float32; see the module.
+        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; scale 0-dim float32; sinks [Hq].
 
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
         """
         phase = "prefill" if is_prefill else "decode"
-        result: Tensor
         if one_block:
-            naive = getattr(self._ops, f"causal_attention_naive_{phase}")
-            result = naive(q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
-        else:
-            flash = getattr(self._ops, f"flash_causal_attention_naive_{phase}")
-            result = flash(q, k, v, kv_cache, scale, seq_idx, block_tables, scale)
-        return result
+            arguments = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
+            return self._call(f"causal_attention_naive_{phase}", arguments, sinks, soft_cap)
+        arguments = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale)
+        return self._call(f"flash_causal_attention_naive_{phase}", arguments, sinks, soft_cap)
+
+
+class SlidingWindowAttention(_Ops):
+    """The documented sliding-window op of one namespace for a phase."""
+
+    def __call__(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        scale: Tensor,
+        cache_seq_len: Tensor,
+        cache_offset: Tensor,
+        block_tables: Tensor,
+        is_prefill: bool,
+        sinks: Tensor | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """kv_cache [N, 2, Hkv, 1, window, D]; cache_seq_len, cache_offset [B, 1]; see the module.
+
+        ``block_tables`` is [1] in prefill and [B, 1] in decode: each request's own block. Where
+        the slot mapping would be, the scale is passed, as the documented callers do.
+        """
+        phase = "prefill" if is_prefill else "decode"
+        lengths = (cache_seq_len, cache_offset)
+        arguments = (q, k, v, kv_cache, *lengths, scale, block_tables, scale)
+        return self._call(f"sliding_window_attention_naive_{phase}", arguments, sinks, soft_cap)

@@ -86,8 +86,21 @@ def read_entry(directory: Path, key: CacheKey) -> dict[str, bytes]:
             name: _read_verified(descriptor, name, record)
             for name, record in manifest.files.items()
         }
+    except CorruptArtifactError:
+        if not _is_entry(descriptor, directory):
+            # Evicted while it was read; what has the name now may be another writer's, and whole.
+            raise FileNotFoundError(f"{directory} was removed while it was read") from None
+        raise
     finally:
         os.close(descriptor)
+
+
+def _is_entry(descriptor: int, directory: Path) -> bool:
+    """Whether the opened directory is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), directory.stat())
+    except OSError:
+        return False
 
 
 def sync_directory(path: Path) -> None:

@@ -33,7 +33,10 @@ def capture(
 
     torch._dynamo.reset()
     try:
-        torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
+        # Dynamo's callable runs once. With gradients on, what it writes to the KV caches would
+        # make them part of an autograd graph.
+        with torch.no_grad():
+            torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
     except torch._dynamo.exc.TorchDynamoException as error:
         cause = error.__cause__
         if isinstance(cause, CompileError):
@@ -49,7 +52,7 @@ def capture(
 def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]) -> Program:
     graph = module.graph
     _refuse_constants(graph)
-    _drop_data_reads(graph)
+    _drop_inert_nodes(graph)
     bindings = []
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
         grapharg = node.meta.get("grapharg")
@@ -70,9 +73,38 @@ def _refuse_constants(graph: fx.Graph) -> None:
             raise CompileError(f"the graph embeds {node.target!r}; it cannot be stored as data")
 
 
-def _drop_data_reads(graph: fx.Graph) -> None:
-    """``weight.data`` is the weight: nothing here is differentiated."""
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "") == "_get_data_attr":
+def _drop_inert_nodes(graph: fx.Graph) -> None:
+    """Erase what computes nothing here, where weights are constant and nothing is differentiated.
+
+    These are ``weight.data``, dropout outside training, and gradient and autocast modes that a
+    model sets around a part of itself.
+    """
+    # Backwards: the node that leaves an autocast region uses the one that enters it.
+    for node in reversed(graph.nodes):
+        if _name(node) == "_get_data_attr" or _is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif not node.users and _is_idle_mode(node):
+            graph.erase_node(node)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    if node.target is not torch.nn.functional.dropout:
+        return False
+    given: Mapping[str, object] = dict(
+        zip(("input", "p", "training"), node.args, strict=False)
+    ) | dict(node.kwargs)
+    return given.get("training") is False or given.get("p") in (0, 0.0)
+
+
+def _is_idle_mode(node: fx.Node) -> bool:
+    if node.target is torch._C._set_grad_enabled:
+        return True
+    if _name(node) == "_exit_autocast":
+        return isinstance(node.args[0], fx.Node) and _is_idle_mode(node.args[0])
+    # Arguments: device type, dtype, enabled, cache enabled.
+    return _name(node) == "_enter_autocast" and node.args[2] is False

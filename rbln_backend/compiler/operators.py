@@ -20,17 +20,17 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name)
     for name in (
         "add sub mul truediv floordiv mod neg pow getitem setitem iadd isub imul itruediv "
-        "eq ne lt le gt ge and_ or_ invert matmul"
+        "eq ne lt le gt ge and_ or_ invert rshift matmul"
     ).split()
 }
 
 _TORCH = frozenset(
     (
         "abs add addmm all any arange argmax bmm cat chunk clamp concat cos cumsum div einsum "
-        "empty empty_like eq exp expand flatten full full_like gather ge gt index_select le log "
-        "logical_and logical_not logical_or lt masked_fill matmul max maximum mean min minimum mm "
-        "movedim mul narrow ne neg ones ones_like outer permute pow reciprocal relu repeat "
-        "repeat_interleave reshape rsqrt select sigmoid sin slice softmax split sqrt square "
+        "empty empty_like eq exp expand expm1 flatten full full_like gather ge gt index_select "
+        "le log logical_and logical_not logical_or lt masked_fill matmul max maximum mean min "
+        "minimum mm movedim mul narrow ne neg ones ones_like outer permute pow reciprocal relu "
+        "repeat repeat_interleave reshape rsqrt select sigmoid sin slice softmax split sqrt square "
         "squeeze stack std sub sum tanh tensor_split tile topk transpose tril triu unbind "
         "unsqueeze var where zeros zeros_like"
     ).split()
@@ -45,13 +45,13 @@ _FUNCTIONAL = frozenset(
 
 _METHODS = frozenset(
     (
-        "abs add add_ argmax bool chunk clamp clone contiguous copy_ cos cumsum detach div "
-        "div_ exp expand expand_as fill_ flatten float gather half bfloat16 index_copy_ "
-        "index_select int item long masked_fill masked_fill_ matmul max mean min movedim mul "
-        "mul_ narrow neg new_empty new_full new_ones new_zeros permute pow reciprocal repeat "
-        "repeat_interleave reshape rsqrt select sigmoid sin softmax split sqrt square squeeze "
-        "sub sub_ sum t tanh to topk transpose type_as unbind unflatten unsqueeze view view_as "
-        "zero_"
+        "abs add add_ argmax bitwise_and_ bool chunk clamp clamp_ clone contiguous copy_ cos "
+        "cumsum detach div div_ exp expand expand_as fill_ flatten float gather half bfloat16 "
+        "index_copy_ index_select int item long masked_fill masked_fill_ matmul max mean min "
+        "movedim mul mul_ narrow ne neg new_empty new_full new_ones new_zeros permute pow "
+        "reciprocal repeat repeat_interleave reshape rsqrt select sigmoid sin softmax split sqrt "
+        "square squeeze sub sub_ sum t tanh to topk transpose type_as unbind unflatten unsqueeze "
+        "view view_as zero_"
     ).split()
 )
 
@@ -67,9 +67,8 @@ def _function_tables() -> dict[str, Callable[..., Any]]:
     for name in _FUNCTIONAL:
         table[f"functional.{name}"] = getattr(torch.nn.functional, name)
     # Dynamo records some functionals by the C++ binding behind them.
-    table["nn.linear"] = torch._C._nn.linear
-    table["nn.gelu"] = torch._C._nn.gelu
-    table["nn.silu"] = torch._C._nn.silu
+    for name in _FUNCTIONAL & set(dir(torch._C._nn)):
+        table[f"nn.{name}"] = getattr(torch._C._nn, name)
     return table
 
 

@@ -28,11 +28,18 @@ class Phase(Enum):
     """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
     LOGITS = "logits"
     """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
+    POOLING = "pooling"
+    """As PREFILL, of a model that pools: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
+
+    @property
+    def takes_chunk(self) -> bool:
+        """Whether a run is one chunk of one request's prompt."""
+        return self in (Phase.PREFILL, Phase.POOLING)
 
 
 @dataclass(frozen=True, order=True)
 class GraphSpec:
-    """One static shape of one phase; ``bucket`` counts tokens (PREFILL), requests or rows."""
+    """One static shape of one phase; ``bucket`` counts tokens of a chunk, requests or rows."""
 
     phase_name: str
     bucket: int
@@ -48,12 +55,12 @@ class GraphSpec:
     @property
     def batch_size(self) -> int:
         """Requests per run."""
-        return 1 if self.phase is Phase.PREFILL else self.bucket
+        return 1 if self.phase.takes_chunk else self.bucket
 
     @property
     def query_len(self) -> int:
         """Tokens per request and run."""
-        return self.bucket if self.phase is Phase.PREFILL else 1
+        return self.bucket if self.phase.takes_chunk else 1
 
     def __str__(self) -> str:
         return f"{self.phase_name}-{self.bucket}"

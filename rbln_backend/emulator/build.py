@@ -37,7 +37,19 @@ Mode = Literal["auto", "native", "aten"]
 
 _SOURCE_DIR = Path(__file__).parent
 _TORCH_DIR = Path(torch.__file__).parent
-_SOURCES = ("library", "attention", "linear", "norm", "rotary", "activation", "team")
+_SOURCES = (
+    "library",
+    "attention",
+    "window_attention",
+    "linear",
+    "norm",
+    "rotary",
+    "activation",
+    "moe",
+    "moe_tensors",
+    "team",
+)
+_OVER_TENSORS = ("library", "moe_tensors")
 _LIBRARY = "librbln_emulator.so"
 _RECORD = "library.json"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
@@ -125,6 +137,11 @@ def _open_library(path: Path, reason: str) -> KernelSet:
     describe = _Active.handle.rbln_emulator_isa
     describe.restype = ctypes.c_char_p
     return KernelSet("native", describe().decode(), path, reason)
+
+
+def packs_weights() -> bool:
+    """Whether the active kernels want weights in their own layout (``pack_linear_weight``)."""
+    return _Active.native is not None and _Active.fallback is None
 
 
 def set_threads(threads: int) -> None:
@@ -219,7 +236,7 @@ def _build(directory: Path) -> float:
 
 def _compile_command(compiler: str, name: str, target: str) -> list[str]:
     command = [compiler, "-c", *_FLAGS, str(_SOURCE_DIR / f"{name}.cpp"), "-o", target]
-    if name == "library":
+    if name in _OVER_TENSORS:
         # Glue code: torch's headers are nearly all of its cost, and optimising it buys nothing.
         command += ["-O1", f"-I{_TORCH_DIR / 'include'}"]
     return command

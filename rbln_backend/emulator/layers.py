@@ -7,15 +7,30 @@ originals in ``forward_native`` only, so weights, loading and configuration stay
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rbln_backend.emulator.moe import EmulatedMoEMethod, EmulatedMoERunner
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
+    GemmaRMSNorm,
+    LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
     RMSNorm,
     RotaryEmbedding,
     SiluAndMul,
+    YaRNScalingRotaryEmbedding,
 )
+
+
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    ops = torch.ops.rbln_emulator
+    if residual is None:
+        normed: Tensor = ops.rms_norm(x, weight, epsilon)
+        return normed
+    pair: tuple[Tensor, Tensor] = ops.fused_add_rms_norm(x, residual, weight, epsilon)
+    return pair
 
 
 class EmulatedRMSNorm(RMSNorm):
@@ -26,12 +41,16 @@ class EmulatedRMSNorm(RMSNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self.variance_size_override is not None or not self.has_weight:
             return super().forward_native(x, residual)
-        ops, epsilon = torch.ops.rbln_emulator, self.variance_epsilon
-        if residual is None:
-            normed: Tensor = ops.rms_norm(x, self.weight, epsilon)
-            return normed
-        pair: tuple[Tensor, Tensor] = ops.fused_add_rms_norm(x, residual, self.weight, epsilon)
-        return pair
+        return _normalise(x, residual, self.weight, self.variance_epsilon)
+
+
+class EmulatedGemmaRMSNorm(GemmaRMSNorm):
+    """RMSNorm whose weight is stored less one and multiplies in float32."""
+
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return _normalise(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
 
 
 class EmulatedSiluAndMul(SiluAndMul):
@@ -43,40 +62,38 @@ class EmulatedSiluAndMul(SiluAndMul):
         return result
 
 
-def _rotate(
-    layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    if key is None or layer.cos_sin_cache.dtype != query.dtype:
-        return RotaryEmbedding.forward_native(layer, positions, query, key)
-    pair: tuple[Tensor, Tensor] = torch.ops.rbln_emulator.rotary_embedding(
-        positions, query, key, layer.cos_sin_cache, layer.head_size, layer.is_neox_style
-    )
-    return pair
-
-
-class EmulatedRotaryEmbedding(RotaryEmbedding):
-    """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D]."""
+class _RotaryKernel(RotaryEmbedding):
+    """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D] by whatever cos_sin_cache holds."""
 
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        return _rotate(self, positions, query, key)
+        if key is None or self.cos_sin_cache.dtype != query.dtype:
+            return super().forward_native(positions, query, key)
+        pair: tuple[Tensor, Tensor] = torch.ops.rbln_emulator.rotary_embedding(
+            positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style
+        )
+        return pair
 
 
-class EmulatedLlama3RotaryEmbedding(Llama3RotaryEmbedding):
-    """As above over Llama 3's scaled frequencies."""
+# These differ in how they fill the cache, never in how they apply it.
+_ROTARY_LAYERS = (
+    RotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
 
-    def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return _rotate(self, positions, query, key)
-
-
-_REPLACEMENTS: dict[str, type[CustomOp]] = {
+_REPLACEMENTS: dict[str, type[nn.Module]] = {
     "RMSNorm": EmulatedRMSNorm,
+    "GemmaRMSNorm": EmulatedGemmaRMSNorm,
     "SiluAndMul": EmulatedSiluAndMul,
-    "RotaryEmbedding": EmulatedRotaryEmbedding,
-    "Llama3RotaryEmbedding": EmulatedLlama3RotaryEmbedding,
+    **{
+        layer.__name__: type(f"Emulated{layer.__name__}", (_RotaryKernel, layer), {})
+        for layer in _ROTARY_LAYERS
+    },
+    "MoERunner": EmulatedMoERunner,
+    "UnquantizedFusedMoEMethod": EmulatedMoEMethod,
 }
 
 

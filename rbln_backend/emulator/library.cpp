@@ -1,9 +1,7 @@
 // The torch ops: checks what a caller can get wrong, turns tensors into kernel arguments.
 //
 // The schemas live in Python (emulator/ops.py and attention/ops.py); this file adds the CPU bodies.
-// It is the only one that includes torch's headers.
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/Tensor.h>
+// Only it includes torch/library.h, which takes the compiler longer than all kernels.
 #include <torch/library.h>
 
 #include <optional>
@@ -11,65 +9,18 @@
 #include <vector>
 
 #include "kernels.h"
+#include "moe_tensors.h"
 #include "simd.h"
+#include "tensors.h"
 
 namespace {
 
 using at::Tensor;
 
-rbln::Dtype dtype_of(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return rbln::Dtype::f32;
-    case at::kBFloat16: return rbln::Dtype::bf16;
-    case at::kHalf: return rbln::Dtype::f16;
-    default:
-      TORCH_CHECK(false, name, " has dtype ", tensor.scalar_type(),
-                  "; the kernels take float32, bfloat16 and float16");
-  }
-}
-
-void check_dtype(const Tensor& tensor, const char* name, const Tensor& like) {
-  TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " has dtype ",
-              tensor.scalar_type(), " instead of ", like.scalar_type());
-}
-
-Tensor empty_like_dtype(at::IntArrayRef sizes, const Tensor& like) {
-  return at::detail::empty_cpu(sizes, like.scalar_type());
-}
-
-// A tensor seen as rows of its last dimension at one stride; copied only when it cannot be.
-struct Rows {
-  Tensor tensor;
-  int64_t count = 1, width, stride = 0;
-
-  explicit Rows(const Tensor& source) : tensor(source), width(source.size(-1)) {
-    if (!collapse()) {
-      tensor = source.contiguous();
-      collapse();
-    }
-  }
-
-  const void* data() const { return tensor.const_data_ptr(); }
-
- private:
-  bool collapse() {
-    count = 1;
-    stride = width;
-    if (width > 1 && tensor.stride(-1) != 1) return false;
-    bool first = true;
-    for (int64_t d = tensor.dim() - 2; d >= 0; --d) {
-      if (tensor.size(d) == 1) continue;
-      if (first) {
-        stride = tensor.stride(d);
-        first = false;
-      } else if (tensor.stride(d) != stride * count) {
-        return false;
-      }
-      count *= tensor.size(d);
-    }
-    return true;
-  }
-};
+using rbln::check_dtype;
+using rbln::dtype_of;
+using rbln::empty_like_dtype;
+using rbln::Rows;
 
 std::vector<int64_t> integers(const Tensor& tensor, const char* name) {
   std::vector<int64_t> values(size_t(tensor.numel()));
@@ -234,55 +185,126 @@ std::vector<int64_t> checked_starts(const Tensor& seq_idx, const std::vector<int
   return starts;
 }
 
+// The options of every attention op, and what all of them hand to the kernels.
+struct AttentionCall {
+  Tensor sinks, out;
+  rbln::AttentionArgs args{};
+
+  AttentionCall(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cache,
+                const Tensor& scale, const std::optional<Tensor>& sink_logits,
+                std::optional<double> soft_cap) {
+    const int64_t batch = q.size(0), heads = q.size(1), group = q.size(2), length = q.size(3);
+    TORCH_CHECK(scale.numel() == 1 && scale.scalar_type() == at::kFloat,
+                "scale is not a float32 scalar tensor");
+    TORCH_CHECK(!soft_cap.has_value() || *soft_cap > 0, "logits_soft_cap is ", soft_cap.value_or(0),
+                "; it must be positive");
+    if (sink_logits.has_value()) {
+      TORCH_CHECK(sink_logits->numel() == heads * group, "sinks has ", sink_logits->numel(),
+                  " elements for ", heads * group, " query heads");
+      sinks = sink_logits->to(at::kFloat).contiguous();
+      args.sinks = sinks.const_data_ptr<float>();
+    }
+    out = empty_like_dtype({batch, length, heads, group, q.size(4)}, q);
+    args.dtype = dtype_of(q, "q");
+    args.q = q.const_data_ptr();
+    args.k = k.const_data_ptr();
+    args.v = v.const_data_ptr();
+    args.q_stride = {q.stride(0), q.stride(1), q.stride(2), q.stride(3)};
+    args.k_stride = {k.stride(0), k.stride(1), k.stride(2), k.stride(3)};
+    args.v_stride = {v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
+    args.cache = cache.mutable_data_ptr();
+    args.cache_stride = {cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(4)};
+    args.batch = batch;
+    args.kv_heads = heads;
+    args.group = group;
+    args.length = length;
+    args.head_size = q.size(4);
+    args.block_size = cache.size(4);
+    args.scale = *scale.const_data_ptr<float>();
+    args.soft_cap = float(soft_cap.value_or(0));
+    args.out = out.mutable_data_ptr();
+  }
+
+  Tensor result() const { return out.permute({0, 2, 3, 1, 4}); }
+};
+
 Tensor flash_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                     const Tensor& scale, const Tensor& seq_idx, const Tensor& block_tables,
-                    const Tensor& /*slot_mapping*/, const std::optional<Tensor>& sinks) {
+                    const Tensor& /*slot_mapping*/, const std::optional<Tensor>& sinks,
+                    std::optional<double> soft_cap) {
   check_attention(q, k, v, kv_cache, block_tables);
-  const int64_t batch = q.size(0), heads = q.size(1), group = q.size(2), length = q.size(3);
   const std::vector<int64_t> tables = integers(block_tables, "block_tables");
-  const std::vector<int64_t> starts = checked_starts(seq_idx, tables, batch, length, kv_cache);
-  TORCH_CHECK(scale.numel() == 1 && scale.scalar_type() == at::kFloat,
-              "scale is not a float32 scalar tensor");
-  Tensor sink_logits;
-  if (sinks.has_value()) {
-    TORCH_CHECK(sinks->numel() == heads * group, "sinks has ", sinks->numel(),
-                " elements for ", heads * group, " query heads");
-    sink_logits = sinks->to(at::kFloat).contiguous();
-  }
-  const Tensor out = empty_like_dtype({batch, length, heads, group, q.size(4)}, q);
-  rbln::AttentionArgs args{};
-  args.dtype = dtype_of(q, "q");
-  args.q = q.const_data_ptr();
-  args.k = k.const_data_ptr();
-  args.v = v.const_data_ptr();
-  args.q_stride = {q.stride(0), q.stride(1), q.stride(2), q.stride(3)};
-  args.k_stride = {k.stride(0), k.stride(1), k.stride(2), k.stride(3)};
-  args.v_stride = {v.stride(0), v.stride(1), v.stride(2), v.stride(3)};
-  args.cache = kv_cache.mutable_data_ptr();
-  args.cache_stride = {kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
-                       kv_cache.stride(4)};
-  args.batch = batch;
-  args.kv_heads = heads;
-  args.group = group;
-  args.length = length;
-  args.head_size = q.size(4);
-  args.block_size = kv_cache.size(4);
-  args.table_width = int64_t(tables.size()) / batch;
-  args.starts = starts.data();
-  args.tables = tables.data();
-  args.scale = *scale.const_data_ptr<float>();
-  args.sinks = sinks.has_value() ? sink_logits.const_data_ptr<float>() : nullptr;
-  args.out = out.mutable_data_ptr();
-  rbln::causal_attention(args);
-  return out.permute({0, 2, 3, 1, 4});
+  const std::vector<int64_t> starts =
+      checked_starts(seq_idx, tables, q.size(0), q.size(3), kv_cache);
+  AttentionCall call(q, k, v, kv_cache, scale, sinks, soft_cap);
+  call.args.table_width = int64_t(tables.size()) / q.size(0);
+  call.args.starts = starts.data();
+  call.args.tables = tables.data();
+  rbln::causal_attention(call.args);
+  return call.result();
 }
 
 // The one-block ops take seq_idx before scale.
 Tensor one_block_causal(const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& kv_cache, const Tensor& seq_idx, const Tensor& scale,
                         const Tensor& block_tables, const Tensor& dummy,
-                        const std::optional<Tensor>& sinks) {
-  return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks);
+                        const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
+  return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, soft_cap);
+}
+
+// One whole number per request.
+std::vector<int64_t> per_request(const Tensor& tensor, const char* name, int64_t batch) {
+  TORCH_CHECK(tensor.numel() == batch, name, " has shape ", tensor.sizes(), " for a batch of ",
+              batch);
+  return integers(tensor, name);
+}
+
+// The new tokens of every request; 0 for padding, of which nothing else is looked at.
+std::vector<int64_t> checked_counts(const std::vector<int64_t>& cached,
+                                    const std::vector<int64_t>& ends,
+                                    const std::vector<int64_t>& blocks, int64_t length,
+                                    const Tensor& cache) {
+  std::vector<int64_t> counts(cached.size());
+  for (size_t b = 0; b < cached.size(); ++b) {
+    counts[b] = std::max<int64_t>(0, ends[b] - cached[b]);
+    if (counts[b] == 0) continue;
+    TORCH_CHECK(cached[b] >= 0 && cached[b] <= cache.size(4), "cache_seq_len[", b, "] is ",
+                cached[b], ", the window has ", cache.size(4), " slots");
+    TORCH_CHECK(counts[b] <= length, "cache_offset[", b, "] is ", ends[b], ", ", counts[b],
+                " more than cache_seq_len, but q has ", length, " rows");
+    TORCH_CHECK_INDEX(blocks[b] >= 0 && blocks[b] < cache.size(0), "block_tables[", b, "] is ",
+                      blocks[b], ", the cache has ", cache.size(0), " blocks");
+  }
+  return counts;
+}
+
+Tensor window_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
+                      const Tensor& cache_seq_len, const Tensor& cache_offset,
+                      const Tensor& scale, const Tensor& block_tables, const Tensor& /*dummy*/,
+                      const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
+  check_attention(q, k, v, kv_cache, block_tables);
+  const int64_t batch = q.size(0);
+  const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", batch),
+                             ends = per_request(cache_offset, "cache_offset", batch),
+                             blocks = per_request(block_tables, "block_tables", batch),
+                             counts = checked_counts(cached, ends, blocks, q.size(3), kv_cache);
+  AttentionCall call(q, k, v, kv_cache, scale, sinks, soft_cap);
+  call.args.table_width = 1;
+  call.args.starts = cached.data();
+  call.args.counts = counts.data();
+  call.args.tables = blocks.data();
+  rbln::window_attention(call.args);
+  return call.result();
+}
+
+// The mask says again what cache_seq_len says; see attention/ops.py.
+Tensor window_decode(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
+                     const Tensor& cache_seq_len, const Tensor& cache_offset, const Tensor& scale,
+                     const Tensor& block_tables, const Tensor& dummy,
+                     const std::optional<Tensor>& /*attn_mask*/,
+                     const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
+  return window_prefill(q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy,
+                        sinks, soft_cap);
 }
 
 }  // namespace
@@ -302,6 +324,8 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("fused_add_rms_norm", TORCH_FN(fused_add_rms_norm));
   m.impl("silu_and_mul", TORCH_FN(silu_and_mul));
   m.impl("rotary_embedding", TORCH_FN(rotary_embedding));
+  m.impl("moe_route", TORCH_FN(rbln::moe_route_tensors));
+  m.impl("moe", TORCH_FN(rbln::moe_tensors));
 }
 
 TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {
@@ -309,4 +333,6 @@ TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {
   m.impl("flash_causal_attention_naive_decode", TORCH_FN(flash_causal));
   m.impl("causal_attention_naive_prefill", TORCH_FN(one_block_causal));
   m.impl("causal_attention_naive_decode", TORCH_FN(one_block_causal));
+  m.impl("sliding_window_attention_naive_prefill", TORCH_FN(window_prefill));
+  m.impl("sliding_window_attention_naive_decode", TORCH_FN(window_decode));
 }

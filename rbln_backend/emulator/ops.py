@@ -28,6 +28,16 @@ SCHEMAS = {
         "(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, int head_size, bool is_neox)"
         " -> (Tensor, Tensor)"
     ),
+    # logits [T, E] -> float32 and int32 [T, top_k], the largest first. The weights are those of a
+    # softmax over all experts, or (renormalize) over the chosen alone.
+    "moe_route": "(Tensor logits, int top_k, bool renormalize) -> (Tensor weights, Tensor ids)",
+    # x [T, H] -> sum over k of weights[t, k] * expert(ids[t, k]). w13 stacks E packed matrices of
+    # [2 * intermediate_size, H], w2 of [H, intermediate_size]; a row's ids are distinct.
+    # activation: "silu" of the first half of w13, or "swigluoai", gate and up alternating.
+    "moe": (
+        "(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor? w13_bias, Tensor w2,"
+        " Tensor? w2_bias, int intermediate_size, str activation) -> Tensor"
+    ),
 }
 
 
@@ -60,6 +70,15 @@ def _rotary_embedding(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
+def _moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _moe(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 _FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
     "linear": _linear,
@@ -67,6 +86,8 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "fused_add_rms_norm": _fused_add_rms_norm,
     "silu_and_mul": _silu_and_mul,
     "rotary_embedding": _rotary_embedding,
+    "moe_route": _moe_route,
+    "moe": _moe,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rbln_backend.errors import DeviceMemoryError
+import math
+
+from rbln_backend.errors import ConfigError, DeviceMemoryError
 
 MIB = 1 << 20
 
@@ -10,6 +12,49 @@ MIB = 1 << 20
 def num_partitions(max_model_len: int, block_size: int) -> int:
     """Blocks of a longest request: the width P of a block table."""
     return -(-max_model_len // block_size)
+
+
+def reuse_unit(*, wanted: int | None, default: int, block_size: int, enabled: bool) -> int:
+    """Tokens at whose multiples a prefix can be reused; the whole block if not ``enabled``.
+
+    Raises ``ConfigError`` when the ``wanted`` number does not divide the block.
+    """
+    if not enabled:
+        return block_size
+    if wanted is not None and block_size % wanted:
+        raise ConfigError(
+            f"sub_block_size={wanted} does not divide the KV cache block of {block_size} tokens"
+        )
+    return wanted or math.gcd(default, block_size)
+
+
+def page_span(num_tokens: int, window: int, page_tokens: int) -> tuple[int, int]:
+    """First page and end page of the window of tokens before ``num_tokens``, a page's end."""
+    return max(0, num_tokens - window) // page_tokens, num_tokens // page_tokens
+
+
+def log_pages(
+    *,
+    window: int,
+    unit: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    chunk_tokens: int,
+    max_bytes: int,
+    token_bytes: int,
+    wanted_tokens: int | None,
+) -> int:
+    """Pages of ``unit`` tokens of a window group's prefix log, null page included; 0: no log.
+
+    By default twice the requests' number of two windows each, within ``max_bytes``. Never fewer
+    than one step writes and one hit reads.
+    """
+    if max_bytes == 0:
+        return 0
+    default = 2 * max_num_seqs * min(max_model_len, 2 * window)
+    tokens = wanted_tokens or min(default, max_bytes // token_bytes)
+    least = -(-max(window, chunk_tokens) // unit) + max_num_seqs + 1
+    return max(tokens // unit, least) + 1
 
 
 def kv_cache_shape(
@@ -28,23 +73,41 @@ def kv_budget_bytes(
     bytes_per_block: int,
     blocks_per_request: int,
     max_num_seqs: int,
+    window_bytes: int = 0,
 ) -> int:
-    """Bytes to give the KV cache when the user named no size.
+    """Bytes to give the paged KV cache when the user named no size.
 
     The budget is ``utilization`` of the device less what is used already, at most half of what is
     free now (a host's memory is shared), and no more than twice what ``max_num_seqs`` longest
-    requests can hold: the second half keeps reusable prefixes. Raises ``DeviceMemoryError`` when
-    one longest request does not fit.
+    requests can hold: the second half keeps reusable prefixes. ``window_bytes`` go to window layers
+    first. Raises ``DeviceMemoryError`` when one longest request does not fit.
     """
     wanted = 2 * max_num_seqs * blocks_per_request * bytes_per_block + bytes_per_block
-    budget = min(int(total_bytes * utilization) - used_bytes, available_bytes // 2, wanted)
+    free = min(int(total_bytes * utilization) - used_bytes, available_bytes // 2) - window_bytes
+    budget = min(free, wanted)
     # Block 0 is vLLM's null block and holds no request.
     needed = (blocks_per_request + 1) * bytes_per_block
     if budget < needed:
         raise DeviceMemoryError(
             f"KV cache: one longest request needs {needed // MIB} MiB, but the budget is "
             f"{max(budget, 0) // MIB} MiB ({utilization:.2f} of {total_bytes // MIB} MiB, "
-            f"{used_bytes // MIB} MiB used by the process, {available_bytes // MIB} MiB free). "
-            "Reduce --max-model-len, or set --kv-cache-memory-bytes."
+            f"{used_bytes // MIB} MiB used by the process, {available_bytes // MIB} MiB free, "
+            f"{window_bytes // MIB} MiB for window layers). "
+            "Reduce --max-model-len or --max-num-seqs, or set --kv-cache-memory-bytes."
+        )
+    return budget
+
+
+def explicit_budget_bytes(total_bytes: int, bytes_per_block: int, window_bytes: int) -> int:
+    """What of the user's ``total_bytes`` is left for the paged KV cache.
+
+    Raises ``DeviceMemoryError`` when window layers leave nothing; vLLM checks the rest.
+    """
+    budget = total_bytes - window_bytes
+    # Block 0 is vLLM's null block and holds no request.
+    if budget < 2 * bytes_per_block or budget < 0:
+        raise DeviceMemoryError(
+            f"KV cache: --kv-cache-memory-bytes gives {total_bytes // MIB} MiB, of which window "
+            f"layers need {window_bytes // MIB} MiB; reduce --max-num-seqs or give more"
         )
     return budget

@@ -6,13 +6,14 @@ One step is either one chunk of one request's prefill, or one token of each deco
 from __future__ import annotations
 
 
-def is_prefill(num_computed_tokens: int, num_tokens: int) -> bool:
+def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False) -> bool:
     """Whether a request still needs a prefill chunk.
 
     A request with a single token left is ready to decode: a one-token prompt, or a prompt whose
-    prefix hit leaves one token, joins a decode batch directly.
+    prefix hit leaves one token, joins a decode batch directly. One that ``pools`` never decodes:
+    its last token takes a chunk, too.
     """
-    return num_computed_tokens < num_tokens - 1
+    return pools or num_computed_tokens < num_tokens - 1
 
 
 def prefill_block_reason(
@@ -25,11 +26,11 @@ def prefill_block_reason(
 ) -> str | None:
     """Why this step cannot be a prefill step, or None.
 
-    ``decodes_owed``: decoding requests exist and the previous step was a prefill; alternating
-    bounds the time between two tokens of a stream by one chunk.
+    ``decodes_owed``: decoding requests exist and have not had their steps since the latest prefill
+    chunk; this bounds the time between two tokens of a stream by one chunk.
     """
     if decodes_owed:
-        return "decoding requests take this step: a prefill chunk ran in the previous one"
+        return "decoding requests take this step: they are owed it since the latest prefill chunk"
     if num_prefilling > 0:
         return None
     if num_waiting == 0:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
-from rbln_backend.vllm_compat.surface import Request, Scheduler, SchedulerOutput
+from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.vllm_compat.surface import (
+    EngineCoreOutputs,
+    KVCacheConfig,
+    ModelRunnerOutput,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    VllmConfig,
+    configured,
+)
 
 
 class RblnScheduler(Scheduler):
@@ -15,7 +26,7 @@ class RblnScheduler(Scheduler):
     Rules (``constraints.py``), in order:
 
     * a request in the middle of its prefill goes on before another is admitted;
-    * prefill and decode steps alternate while both have work, so that neither starves;
+    * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
     * a prefill step sees no decoding request, and admits at most one waiting request with the
       whole token budget;
     * a decode step admits nobody.
@@ -24,22 +35,49 @@ class RblnScheduler(Scheduler):
     only hides requests from, or caps, one call of ``Scheduler.schedule``.
     """
 
-    _last_step_was_prefill = False
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **options: Any
+    ) -> None:
+        settle_prefix_caching(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **options)
+        if vllm_config.model_config.runner_type == "pooling":
+            # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
+            # context would wait for it without end (vllm-project/vllm#47971).
+            self.num_sampled_tokens_per_step = 0
+        self._reuse = PrefixReuse.install(self, vllm_config)
+        self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
+        self._decodes_owed = 0
+
+    def add_request(self, request: Request) -> None:
+        self._reuse.hash(request)
+        super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        return self._reuse.finish(self._schedule_step(throttle_prefills))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._reuse.report()
+        return outputs
+
+    def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
         if self._prefill_block_reason() is None:
             output = self._schedule_prefill(throttle_prefills)
-            self._last_step_was_prefill = output.total_num_scheduled_tokens > 0
-            if self._last_step_was_prefill or not self.running:
+            if output.total_num_scheduled_tokens > 0:
+                self._decodes_owed = self._decode_steps_per_chunk
+                return output
+            if not self.running:
                 return output
             # Nothing could be admitted (no KV blocks, or grammars still compiling): the step
             # belongs to the decodes, and what the first attempt reported must not be lost.
             return _merge_reports(output, self._schedule_decode(throttle_prefills))
-        self._last_step_was_prefill = False
+        self._decodes_owed = max(0, self._decodes_owed - 1)
         return self._schedule_decode(throttle_prefills)
 
     def _prefilling(self) -> list[Request]:
-        return [r for r in self.running if is_prefill(r.num_computed_tokens, r.num_tokens)]
+        return [request for request in self.running if _is_prefill(request)]
 
     def _prefill_block_reason(self) -> str | None:
         num_prefilling = len(self._prefilling())
@@ -48,7 +86,7 @@ class RblnScheduler(Scheduler):
             num_waiting=len(self.waiting) + len(self.skipped_waiting),
             num_running=len(self.running),
             max_num_seqs=self.max_num_running_reqs,
-            decodes_owed=self._last_step_was_prefill and len(self.running) > num_prefilling,
+            decodes_owed=self._decodes_owed > 0 and len(self.running) > num_prefilling,
         )
 
     def _schedule_prefill(self, throttle_prefills: bool) -> SchedulerOutput:
@@ -69,9 +107,7 @@ class RblnScheduler(Scheduler):
     ) -> Iterator[None]:
         """Let upstream see only ``visible``; hidden requests come back whatever happens."""
         full_capacity = self.max_num_running_reqs
-        before_prefill = hidden and not is_prefill(
-            hidden[0].num_computed_tokens, hidden[0].num_tokens
-        )
+        before_prefill = hidden and not _is_prefill(hidden[0])
         self.running, self.max_num_running_reqs = visible, max_running
         try:
             yield
@@ -79,6 +115,11 @@ class RblnScheduler(Scheduler):
             self.max_num_running_reqs = full_capacity
             # The newest request stays last: upstream preempts from the end.
             self.running = hidden + self.running if before_prefill else self.running + hidden
+
+
+def _is_prefill(request: Request) -> bool:
+    pools = request.pooling_params is not None
+    return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
 
 
 def _merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:

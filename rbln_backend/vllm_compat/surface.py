@@ -10,16 +10,37 @@ import logging
 
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed.parallel_state import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+)
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.pooler import DispatchPooler, Pooler
+from vllm.model_executor.layers.pooler.seqwise import LastPool, SequencePooler
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
+    LinearScalingRotaryEmbedding,
+)
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
+    YaRNScalingRotaryEmbedding,
+)
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.utils.torch_utils import set_random_seed
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.pooling_params import PoolingParams
+from vllm.tasks import PoolingTask
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -28,20 +49,34 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_request_block_hasher
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+)
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
 )
+from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
+from vllm.v1.pool.metadata import PoolingMetadata
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
@@ -78,39 +113,70 @@ __all__ = [
     "AttentionLayerBase",
     "AttentionMetadata",
     "AttentionMetadataBuilder",
+    "AttentionSpec",
     "AttentionType",
+    "BlockHash",
+    "BlockPool",
     "CachedRequestState",
     "CompilationTimes",
     "CustomOp",
+    "DispatchPooler",
+    "EngineCoreOutputs",
+    "FullAttentionManager",
     "FullAttentionSpec",
+    "GemmaRMSNorm",
     "GrammarOutput",
     "InputBatch",
+    "KVCacheBlock",
     "KVCacheConfig",
+    "KVCacheCoordinator",
     "KVCacheLayout",
+    "KVCacheManager",
     "KVCacheSpec",
+    "KVCacheSpecRegistry",
+    "LastPool",
+    "LateInteractionRunner",
+    "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "LogprobsTensors",
+    "MoERunner",
     "ModelRunnerOutput",
     "MultipleOf",
     "NewRequestData",
+    "Pooler",
+    "PoolingMetadata",
+    "PoolingParams",
+    "PoolingTask",
     "RMSNorm",
     "Request",
     "RotaryEmbedding",
+    "RoutedExperts",
     "Sampler",
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
+    "SequencePooler",
     "SiluAndMul",
+    "SingleTypeKVCacheManager",
+    "SlidingWindowSpec",
+    "UnquantizedFusedMoEMethod",
     "VllmConfig",
     "WorkerBase",
+    "YaRNScalingRotaryEmbedding",
     "apply_grammar_bitmask",
     "build_logitsprocs",
     "configured",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
     "get_current_vllm_config",
+    "get_hash_fn_by_name",
     "get_model_loader",
+    "get_request_block_hasher",
     "init_logger",
     "init_worker_distributed_environment",
+    "initialize_model",
     "set_current_vllm_config",
+    "set_default_torch_dtype",
     "set_forward_context",
     "set_random_seed",
     "share_logging",

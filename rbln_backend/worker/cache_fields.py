@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,18 @@ import torch
 import rbln_backend
 from rbln_backend.config import RblnConfig
 from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
+from rbln_backend.worker.group_inputs import KvGroup
 
 # Fields of a Hugging Face config that say where a model came from, not what it computes.
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 # Sources whose text decides what a captured graph holds.
-_GRAPH_SOURCES = ("attention", "compiler", "emulator", "worker/graph_functions.py")
+_GRAPH_SOURCES = (
+    *("attention", "compiler", "emulator"),
+    *("worker/graph_functions.py", "worker/group_inputs.py"),
+)
 
 
-def cache_fields(config: VllmConfig, rbln: RblnConfig, num_partitions: int) -> dict[str, Any]:
+def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
     """Everything besides device, phase and bucket that changes a graph; weights do not."""
     model, parallel = config.model_config, config.parallel_config
     hf_config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _PROVENANCE}
@@ -27,11 +33,12 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, num_partitions: int) -> d
     hf_config = json.loads(json.dumps(hf_config, default=str))
     return {
         "model": hf_config,
+        # Which of vLLM's classes runs it: some models have one of their own and a generic one.
+        "architecture": model.architecture,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_dtype": config.cache_config.cache_dtype,
-        "block_size": config.cache_config.block_size,
-        "num_partitions": num_partitions,
+        "kv_groups": [dataclasses.asdict(group) for group in groups],
         "max_model_len": model.max_model_len,
         "parallel": {
             "tensor": parallel.tensor_parallel_size,

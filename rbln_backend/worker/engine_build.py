@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rbln_backend.attention.metadata import RblnAttentionMetadata
-from rbln_backend.bucketing.table import decode_bucket_table, prefill_chunk_table
+from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.compiler.artifact_store import ArtifactStore
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import KV, TensorTable
 from rbln_backend.config import RblnConfig
-from rbln_backend.kv_cache.layout import num_partitions
+from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
@@ -32,14 +31,20 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_factory import GraphFactory
+from rbln_backend.worker.graph_factory import GraphFactory, LayerMetadata
 from rbln_backend.worker.graph_set import GraphSet
+from rbln_backend.worker.group_inputs import kv_groups
+from rbln_backend.worker.host_pooler import HostPooler
 from rbln_backend.worker.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
+from rbln_backend.worker.pooling_runner import PoolingRunner
+from rbln_backend.worker.preflight import bucket_tables
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.request_batches import RequestBatches
 from rbln_backend.worker.step_metrics import StepMetrics
+from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
+from rbln_backend.worker.token_types import TokenTypes
 from rbln_backend.worker.warmup import WarmUp
 from rbln_backend.worker.warmup_plan import plan
 
@@ -64,28 +69,22 @@ class EngineBuild:
     def __init__(self, parts: EngineParts, kv_cache_config: KVCacheConfig) -> None:
         config, rbln = parts.vllm_config, parts.rbln
         self._parts = parts
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        max_model_len = config.model_config.max_model_len
-        self._partitions = num_partitions(max_model_len, self._block_size)
+        self._generates = config.model_config.runner_type == "generate"
+        self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
         self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
         self._kv_caches.bind(parts.attention_layers)
         parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
-        self._graphs = GraphSet.allocate(
-            prefill_chunk_table(rbln, config.scheduler_config.max_num_batched_tokens),
-            decode_bucket_table(rbln, config.scheduler_config.max_num_seqs),
-            dispatch,
-            num_partitions=self._partitions,
-            block_size=self._block_size,
-            one_block=self._block_size == max_model_len,
-        )
+        encoder_layers = _encoder_layers(parts)
+        tables = bucket_tables(config, rbln)
+        self._graphs = GraphSet.allocate(tables, dispatch, self._groups, encoder_layers)
         dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
         self._store = _artifact_store(rbln, parts.board)
         self._factory = self._make_factory()
 
-    def warm_up(self, progress: ProgressWriter) -> RblnModelRunner:
+    def warm_up(self, progress: ProgressWriter) -> RblnModelRunner | PoolingRunner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
             self._warm_up_graphs(WarmUp(progress, self._parts.board))
@@ -97,7 +96,7 @@ class EngineBuild:
         return self._make_runner()
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
-        specs = plan(self._graphs.prefill_chunks, self._graphs.decode_buckets, has_logits=True)
+        specs = plan(self._graphs.tables, has_logits=self._generates)
         graphs = warm_up.compile_all(specs, self._build_graph)
         self._factory.release_originals()
         with torch.inference_mode():
@@ -135,6 +134,8 @@ class EngineBuild:
         table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
         table.add_model(parts.model)
         for name, layer in parts.attention_layers.items():
+            if isinstance(layer.impl, EncoderAttentionImpl):
+                continue
             table.add(f"scale:{name}", layer.impl.scale_tensor)
         for name, cache in self._kv_caches.tensors.items():
             table.add(f"{KV}{name}", cache)
@@ -143,26 +144,32 @@ class EngineBuild:
             compiler=parts.compiler,
             table=table,
             store=self._store,
-            key_fields=cache_fields(parts.vllm_config, parts.rbln, self._partitions),
+            key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
         )
 
-    def _forward_context(
-        self, metadata: RblnAttentionMetadata | None
-    ) -> AbstractContextManager[None]:
+    def _forward_context(self, metadata: LayerMetadata | None) -> AbstractContextManager[None]:
         return set_forward_context(metadata, self._parts.vllm_config, slot_mapping={})
 
-    def _make_runner(self) -> RblnModelRunner:
+    def _make_runner(self) -> RblnModelRunner | PoolingRunner:
         config = self._parts.vllm_config
+        steps = StepRunner(
+            batches=RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs),
+            graphs=self._graphs,
+            kv_caches=self._kv_caches,
+            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs)),
+        )
+        if not self._generates:
+            caching = bool(config.cache_config.enable_prefix_caching)
+            pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
+            types = TokenTypes(self._parts.model)
+            return PoolingRunner(steps=steps, pooler=pooler, token_types=types)
         sampler = Sampler(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
         return RblnModelRunner(
-            batches=RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs),
-            graphs=self._graphs,
+            steps=steps,
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
-            kv_caches=self._kv_caches,
-            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs)),
         )
 
     def _input_batch(self, rows: int) -> InputBatch:
@@ -173,13 +180,27 @@ class EngineBuild:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             device=device,
             vocab_size=config.model_config.get_vocab_size(),
-            block_sizes=[self._block_size],
-            kernel_block_sizes=[self._block_size],
-            max_num_blocks_per_req=[self._partitions],
+            block_sizes=[group.block_size for group in self._groups],
+            kernel_block_sizes=[group.block_size for group in self._groups],
+            max_num_blocks_per_req=[group.width for group in self._groups],
+            is_pooling_model=not self._generates,
             logitsprocs=build_logitsprocs(
                 config, device, False, False, config.model_config.logits_processors or ()
             ),
         )
+
+
+def _encoder_layers(parts: EngineParts) -> list[str]:
+    """Names of the layers without a cache. Raises ``UnsupportedModelError`` in a decoder."""
+    layers = parts.attention_layers.items()
+    names = [name for name, layer in layers if isinstance(layer.impl, EncoderAttentionImpl)]
+    if names and parts.vllm_config.model_config.attn_type != "encoder_only":
+        # Its prompts would be cut into chunks that do not see each other.
+        raise UnsupportedModelError(
+            f"layer {names[0]!r} attends in both directions, but the model is served as a decoder;"
+            " serve it with --runner pooling"
+        )
+    return names
 
 
 def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:

@@ -23,7 +23,8 @@ from rbln_backend.worker.graph_functions import graph_function
 logger = init_logger(__name__)
 
 Result = Literal["compiled", "loaded"]
-ForwardContext = Callable[[RblnAttentionMetadata | None], AbstractContextManager[Any]]
+LayerMetadata = Mapping[str, RblnAttentionMetadata]
+ForwardContext = Callable[[LayerMetadata | None], AbstractContextManager[Any]]
 PROGRAM_FILE = "program.json"
 
 
@@ -59,7 +60,7 @@ class GraphFactory:
         )
 
     def build(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: RblnAttentionMetadata | None
+        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
     ) -> tuple[CompiledGraph, Result, float]:
         """The graph, how it was obtained and the seconds it took; raises ``CompileError``."""
         started = time.perf_counter()
@@ -74,7 +75,7 @@ class GraphFactory:
         return self._table.release_packed_originals(self._bound_names)
 
     def _obtain(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: RblnAttentionMetadata | None
+        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
     ) -> tuple[Program, Result]:
         if self._store is None:
             return self._capture(spec, inputs, metadata), "compiled"
@@ -102,7 +103,7 @@ class GraphFactory:
         return program
 
     def _capture(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: RblnAttentionMetadata | None
+        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
     ) -> Program:
         function, names = graph_function(spec.phase, self._model)
         args = tuple(inputs[name] for name in names)

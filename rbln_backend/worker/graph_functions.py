@@ -1,4 +1,4 @@
-"""The functions that are captured, one per phase: embedding to LM head in one graph."""
+"""The functions that are captured, one per phase: embedding to LM head, or to hidden states."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def graph_function(phase: Phase, model: nn.Module) -> tuple[GraphFunction, tuple
     """The function of ``phase`` over ``model`` and the input names it takes, in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
+    if phase is Phase.POOLING:
+        return _pooling(model), ("input_ids", "positions")
     if phase is Phase.PREFILL:
         return _prefill(model), ("input_ids", "positions", "token_indices")
     return _decode(model), ("input_ids", "positions")
@@ -30,6 +32,14 @@ def _prefill(model: Any) -> GraphFunction:
         return model.compute_logits(hidden.index_select(0, token_indices)), hidden
 
     return prefill
+
+
+def _pooling(model: Any) -> GraphFunction:
+    def pooling(input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
+        """[1, L], [1, L] -> hidden states [L, H]; the pooler runs on the host."""
+        return (_hidden(model, input_ids, positions),)
+
+    return pooling
 
 
 def _decode(model: Any) -> GraphFunction:

@@ -1,21 +1,18 @@
 """The step loop: scheduler output in, sampled tokens out.
 
-Charter: only what every model does at every step lives here. States and batches are in
-``request_batches``, buffers in ``step_inputs``, graphs in ``graph_dispatch``; features that need
-more are called from here and live elsewhere. No configuration flag is read during a step.
+Charter: only what every generating model does at every step lives here. The way to a graph's
+outputs is in ``step_runner``, states and batches are in ``request_batches``, buffers in
+``step_inputs``, graphs in ``graph_dispatch``; features that need more are called from here and
+live elsewhere. No configuration flag is read during a step.
 """
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.port import Phase
-from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     GrammarOutput,
@@ -26,11 +23,9 @@ from rbln_backend.vllm_compat.surface import (
     SchedulerOutput,
     apply_grammar_bitmask,
 )
-from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.request_batches import RequestBatches, StepWork
-from rbln_backend.worker.step_inputs import StepInputs
-from rbln_backend.worker.step_metrics import StepMetrics
+from rbln_backend.worker.request_batches import StepWork
+from rbln_backend.worker.step_runner import StepRunner
 
 
 class _PendingStep(NamedTuple):
@@ -49,32 +44,24 @@ class RblnModelRunner:
     def __init__(
         self,
         *,
-        batches: RequestBatches,
-        graphs: GraphSet,
+        steps: StepRunner,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
-        kv_caches: KvCaches,
-        metrics: StepMetrics,
     ) -> None:
-        self._batches = batches
-        self._graphs = graphs
+        self._steps = steps
+        self._batches = steps.batches
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
-        self._kv_caches = kv_caches
-        self._metrics = metrics
         self._pending: _PendingStep | None = None
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the step's graph. None means ``sample_tokens`` has the result."""
-        self._prepare_blocks(scheduled)
-        work = self._batches.apply(scheduled)
-        if work is None:
+        result = self._steps.run(scheduled)
+        if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        step = self._graphs.select(work.phase, work.size)
-        _fill(step.inputs, work)
-        logits, hidden = self._run(step, work)
-        prompt_logprobs = self._collect_prompt_logprobs(work, hidden)
+        work, (logits, *rest) = result
+        prompt_logprobs = self._collect_prompt_logprobs(work, rest[0] if rest else None)
         if not work.samples:
             return _without_tokens(work, prompt_logprobs)
         self._pending = _PendingStep(scheduled, work, logits[: work.num_reqs], prompt_logprobs)
@@ -96,20 +83,6 @@ class RblnModelRunner:
         self._batches.record(work, token_ids)
         return _with_tokens(work, token_ids, sampled, pending.prompt_logprobs)
 
-    def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
-        if scheduled.new_block_ids_to_zero:
-            self._kv_caches.zero_blocks(scheduled.new_block_ids_to_zero)
-        if scheduled.kv_cache_block_copies:
-            copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
-            self._kv_caches.copy_blocks(copies)
-
-    def _run(self, step: StepGraph, work: StepWork) -> tuple[Tensor, Tensor | None]:
-        started = time.perf_counter()
-        outputs = step.graph.run()
-        seconds = time.perf_counter() - started
-        self._metrics.record(step.spec, work.num_reqs, work.num_tokens, seconds)
-        return outputs[0], outputs[1] if len(outputs) > 1 else None
-
     def _collect_prompt_logprobs(
         self, work: StepWork, hidden: Tensor | None
     ) -> dict[str, LogprobsTensors | None]:
@@ -121,19 +94,6 @@ class RblnModelRunner:
             if table is not None:
                 collected[request_id] = table
         return collected
-
-
-def _fill(inputs: StepInputs, work: StepWork) -> None:
-    batch, count = work.batch, work.num_reqs
-    block_rows = batch.block_table[0].get_numpy_array()
-    if work.phase is Phase.PREFILL:
-        start = int(batch.num_computed_tokens_cpu[0])
-        tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
-        inputs.fill_prefill(tokens, start, block_rows[0])
-        return
-    num_computed = batch.num_computed_tokens_cpu[:count]
-    tokens = batch.token_ids_cpu[np.arange(count), num_computed]
-    inputs.fill_decode(tokens, num_computed, block_rows[:count])
 
 
 def _without_tokens(

@@ -32,7 +32,7 @@ class StepWork:
     @property
     def size(self) -> int:
         """What the bucket is chosen by: tokens in prefill, requests in decode."""
-        return self.num_tokens if self.phase is Phase.PREFILL else self.num_reqs
+        return self.num_tokens if self.phase.takes_chunk else self.num_reqs
 
 
 class RequestBatches:
@@ -58,7 +58,7 @@ class RequestBatches:
         self._drop_departed(scheduled, phase)
         if phase is None:
             return None
-        batch = self._prefill if phase is Phase.PREFILL else self._decode
+        batch = self._prefill if phase.takes_chunk else self._decode
         self._admit(batch, scheduled)
         num_tokens = scheduled.total_num_scheduled_tokens
         return StepWork(phase, batch, batch.num_reqs, num_tokens, self._samples(scheduled, phase))
@@ -102,6 +102,8 @@ class RequestBatches:
             return None
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests[request_id]
+            if request.pooling_params is not None:
+                return Phase.POOLING
             if is_prefill(request.num_computed_tokens, request.num_tokens):
                 return Phase.PREFILL
         return Phase.DECODE
@@ -111,9 +113,9 @@ class RequestBatches:
 
         The other phase's batch keeps its rows: its requests merely sit this step out.
         """
-        for batch, batch_phase in ((self._prefill, Phase.PREFILL), (self._decode, Phase.DECODE)):
+        for batch, takes_chunk in ((self._prefill, True), (self._decode, False)):
             departed = set(batch.req_id_to_index) & scheduled.finished_req_ids
-            if batch_phase is phase:
+            if phase is not None and phase.takes_chunk is takes_chunk:
                 departed |= set(batch.req_id_to_index) - set(scheduled.num_scheduled_tokens)
             for request_id in departed:
                 batch.remove_request(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.stats import CounterHandle, HistogramHandle, MetricsBoard
 
 
@@ -29,7 +29,7 @@ class StepMetrics:
 
     def _declare(self, spec: GraphSpec) -> _Series:
         labels = {"phase": spec.phase_name, "bucket": str(spec.bucket)}
-        is_prefill = spec.phase is Phase.PREFILL
+        is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
             steps=self._board.counter("rbln_bucket_steps_total", **labels),

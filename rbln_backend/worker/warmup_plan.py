@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import GraphSpec, Phase
 
@@ -10,15 +12,12 @@ from rbln_backend.compiler.port import GraphSpec, Phase
 LOGITS_ROWS = 32
 
 
-def plan(
-    prefill_chunks: BucketTable, decode_buckets: BucketTable, *, has_logits: bool
-) -> list[GraphSpec]:
+def plan(tables: Mapping[Phase, BucketTable], *, has_logits: bool) -> list[GraphSpec]:
     """Every graph, smallest first within a phase: memory trouble shows before the long compiles.
 
     ``has_logits``: the model generates text (False for pooling models).
     """
-    specs = [GraphSpec.of(Phase.PREFILL, size) for size in prefill_chunks.sizes]
-    specs += [GraphSpec.of(Phase.DECODE, size) for size in decode_buckets.sizes]
+    specs = [GraphSpec.of(phase, size) for phase, table in tables.items() for size in table]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
     return specs

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -21,7 +23,12 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import find_sdk
 from rbln_backend.emulator.build import set_threads
 from rbln_backend.emulator.layers import install_layers
-from rbln_backend.kv_cache.layout import kv_budget_bytes, num_partitions
+from rbln_backend.kv_cache.layout import (
+    explicit_budget_bytes,
+    kv_budget_bytes,
+    num_partitions,
+)
+from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -44,11 +51,32 @@ from rbln_backend.vllm_compat.surface import (
     share_logging,
 )
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.phase_timer import timed_phase
+from rbln_backend.worker.pooling_runner import PoolingRunner
+from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
 
 logger = init_logger(__name__)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _told(
+    step: Callable[Concatenate[RblnWorker, P], R],
+) -> Callable[Concatenate[RblnWorker, P], R]:
+    """Let the API process know why a step of the start-up failed."""
+
+    @functools.wraps(step)
+    def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
+        with worker._progress.telling_failure():
+            return step(worker, *args, **options)
+
+    return run
 
 
 class RblnWorker(WorkerBase):
@@ -73,8 +101,9 @@ class RblnWorker(WorkerBase):
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
-        self._runner: RblnModelRunner | None = None
+        self._runner: RblnModelRunner | PoolingRunner | None = None
 
+    @_told
     def init_device(self) -> None:
         self._progress.phase("init")
         apply_patches()
@@ -94,11 +123,14 @@ class RblnWorker(WorkerBase):
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
 
+    @_told
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._progress.phase("load", self.model_config.model)
         with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
+            # Whatever makes the model unfit is said now, not after its weights were read.
+            check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
             loader = get_model_loader(self.load_config)
             self._model = loader.load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
@@ -110,33 +142,42 @@ class RblnWorker(WorkerBase):
         assert self._model is not None
         return self._model
 
+    @_told
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        specs = {}
-        for name, layer in self._attention_layers().items():
-            spec = layer.get_kv_cache_spec(self.vllm_config)
-            if spec is not None:
-                specs[name] = spec
-        return specs
+        limits = kv_limits(self.vllm_config, self._rbln)
+        return dict(plan_specs(kv_cache_specs(self.vllm_config), limits))
 
+    @_told
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache of this rank; see ``kv_budget_bytes``."""
+        """Bytes for vLLM's pool of KV blocks of this rank; window layers' memory is set apart."""
+        specs = list(self.get_kv_cache_spec().values())
+        per_block = paged_bytes_per_block(specs)
+        for_windows = window_bytes(specs, self.scheduler_config.max_num_seqs)
+        budget = self._paged_budget(per_block, for_windows)
+        if per_block:
+            return budget
+        # Only window layers: vLLM's pool hands out the window blocks, at their nominal size.
+        nominal = sum(spec.page_size_bytes for spec in specs)
+        return (self.scheduler_config.max_num_seqs + 1) * nominal
+
+    def _paged_budget(self, bytes_per_block: int, for_windows: int) -> int:
+        blocks = num_partitions(self.model_config.max_model_len, self.cache_config.block_size)
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
-            return int(explicit)
+            return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
         memory = psutil.virtual_memory()
-        specs = self.get_kv_cache_spec().values()
         return kv_budget_bytes(
             total_bytes=memory.total,
             available_bytes=memory.available,
             utilization=self.cache_config.gpu_memory_utilization,
             used_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            bytes_per_block=sum(spec.page_size_bytes for spec in specs),
-            blocks_per_request=num_partitions(
-                self.model_config.max_model_len, self.cache_config.block_size
-            ),
+            bytes_per_block=bytes_per_block,
+            blocks_per_request=blocks,
             max_num_seqs=self.scheduler_config.max_num_seqs,
+            window_bytes=for_windows,
         )
 
+    @_told
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
         parts = EngineParts(
@@ -149,6 +190,7 @@ class RblnWorker(WorkerBase):
         )
         self._build = EngineBuild(parts, kv_cache_config)
 
+    @_told
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
         started = time.perf_counter()
@@ -168,7 +210,9 @@ class RblnWorker(WorkerBase):
         return self._runner.sample_tokens(grammar_output)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        if self.model_config.runner_type == "generate":
+            return ("generate",)
+        return pooling_tasks(self.get_model())
 
     def take_draft_token_ids(self) -> None:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,24 +41,26 @@ params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 from rebel.core import torch_compile
 
 graph, inputs, kwargs = torch_compile.CALLS[0]
+nodes = graph.graph.nodes
 seen = {
     "calls": len(torch_compile.CALLS),
     "weights_inside": len(list(graph.buffers())),
     "inputs": len(inputs),
     "caches": len(kwargs["options"]["compile_context"].static),
-    "emulated": any("rbln_emulator" in str(node.target) for node in graph.graph.nodes),
+    "emulated": any("rbln_emulator" in str(node.target) for node in nodes),
+    "ops": sorted({str(n.target).split(".")[1] for n in nodes if "custom_ops" in str(n.target)}),
+    "arguments": sorted({len(n.args) + len(n.kwargs) for n in nodes if "sliding" in str(n.target)}),
 }
 print("RESULT", json.dumps([output.outputs[0].token_ids, seen]))
 """
 
 
-def test_the_worker_drives_the_documented_interface(
-    checkpoints: CheckpointCache, tmp_path: Path
-) -> None:
+def run_engine(
+    checkpoint: Path, tmp_path: Path, prompt: list[int]
+) -> tuple[list[int], dict[str, Any]]:
+    """Tokens of a greedy request on the stand-in SDK, and what the SDK was asked to compile."""
     install_sdk(tmp_path / "sdk", "RBLN-CR13")
     root = share_kernels(tmp_path / "cache")
-    checkpoint = checkpoints("llama")
-    prompt = make_prompts([90], seed=400)[0]
     options = DEFAULTS | {"additional_config": {"rbln": {"cache_root": str(root)}}}
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
@@ -67,9 +70,48 @@ def test_the_worker_drives_the_documented_interface(
     }
     argument = [str(checkpoint), options, prompt, str(root)]
     token_ids, seen = run_script(script, argument, environment)
+    return token_ids, seen
+
+
+def test_the_worker_drives_the_documented_interface(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("llama")
+    prompt = make_prompts([90], seed=400)[0]
+    token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
     assert seen["calls"] == 6, "every graph of the warm-up plan, and none after"
     assert seen["weights_inside"] > seen["caches"] > 0
     # Tokens, positions, token index, sequence indices, block table; and one cache per layer.
     assert seen["inputs"] == 5 + seen["caches"]
     assert not seen["emulated"], "a real device gets vLLM's operators, not the emulator's kernels"
+
+
+def test_window_layers_are_compiled_as_the_documented_ops(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("exaone4")
+    prompt = make_prompts([90], seed=401)[0]
+    token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
+    assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
+    assert seen["ops"] == [
+        "flash_causal_attention_naive_prefill",
+        "sliding_window_attention_naive_prefill",
+    ]
+    # q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy; nothing of ours.
+    assert seen["arguments"] == [9]
+    assert not seen["emulated"]
+
+
+def test_soft_caps_are_refused_where_the_ops_have_none(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"'rebel', cap 4\.0: attention logit soft capping"):
+        run_engine(checkpoints("gemma2"), tmp_path, [5, 6, 7])
+
+
+def test_experts_are_refused_where_no_op_computes_them(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="'rebel': mixture-of-experts layers"):
+        run_engine(checkpoints("mixtral"), tmp_path, [5, 6, 7])

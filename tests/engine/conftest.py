@@ -65,6 +65,11 @@ class Engine:
         outputs: list[Any] = self.llm.generate(inputs, params, use_tqdm=False)
         return outputs
 
+    def kv_caches(self) -> list[Any]:
+        """The cache tensor of each attention layer."""
+        layers = self.core.vllm_config.compilation_config.static_forward_context
+        return [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
+
     def used_blocks(self) -> int:
         pool = self.core.scheduler.kv_cache_manager.block_pool
         # The null block is never free.
@@ -87,15 +92,20 @@ class Engines:
         return self._kept[key]
 
     def fresh(
-        self, arch: str = "llama", *, rbln: dict[str, Any] | None = None, **overrides: Any
+        self,
+        arch: str = "llama",
+        *,
+        rbln: dict[str, Any] | None = None,
+        checkpoint: Path | None = None,
+        **overrides: Any,
     ) -> Engine:
-        """A new engine; ``rbln`` are fields of ``RblnConfig``."""
+        """A new engine; ``rbln`` are fields of ``RblnConfig``, ``checkpoint`` replaces ``arch``."""
         from vllm import LLM
 
         self._made += 1
         run_dir = self.root / f"run-{self._made}"
         run_dir.mkdir()
-        checkpoint = self.checkpoints(arch)
+        checkpoint = checkpoint or self.checkpoints(arch)
         # One thread: on a busy machine two of them wait for each other at every small kernel.
         options = {
             "cache_root": str(self.root / "cache"),

@@ -26,9 +26,11 @@ def make_prompts(lengths: list[int], seed: int = 7) -> list[list[int]]:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 
 
-def assert_equals_reference(engine: Engine, prompts: list[list[int]], outputs: list) -> None:
+def assert_equals_reference(
+    engine: Engine, prompts: list[list[int]], outputs: list, num_tokens: int = NUM_TOKENS
+) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference_generate(engine.checkpoint, prompt, NUM_TOKENS)
+        expected = reference_generate(engine.checkpoint, prompt, num_tokens)
         completion = output.outputs[0]
         assert list(completion.token_ids) == expected.token_ids, f"prompt of {len(prompt)} tokens"
         for position, token in enumerate(expected.token_ids):

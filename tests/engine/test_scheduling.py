@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
 
+# Full attention, sliding windows alone, and both: windows of 40 and 48 over chunks of 64.
+KINDS = pytest.mark.parametrize("arch", ["llama", "mistral", "gemma3_text"])
+
 
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -24,9 +28,11 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_preempted_requests_continue_exactly(engines: Engines) -> None:
+@pytest.mark.parametrize("reuses", [False, True])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_preempted_requests_continue_exactly(engines: Engines, arch: str, reuses: bool) -> None:
     # 17 usable blocks of 16 for four requests that end at 6 blocks each.
-    engine = engines("llama", num_gpu_blocks_override=18, enable_prefix_caching=False)
+    engine = engines(arch, num_gpu_blocks_override=18, enable_prefix_caching=reuses)
     prompts = make_prompts([40, 45, 50, 55], seed=1)
     before = _preemptions(engine)
     outputs = engine.generate(prompts, greedy(40))
@@ -51,18 +57,45 @@ def _preemptions(engine: Engine) -> int:
     return int(scheduler.preemptions_seen)
 
 
-def test_a_prefix_hit_changes_no_token(engines: Engines) -> None:
-    engine = engines("llama")
+# What one prompt of 150 tokens leaves for the next: whole blocks of 16, or the end of the last
+# chunk that filled a window, or heads of blocks of 64 and pages of 8.
+REUSE = [
+    ("llama", {}, 144),
+    ("mistral", {}, 144),
+    ("gemma3_text", {}, 144),
+    ("llama", {"block_size": 64, "rbln": {"sub_block_size": 8}}, 144),
+    ("gemma3_text", {"block_size": 64, "rbln": {"sub_block_size": 8}}, 144),
+]
+
+
+@pytest.mark.parametrize(("arch", "options", "expected"), REUSE)
+def test_a_prefix_hit_changes_no_token(
+    engines: Engines, arch: str, options: dict[str, Any], expected: int
+) -> None:
+    engine = engines(arch, **options)
     (shared,) = make_prompts([150], seed=2)
     first, second = [*shared, 11, 12], [*shared, 13]
     engine.generate([first], greedy(4))
+    hits = engine.total("rbln_prefix_hit_tokens_total")
     (output,) = engine.generate([second], greedy(20))
-    assert output.num_cached_tokens == 144, "9 whole blocks of 16"
+    assert output.num_cached_tokens == expected
+    assert engine.total("rbln_prefix_hit_tokens_total") == hits + expected
     assert tokens([output]) == [reference_generate(engine.checkpoint, second, 20).token_ids]
 
 
-def test_a_whole_prompt_hit_decodes_at_once(engines: Engines) -> None:
-    engine = engines("llama")
+def test_without_window_logs_prefix_caching_is_off(engines: Engines) -> None:
+    engine = engines("gemma3_text", rbln={"window_prefix_cache": False})
+    (prompt,) = make_prompts([150], seed=2)
+    for _ in range(2):
+        (output,) = engine.generate([prompt], greedy(20))
+        assert not output.num_cached_tokens
+        assert tokens([output]) == [reference_generate(engine.checkpoint, prompt, 20).token_ids]
+    assert engine.core.vllm_config.cache_config.enable_prefix_caching is False
+
+
+@KINDS
+def test_a_whole_prompt_hit_decodes_at_once(engines: Engines, arch: str) -> None:
+    engine = engines(arch)
     (prompt,) = make_prompts([97], seed=3)
     (fresh,) = engine.generate([prompt], greedy(20))
     before = engine.total("rbln_bucket_steps_total", phase="prefill")
@@ -81,8 +114,9 @@ def test_cache_salt_isolates_prefixes(engines: Engines) -> None:
     assert output.num_cached_tokens == 0
 
 
-def test_decodes_go_on_between_the_chunks_of_a_long_prompt(engines: Engines) -> None:
-    engine = engines("llama")
+@KINDS
+def test_decodes_go_on_between_the_chunks_of_a_long_prompt(engines: Engines, arch: str) -> None:
+    engine = engines(arch)
     llm_engine = engine.llm.llm_engine
     short, long = make_prompts([5, 250], seed=5)
     _add(llm_engine, "short", short, greedy(30))
@@ -104,15 +138,45 @@ def test_decodes_go_on_between_the_chunks_of_a_long_prompt(engines: Engines) -> 
     ]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(0, [0, 0, 0]), (3, [3, 3, 3])])
+def test_the_ratio_of_decode_steps_to_chunks_is_a_setting(
+    engines: Engines, steps: int, expected: list[int]
+) -> None:
+    engine = engines("llama", rbln={"decode_steps_per_chunk": steps}, enable_prefix_caching=False)
+    llm_engine = engine.llm.llm_engine
+    short, long = make_prompts([5, 250], seed=5)
+    _add(llm_engine, "short", short, greedy(60))
+    for _ in range(3):
+        llm_engine.step()
+    _add(llm_engine, "long", long, greedy(2))
+    phases = []
+    while len(phases) < 40 and phases.count("prefill") < 4:
+        before = engine.total("rbln_bucket_steps_total", phase="prefill")
+        llm_engine.step()
+        ran_chunk = engine.total("rbln_bucket_steps_total", phase="prefill") > before
+        phases.append("prefill" if ran_chunk else "decode")
+    chunks = [index for index, phase in enumerate(phases) if phase == "prefill"]
+    between = [later - earlier - 1 for earlier, later in itertools.pairwise(chunks)]
+    assert between == expected
+    while llm_engine.has_unfinished_requests():
+        llm_engine.step()
+
+
 def _add(llm_engine: Any, request_id: str, prompt: list[int], params: SamplingParams) -> None:
     params = params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE
     llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_any_mix_of_requests_and_aborts_returns_every_block(engines: Engines, seed: int) -> None:
-    engine = engines("llama", num_gpu_blocks_override=40)
+# Window blocks of "mistral" are vLLM's own pool: three requests' worth make the fourth wait.
+MIXES = [("llama", 40, 0), ("llama", 40, 1), ("mistral", 4, 2), ("gemma3_text", 40, 3)]
+
+
+@pytest.mark.parametrize(("arch", "num_blocks", "seed"), MIXES)
+def test_any_mix_of_requests_and_aborts_returns_every_block(
+    engines: Engines, arch: str, num_blocks: int, seed: int
+) -> None:
+    engine = engines(arch, num_gpu_blocks_override=num_blocks)
     llm_engine = engine.llm.llm_engine
     rng = random.Random(seed)
     open_ids: set[str] = set()
@@ -138,6 +202,7 @@ def test_any_mix_of_requests_and_aborts_returns_every_block(engines: Engines, se
     assert not finished & aborted
     assert aborted
     assert engine.used_blocks() == 0
+    assert engine.total("rbln_kv_blocks_used") == 0
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
 
 

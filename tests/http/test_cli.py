@@ -29,15 +29,17 @@ def rbln_serve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_nothing_heavy_is_imported_before_listening() -> None:
     code = (
         "import sys, server.cli, server.service, server.engine, server.engine_process, uvloop\n"
+        "import server.check\n"
         f"print(sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_help_lists_every_setting_and_is_fast() -> None:
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_help_lists_every_setting_and_is_fast(command: str) -> None:
     started = time.monotonic()
-    done = rbln_serve("serve", "--help")
+    done = rbln_serve(command, "--help")
     seconds = time.monotonic() - started
     assert done.returncode == 0
     for name in ServerSettings.model_fields:
@@ -49,6 +51,7 @@ def test_help_lists_every_setting_and_is_fast() -> None:
 def test_version_and_bare_help() -> None:
     assert rbln_serve("--version").stdout.startswith("rbln-serve ")
     assert "serve" in rbln_serve("--help").stdout
+    assert "check" in rbln_serve("--help").stdout
     assert rbln_serve().returncode == 2
 
 
@@ -56,6 +59,8 @@ def test_version_and_bare_help() -> None:
     ("args", "words"),
     [
         (["serve"], "MODEL is missing"),
+        (["check"], "MODEL is missing"),
+        (["check", "m", "--port", "abc"], "--port (RBLN_SERVE_PORT)"),
         (["serve", "m", "--port", "abc"], "--port (RBLN_SERVE_PORT)"),
         (["serve", "m", "--port", "70000"], "65535"),
         (["serve", "m", "--unknown-fields", "maybe"], "'reject' or 'warn'"),

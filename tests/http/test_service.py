@@ -135,6 +135,33 @@ async def test_a_failed_launch_gives_its_exit_code(tmp_path: Path) -> None:
         assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 2
 
 
+async def test_a_refused_model_is_explained_before_the_process_ends(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(error=LaunchError("no op for this"))
+    launcher.launched.set()
+    async with running(tmp_path, launcher, death_linger_s=1.0) as service:
+        while (ready := await service.client.get("/readyz")).json()["status"] == "starting":
+            await asyncio.sleep(0.01)
+        assert ready.status_code == 503
+        assert ready.json()["status"] == "dead"
+        assert ready.json()["reason"] == "no op for this"
+        refused = await service.client.post(CHAT, json={"do": "answer"})
+        assert "no op for this" in refused.json()["error"]["message"]
+        # Probes come every few seconds: it stays until the time for that is over.
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(service.exit_code), 0.5)
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 1
+
+
+async def test_a_signal_ends_the_explanation(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(error=LaunchError("no op for this"))
+    launcher.launched.set()
+    async with running(tmp_path, launcher, death_linger_s=60) as service:
+        while (await service.client.get("/readyz")).json()["status"] == "starting":
+            await asyncio.sleep(0.01)
+        service.signal()
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 1
+
+
 async def test_sigterm_during_start_up_gives_up_the_launch(tmp_path: Path) -> None:
     async with running(tmp_path, ScriptedLauncher()) as service:
         assert (await service.client.get("/readyz")).status_code == 503

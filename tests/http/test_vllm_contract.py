@@ -45,6 +45,26 @@ def test_signatures_of_the_front_end() -> None:
     assert parameters(with_sse_keep_alive)[:2] == ["generator", "interval"]
 
 
+def test_signatures_of_what_pools() -> None:
+    from vllm import PoolingParams
+    from vllm.config import ModelConfig
+    from vllm.entrypoints.pooling.classify.serving import ServingClassification
+    from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
+    from vllm.entrypoints.pooling.pooling.serving import ServingPooling
+    from vllm.entrypoints.pooling.scoring.serving import ServingScores
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    for serving in (ServingClassification, ServingEmbedding, ServingPooling):
+        assert parameters(serving.__call__) == ["self", "request", "raw_request"]
+    assert parameters(ServingScores.__call__) == ["self", "args", "kwargs"]
+    assert parameters(AsyncLLM.encode)[:4] == ["self", "prompt", "pooling_params", "request_id"]
+    assert parameters(ModelConfig.get_pooling_task) == ["self", "supported_tasks"]
+    assert isinstance(ModelConfig.is_matryoshka, property)
+    assert isinstance(ModelConfig.matryoshka_dimensions, property)
+    assert isinstance(ModelConfig.embedding_size, property)
+    assert PoolingParams(task="embed").task == "embed"
+
+
 def test_signatures_of_the_engine() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import tokens_input

@@ -9,28 +9,34 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from tests.checkpoints import Arch, CheckpointCache, make_checkpoint
+from tests.checkpoint_families import REQUIRED
+from tests.checkpoint_weights import LOGIT_STD
+from tests.checkpoints import CheckpointCache, make_checkpoint
 from tests.reference import reference_generate
 
-ARCHS: tuple[Arch, ...] = ("llama", "qwen2", "qwen3")
+ARCHS = ("llama", "qwen2", "qwen3")
+# Tied heads without a gate in the MLP, factors on embeddings and logits, experts.
+HARDEST = ("gpt2", "cohere", "gemma4_text", "gpt_oss")
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [*REQUIRED, *HARDEST])
 def test_greedy_continuations_have_clear_margins_and_do_not_repeat(
-    checkpoints: CheckpointCache, arch: Arch
+    checkpoints: CheckpointCache, arch: str
 ) -> None:
     path = checkpoints(arch)
     draw = random.Random(0)
-    margins, distinct = [], 0
+    margins, spreads, distinct = [], [], 0
     for _ in range(8):
         prompt = [draw.randrange(4, 4000) for _ in range(16)]
         out = reference_generate(path, prompt, 16)
         margins.append(out.margins)
+        spreads.append(out.logprobs.std(-1))
         distinct += len(set(out.token_ids))
     joined = torch.cat(margins)
     assert joined.median() > 0.3
     assert (joined > 1e-3).float().mean() > 0.98
     assert distinct > 8 * 8
+    assert float(torch.cat(spreads).mean()) == pytest.approx(LOGIT_STD, rel=0.2)
 
 
 def test_the_same_arguments_give_the_same_folder_and_bytes(

@@ -21,6 +21,11 @@ def test_is_prefill(num_computed: int, num_tokens: int, expected: bool) -> None:
     assert is_prefill(num_computed, num_tokens) is expected
 
 
+@pytest.mark.parametrize(("num_computed", "num_tokens"), [(0, 1), (99, 100)])
+def test_a_request_that_pools_never_decodes(num_computed: int, num_tokens: int) -> None:
+    assert is_prefill(num_computed, num_tokens, pools=True)
+
+
 def reason(**overrides: int | bool) -> str | None:
     facts = {
         "num_prefilling": 0,

@@ -66,6 +66,10 @@ OURS = [
     "VLLM_RBLN_PREFILL_CHUNK_BUCKETS",
     "VLLM_RBLN_CACHE_MAX_BYTES",
     "VLLM_RBLN_CACHE_READ_ONLY",
+    "VLLM_RBLN_DECODE_STEPS_PER_CHUNK",
+    "VLLM_RBLN_SUB_BLOCK_SIZE",
+    "VLLM_RBLN_WINDOW_PREFIX_CACHE",
+    "VLLM_RBLN_WINDOW_PREFIX_TOKENS",
     "XDG_CACHE_HOME",
 ]
 
@@ -163,6 +167,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
             (),
         ),
         ("VLLM_RBLN_PREFILL_CHUNK_BUCKETS", "16,128", "prefill_chunk_buckets", (16, 128)),
+        ("VLLM_RBLN_DECODE_STEPS_PER_CHUNK", "0", "decode_steps_per_chunk", 0),
         ("VLLM_CACHE_ROOT", "/cache", "cache_root", "/cache"),
         ("XDG_CACHE_HOME", "/xdg", "cache_root", "/xdg/vllm"),
         ("XDG_CACHE_HOME", "", "cache_root", RblnConfig().cache_root),
@@ -175,6 +180,9 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("RBLN_KERNEL_MODE", "triton", "use_custom_kernel", True),
         ("VLLM_RBLN_ENFORCE_MODEL_FP32", "1", "enforce_model_fp32", True),
         ("VLLM_RBLN_SUB_BLOCK_CACHE", "0", "sub_block_cache", False),
+        ("VLLM_RBLN_SUB_BLOCK_SIZE", "32", "sub_block_size", 32),
+        ("VLLM_RBLN_WINDOW_PREFIX_CACHE", "no", "window_prefix_cache", False),
+        ("VLLM_RBLN_WINDOW_PREFIX_TOKENS", "4096", "window_prefix_tokens", 4096),
         ("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK", "4", "num_devices_per_local_rank", 4),
         ("VLLM_RBLN_TP_SIZE", "2", "num_devices_per_local_rank", 2),
         ("RBLN_FORCE_NPU_NAME", "RBLN-CR13", "force_npu_name", "RBLN-CR13"),

@@ -29,10 +29,13 @@ def test_the_pages_are_not_stale() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("page", ["configuration.md", "metrics.md"])
+PAGES = ["configuration.md", "metrics.md", "models.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> None:
     script = Path(shutil.copy(DOCS / "generate.py", tmp_path))
-    for name in ("configuration.md", "metrics.md"):
+    for name in ("models_page.py", "models.json", *PAGES):
         shutil.copy(DOCS / name, tmp_path)
     (tmp_path / page).write_text("edited by hand")
     check = generate(script, "--check")

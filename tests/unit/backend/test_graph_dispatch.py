@@ -56,7 +56,8 @@ def test_warn_policy_compiles_once_and_counts_once() -> None:
 
 
 def test_plan_covers_every_bucket_smallest_first() -> None:
-    specs = plan(BucketTable((16, 64)), BucketTable((1, 2, 4)), has_logits=True)
+    tables = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4))}
+    specs = plan(tables, has_logits=True)
     assert [str(spec) for spec in specs] == [
         "prefill-16",
         "prefill-64",
@@ -65,4 +66,4 @@ def test_plan_covers_every_bucket_smallest_first() -> None:
         "decode-4",
         f"logits-{LOGITS_ROWS}",
     ]
-    assert len(plan(BucketTable((16,)), BucketTable((1,)), has_logits=False)) == 2
+    assert len(plan({Phase.POOLING: BucketTable((16, 64))}, has_logits=False)) == 2

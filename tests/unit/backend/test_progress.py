@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.progress import GraphProgress, ProgressReader, ProgressWriter
 
 
@@ -196,3 +197,16 @@ def test_the_eta_is_the_mean_pace_less_the_time_since(tmp_path: Path) -> None:
     assert reader.poll().eta_s == 0.0
     writer.phase("ready")
     assert reader.poll().eta_s == 0.0
+
+
+def test_a_failure_is_told_with_its_reason_until_the_rank_begins_anew(tmp_path: Path) -> None:
+    writer, reader = ProgressWriter(tmp_path, 0, None), ProgressReader(tmp_path)
+    ProgressWriter(tmp_path, 1, None).phase("init")
+    with pytest.raises(UnsupportedModelError), writer.telling_failure():
+        raise UnsupportedModelError("no op for this")
+    assert reader.poll().failure == "no op for this"
+    writer.phase("init")
+    assert reader.poll().failure is None
+    with pytest.raises(KeyError), writer.telling_failure():
+        raise KeyError("weight")
+    assert reader.poll().failure == "KeyError: 'weight'"

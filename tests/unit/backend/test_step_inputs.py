@@ -5,40 +5,65 @@ from __future__ import annotations
 import numpy as np
 
 from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.worker.group_inputs import KvGroup, PagedInputs, WindowInputs
 from rbln_backend.worker.step_inputs import StepInputs
 
+PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
+WINDOW = KvGroup(layer_names=("b", "c"), block_size=24, width=1, is_window=True, one_block=False)
 
-def allocate(phase: Phase, bucket: int) -> StepInputs:
-    inputs = StepInputs.allocate(
-        GraphSpec.of(phase, bucket), num_partitions=3, block_size=16, one_block=False
-    )
-    for array in (inputs.token_ids, inputs.positions, inputs.seq_idx, inputs.block_tables):
+
+def allocate(phase: Phase, bucket: int) -> tuple[StepInputs, PagedInputs, WindowInputs]:
+    inputs = StepInputs.allocate(GraphSpec.of(phase, bucket), [PAGED, WINDOW])
+    paged, window = inputs.groups
+    assert isinstance(paged, PagedInputs)
+    assert isinstance(window, WindowInputs)
+    for array in (inputs.token_ids, inputs.positions, paged.seq_idx, paged.block_tables):
         array.fill(99)
-    return inputs
+    for array in (window.cache_seq_len, window.cache_offset, window.block_tables):
+        array.fill(99)
+    return inputs, paged, window
 
 
 def test_prefill_chunk_in_the_second_block() -> None:
-    inputs = allocate(Phase.PREFILL, 8)
-    inputs.fill_prefill(np.arange(5, 10), start=20, block_row=np.array([7, 4, 0, 0]))
+    inputs, paged, window = allocate(Phase.PREFILL, 8)
+    rows = [np.array([7, 4, 0, 0]), np.array([2])]
+    inputs.fill_prefill(np.arange(5, 10), start=20, block_rows=rows)
     assert inputs.token_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert inputs.positions.tolist() == [[20, 21, 22, 23, 24, 0, 0, 0]]
     assert inputs.token_indices.tolist() == [4]
-    assert inputs.seq_idx.tolist() == [[16, 4, 0]]
-    assert inputs.block_tables.tolist() == [7, 4, 0]
+    assert paged.seq_idx.tolist() == [[16, 4, 0]]
+    assert paged.block_tables.tolist() == [7, 4, 0]
+    assert window.cache_seq_len.tolist() == [[20]]
+    assert window.cache_offset.tolist() == [[25]]
+    assert window.block_tables.tolist() == [2]
+
+
+def test_a_full_window_stays_full() -> None:
+    inputs, _, window = allocate(Phase.PREFILL, 8)
+    inputs.fill_prefill(np.arange(5, 10), start=40, block_rows=[np.array([7, 4, 5]), np.array([2])])
+    assert window.cache_seq_len.tolist() == [[24]]
+    assert window.cache_offset.tolist() == [[29]]
 
 
 def test_decode_pads_rows_with_the_null_block() -> None:
-    inputs = allocate(Phase.DECODE, 4)
-    rows = np.array([[3, 0, 0, 0], [5, 6, 8, 0]])
+    inputs, paged, window = allocate(Phase.DECODE, 4)
+    rows = [np.array([[3, 0, 0, 0], [5, 6, 8, 0]]), np.array([[1, 0], [4, 0]])]
     inputs.fill_decode(np.array([11, 12]), np.array([2, 40]), rows)
     assert inputs.token_ids.tolist() == [[11], [12], [0], [0]]
     assert inputs.positions.tolist() == [[2], [40], [0], [0]]
-    assert inputs.seq_idx.tolist() == [[2, 0, 0], [16, 16, 8], [0, 0, 0], [0, 0, 0]]
-    assert inputs.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
+    assert paged.seq_idx.tolist() == [[2, 0, 0], [16, 16, 8], [0, 0, 0], [0, 0, 0]]
+    assert paged.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
+    assert window.cache_seq_len.tolist() == [[2], [24], [0], [0]]
+    # A padded row has no new token: its offset equals its length.
+    assert window.cache_offset.tolist() == [[3], [25], [0], [0]]
+    assert window.block_tables.tolist() == [[1], [4], [0], [0]]
 
 
 def test_arrays_are_views_of_the_graph_inputs() -> None:
-    inputs = allocate(Phase.DECODE, 2)
-    inputs.fill_decode(np.array([11]), np.array([2]), np.array([[3, 0, 0]]))
+    inputs, paged, window = allocate(Phase.DECODE, 2)
+    rows = [np.array([[3, 0, 0]]), np.array([[1]])]
+    inputs.fill_decode(np.array([11]), np.array([2]), rows)
     assert inputs.tensors["input_ids"].tolist() == [[11], [0]]
-    assert inputs.metadata.seq_idx is inputs.tensors["seq_idx"]
+    assert inputs.tensors["seq_idx.0"].tolist() == [[2, 0, 0], [0, 0, 0]]
+    assert inputs.tensors["local_block_tables.1"].tolist() == [[1], [0]]
+    assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}

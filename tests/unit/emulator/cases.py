@@ -44,6 +44,7 @@ class Attention:
     batch: int = 1
     fill: float = 0.0  # of the cache before anything is written
     sinks: Tensor | None = None
+    soft_cap: float | None = None
     scale: Tensor = field(init=False)
     cache: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -74,7 +75,7 @@ class Attention:
         out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_prefill(
             *(self.q[part], self.k[part], self.v[part], self.cache, self.scale),
             torch.tensor([[begin]], dtype=torch.int32),
-            *(self.tables[row], self.scale, self.sinks),
+            *(self.tables[row], self.scale, self.sinks, self.soft_cap),
         )
         return out[0]
 
@@ -85,7 +86,7 @@ class Attention:
         starts = torch.tensor(positions, dtype=torch.int32).unsqueeze(1)
         out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_decode(
             *(q.contiguous(), k.contiguous(), v.contiguous(), self.cache, self.scale),
-            *(starts, self.tables, self.scale, self.sinks),
+            *(starts, self.tables, self.scale, self.sinks, self.soft_cap),
         )
         return out
 
@@ -93,6 +94,8 @@ class Attention:
         """Dense causal attention in float64 over the whole request: [Hkv, G, L, D]."""
         q, k, v = (x[row].double() for x in (self.q, self.k, self.v))
         scores = q @ k.transpose(-1, -2) * float(self.scale)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
         seen = torch.ones(self.length, self.length, dtype=torch.bool).tril()
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:

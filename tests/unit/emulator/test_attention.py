@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rbln_backend.emulator import fallback
 from tests.unit.emulator.cases import DTYPES, Attention, assert_near, for_thread_counts
 
 CASES = [
@@ -125,6 +126,24 @@ def test_sinks_enter_the_denominator_only(dtype: torch.dtype) -> None:
     assert run.sinks is not None
     run.sinks = run.sinks.view(2, 4).to(dtype).float()
     assert_near(run.prefill(0, 80), run.expected())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("soft_cap", [0.3, 2.0, 50.0])
+def test_soft_caps_bend_the_scores(soft_cap: float, dtype: torch.dtype) -> None:
+    run = make((2, 3, 64, 32, 80), dtype, soft_cap=soft_cap, sinks=torch.randn(6))
+    whole = run.prefill(0, 80)
+    assert_near(whole, run.expected())
+    assert torch.equal(run.decode([79])[0, :, :, 0], whole[:, :, 79])
+    arguments = (run.q, run.k, run.v, run.cache, run.scale, torch.tensor([[0]]), run.tables)
+    plain = fallback.BODIES["rbln_custom_ops"]["flash_causal_attention_naive_prefill"]
+    assert_near(plain(*arguments, run.scale, run.sinks, soft_cap)[0], run.expected())
+
+
+def test_scores_that_a_cap_saturates_and_zero() -> None:
+    run = make((1, 2, 64, 32, 50), torch.float32, soft_cap=3.0)
+    run.q *= torch.linspace(0, 40, 50)[:, None] ** 2
+    assert_near(run.prefill(0, 50), run.expected(), scale=10)
 
 
 def test_partitioned_sequence_lengths_are_summed_and_one_block_ops_agree() -> None:

@@ -35,13 +35,19 @@ def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     run = Attention(dtype=dtype, kv_heads=2, group=4, head_size=32, block_size=16, length=40)
     start = torch.tensor([[0]], dtype=torch.int32)
     tensors = (run.q, run.k, run.v, run.cache)
-    flash = (*tensors, run.scale, start, run.tables[0], run.scale, torch.randn(8))
+    flash = (*tensors, run.scale, start, run.tables[0], run.scale, torch.randn(8), 5.0)
     one_block = (*tensors, start, run.scale, run.tables, run.scale, None)
+    # The window is full: 30 of the 40 rows are real, and 14 of the 16 slots are replaced.
+    lengths = (torch.tensor([[16]]), torch.tensor([[46]]), run.scale, torch.tensor([1]), run.scale)
+    window = (run.q, run.k, run.v, run.cache.clone().uniform_(), *lengths)
+    decode = (*window[:3], window[3].clone(), *lengths, None, torch.randn(8), 5.0)
     return [
         ("flash_causal_attention_naive_prefill", flash),
         ("flash_causal_attention_naive_decode", flash),
         ("causal_attention_naive_prefill", one_block),
         ("causal_attention_naive_decode", one_block),
+        ("sliding_window_attention_naive_prefill", window),
+        ("sliding_window_attention_naive_decode", decode),
     ]
 
 

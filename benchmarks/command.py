@@ -1,0 +1,66 @@
+"""What the measuring commands have in common: arguments, progress on standard error, results."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.machine import Machine
+
+RESULTS = Path(__file__).parent / "results"
+# Threads of one engine wait for each other many times a step, so a little company costs much.
+DISTURBED_CORES = 0.1
+
+
+def positive(text: str) -> int:
+    """Parse an argument that counts something; raises ArgumentTypeError below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
+    return value
+
+
+def say(text: str) -> None:
+    """Print a line of progress with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def save(name: str, started: str, machine: Machine, report: str, raw: str) -> None:
+    """Write a report and its raw numbers under benchmarks/results/; `started` is an ISO time."""
+    stem = f"{started[:10]}-{machine.slug}-{name}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
+    (RESULTS / f"{stem}.json").write_text(raw, encoding="utf-8")
+    say(f"written: {RESULTS / stem}.md and .json")
+
+
+def machine_lines(machine: Machine, load_before: float) -> list[str]:
+    """Return the lines of a report that say what it was measured on."""
+    lscpu = ", ".join(f"{name} {value}" for name, value in machine.lscpu.items())
+    versions = ", ".join(f"{name} {value}" for name, value in machine.versions.items())
+    return [
+        f"- CPU: {lscpu}; {machine.cores} cores usable; of the instruction sets that matter: "
+        f"{' '.join(machine.flags)}.",
+        f"- Memory {machine.memory_bytes / 2**30:.0f} GiB; Linux {machine.kernel}; "
+        f"load average before the run {load_before:.2f}.",
+        f"- {versions}.",
+    ]
+
+
+def disturbance(other_busy_cores: list[float]) -> str:
+    """Return what a report says of other processes, by the cores they kept busy per sample."""
+    disturbed = sum(cores > DISTURBED_CORES for cores in other_busy_cores)
+    text = (
+        "While a side was measured, other processes kept "
+        f"{statistics.median(other_busy_cores):.2f} cores busy (median; at most "
+        f"{max(other_busy_cores):.2f})."
+    )
+    if not disturbed:
+        return text
+    return (
+        f"**Disturbed**: in {disturbed} of {len(other_busy_cores)} samples other processes kept "
+        f"more than {DISTURBED_CORES} cores busy, so the times are not a measurement. {text}"
+    )

@@ -1,0 +1,185 @@
+"""PyTorch bodies of the attention ops; their meaning is written down in ``attention.ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """What turns q . k into weights, besides the mask."""
+
+    scale: float
+    sinks: Tensor | None
+    """[Hkv, G, 1, 1] float32."""
+    soft_cap: float | None
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+        """q [Hkv, G, L, D]; keys, values [Hkv, 1, N, D]; seen [L, N] -> [Hkv, G, L, D]."""
+        scores = q.float() @ keys.float().transpose(-1, -2) * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+        # What a row does not see may be NaN, which times zero would not vanish.
+        attended: Tensor = weights @ values.float().nan_to_num(0.0, 0.0, 0.0)
+        return attended.to(q.dtype)
+
+
+def _softmax(q: Tensor, scale: Tensor, sinks: Tensor | None, soft_cap: float | None) -> _Softmax:
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {soft_cap}; it must be positive")
+    shaped = None if sinks is None else sinks.float().reshape(*q.shape[1:3], 1, 1)
+    return _Softmax(float(scale), shaped, soft_cap)
+
+
+def flash_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    scale: Tensor,
+    seq_idx: Tensor,
+    block_tables: Tensor,
+    slot_mapping: Tensor,
+    sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+) -> Tensor:
+    """q [B, Hkv, G, L, D] over the paged cache, request by request."""
+    batch, kv_heads, group, length, head_size = q.shape
+    out = q.new_empty(batch, length, kv_heads, group, head_size)
+    starts = seq_idx.reshape(batch, -1).sum(dim=-1).tolist()
+    softmax = _softmax(q, scale, sinks, logits_soft_cap)
+    for b, table in enumerate(block_tables.reshape(batch, -1).long()):
+        start = int(starts[b])
+        _write_pages(kv_cache, table, start, k[b, :, 0], v[b, :, 0])
+        keys, values = _read_pages(kv_cache, table, start + length)
+        seen = torch.arange(keys.shape[2]) <= torch.arange(start, start + length)[:, None]
+        out[b] = softmax.attend(q[b], keys, values, seen).permute(2, 0, 1, 3)
+    return out.permute(0, 2, 3, 1, 4)
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    seq_idx: Tensor,
+    scale: Tensor,
+    block_tables: Tensor,
+    dummy: Tensor,
+    sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+) -> Tensor:
+    """The one-block ops: ``flash_causal_attention`` with another argument order."""
+    return flash_causal_attention(
+        q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, logits_soft_cap
+    )
+
+
+def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tensor) -> None:
+    block_size = kv_cache.shape[4]
+    positions = torch.arange(start, min(start + k.shape[1], table.numel() * block_size))
+    blocks, slots = table[positions // block_size], positions % block_size
+    for index, new in enumerate((k, v)):
+        kv_cache[blocks, index, :, 0, slots] = new[:, : positions.numel()].transpose(0, 1)
+
+
+def _read_pages(kv_cache: Tensor, table: Tensor, end: int) -> Tensor:
+    """The keys and values of the first ``end`` positions that the table has: [2, Hkv, 1, N, D]."""
+    block_size = kv_cache.shape[4]
+    count = min(end, table.numel() * block_size)
+    pages = kv_cache[table[: -(-count // block_size)], :, :, 0]
+    return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, None, :count]
+
+
+def sliding_window_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    cache_seq_len: Tensor,
+    cache_offset: Tensor,
+    scale: Tensor,
+    block_tables: Tensor,
+    dummy: Tensor,
+    sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+) -> Tensor:
+    """q [B, Hkv, G, L, D] over each request's window block and the new tokens."""
+    batch, kv_heads, group, length, head_size = q.shape
+    window = kv_cache.shape[4]
+    out = q.new_zeros(batch, length, kv_heads, group, head_size)
+    softmax = _softmax(q, scale, sinks, logits_soft_cap)
+    blocks = block_tables.reshape(batch).tolist()
+    ends = cache_offset.reshape(batch).tolist()
+    for b, cached in enumerate(cache_seq_len.reshape(batch).tolist()):
+        end = ends[b]
+        count = end - cached
+        if count <= 0:
+            continue
+        _check_request(b, cached, count, length, blocks[b], kv_cache)
+        slots = kv_cache[blocks[b], :, :, 0]
+        new = torch.stack((k[b, :, 0, :count], v[b, :, 0, :count]))
+        # Real tokens alone, so that what the other slots and rows hold cannot matter.
+        seen_by_all = torch.cat((slots[:, :, :cached], new), dim=2)
+        distance = torch.arange(cached, end)[:, None] - torch.arange(end)
+        seen = (distance >= 0) & (distance < window)
+        keys, values = seen_by_all.unsqueeze(2)
+        attended = softmax.attend(q[b, :, :, :count], keys, values, seen)
+        out[b, :count] = attended.permute(2, 0, 1, 3)
+        slots[:, :, : min(end, window)] = seen_by_all[:, :, max(0, end - window) :]
+    return out.permute(0, 2, 3, 1, 4)
+
+
+def sliding_window_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_cache: Tensor,
+    cache_seq_len: Tensor,
+    cache_offset: Tensor,
+    scale: Tensor,
+    block_tables: Tensor,
+    dummy: Tensor,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+) -> Tensor:
+    """``sliding_window_prefill`` with a mask that is not read; see ``attention.ops``."""
+    lengths = (cache_seq_len, cache_offset)
+    return sliding_window_prefill(
+        q, k, v, kv_cache, *lengths, scale, block_tables, dummy, sinks, logits_soft_cap
+    )
+
+
+def _check_request(
+    row: int, cached: int, count: int, length: int, block: int, kv_cache: Tensor
+) -> None:
+    blocks, window = kv_cache.shape[0], kv_cache.shape[4]
+    if not 0 <= cached <= window:
+        raise RuntimeError(f"cache_seq_len[{row}] is {cached}, the window has {window} slots")
+    if count > length:
+        raise RuntimeError(
+            f"cache_offset[{row}] is {cached + count}, {count} more than cache_seq_len, "
+            f"but q has {length} rows"
+        )
+    if not 0 <= block < blocks:
+        raise IndexError(f"block_tables[{row}] is {block}, the cache has {blocks} blocks")
+
+
+BODIES: Mapping[str, Callable[..., Any]] = {
+    "flash_causal_attention_naive_prefill": flash_causal_attention,
+    "flash_causal_attention_naive_decode": flash_causal_attention,
+    "causal_attention_naive_prefill": causal_attention,
+    "causal_attention_naive_decode": causal_attention,
+    "sliding_window_attention_naive_prefill": sliding_window_prefill,
+    "sliding_window_attention_naive_decode": sliding_window_decode,
+}

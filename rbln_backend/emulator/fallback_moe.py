@@ -1,0 +1,71 @@
+"""PyTorch bodies of the mixture-of-experts ops; ``moe`` takes plain matrices here, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rbln_backend.emulator.packing import unpack
+
+# SwiGLU as gpt-oss has it.
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
+
+
+def _silu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _swigluoai(gate_up: Tensor) -> Tensor:
+    gate = gate_up[..., ::2].clamp(max=SWIGLU_LIMIT)
+    up = gate_up[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": _silu, "swigluoai": _swigluoai}
+
+
+def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    scores = logits.float()
+    if renormalize:
+        best, ids = scores.topk(top_k, dim=-1)
+        return best.softmax(dim=-1), ids.int()
+    weights, ids = scores.softmax(dim=-1).topk(top_k, dim=-1)
+    return weights, ids.int()
+
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w13_bias: Tensor | None,
+    w2: Tensor,
+    w2_bias: Tensor | None,
+    intermediate_size: int,
+    activation: str,
+) -> Tensor:
+    """The chosen experts one after the other, each over the rows that chose it."""
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    hidden_size = x.shape[-1]
+    for expert in ids.unique().tolist():
+        rows, slots = (ids == expert).nonzero(as_tuple=True)
+        first = _matrix(w13[expert], 2 * intermediate_size, hidden_size)
+        second = _matrix(w2[expert], hidden_size, intermediate_size)
+        gate_up = functional.linear(x[rows], first, _row(w13_bias, expert))
+        hidden = ACTIVATIONS[activation](gate_up.float()).to(x.dtype)
+        out = functional.linear(hidden, second, _row(w2_bias, expert))
+        total.index_add_(0, rows, out.float() * weights[rows, slots, None])
+    return total.to(x.dtype)
+
+
+def _matrix(weight: Tensor, out_features: int, in_features: int) -> Tensor:
+    return weight if weight.dim() == 2 else unpack(weight, out_features, in_features)
+
+
+def _row(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]

@@ -1,0 +1,33 @@
+// Mixture of experts on plain pointers; strides are in elements, as in kernels.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace rbln {
+
+struct RouteArgs {
+  Dtype dtype;
+  const void* logits;  // [rows, experts], row stride
+  int64_t rows, experts, stride, top_k;
+  bool renormalize;  // the weights of a row sum to one
+  float* weights;    // [rows, top_k]
+  int32_t* ids;      // the same
+};
+void moe_route(const RouteArgs& args);
+
+struct MoeArgs {
+  Dtype dtype;
+  const void* x;  // [rows, hidden_size], row stride
+  int64_t rows, hidden_size, x_stride;
+  const float* weights;  // [rows, top_k]
+  const int32_t* ids;    // the same, valid and distinct within a row
+  int64_t top_k, experts, intermediate_size;
+  const void *w13, *w13_bias;  // each expert's packed [2 * intermediate_size, hidden_size]; or null
+  const void *w2, *w2_bias;    // each expert's packed [hidden_size, intermediate_size]; or null
+  int64_t w13_elements, w2_elements;  // of one packed matrix
+  bool interleaved;  // gate and up alternate (SwiGLU of gpt-oss) instead of being halves (SiLU)
+  void* out;         // [rows, hidden_size], contiguous
+};
+void moe(const MoeArgs& args);
+
+}  // namespace rbln

@@ -1,0 +1,103 @@
+// Checks what a caller of the mixture-of-experts ops can get wrong; see library.cpp.
+#include "moe_tensors.h"
+
+#include <algorithm>
+
+#include "moe.h"
+#include "tensors.h"
+
+namespace rbln {
+namespace {
+
+using at::Tensor;
+
+// Elements of one of the packed [columns, depth] matrices stacked in `weight`.
+int64_t check_experts(const Tensor& weight, const std::optional<Tensor>& bias, const char* name,
+                      int64_t columns, int64_t depth, const Tensor& x) {
+  check_dtype(weight, name, x);
+  const bool pairs = x.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(weight.dim() == (pairs ? 5 : 4) && weight.is_contiguous() && weight.size(0) > 0 &&
+                  weight.size(1) == (columns + kPanel - 1) / kPanel &&
+                  weight.size(2) == (pairs ? (depth + 1) / 2 : depth),
+              name, " has shape ", weight.sizes(), ", not that of packed matrices of [", columns,
+              ", ", depth, "] in ", x.scalar_type());
+  if (bias.has_value()) {
+    check_dtype(*bias, name, x);
+    TORCH_CHECK(bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == weight.size(0) &&
+                    bias->size(1) == columns,
+                "the bias of ", name, " has shape ", bias->sizes(), " instead of [",
+                weight.size(0), ", ", columns, "]");
+  }
+  return weight.numel() / weight.size(0);
+}
+
+void check_choices(const Tensor& weights, const Tensor& ids, int64_t rows, int64_t experts) {
+  TORCH_CHECK(weights.scalar_type() == at::kFloat && ids.scalar_type() == at::kInt &&
+                  weights.sizes() == ids.sizes() && ids.dim() == 2 && ids.size(0) == rows &&
+                  weights.is_contiguous() && ids.is_contiguous(),
+              "expected weights float32 and ids int32 of ", rows, " rows, got ",
+              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
+              ids.sizes());
+  const int64_t top_k = ids.size(1);
+  const int32_t* all = ids.const_data_ptr<int32_t>();
+  for (int64_t p = 0; p < rows * top_k; ++p) {
+    TORCH_CHECK_INDEX(all[p] >= 0 && all[p] < experts, "ids[", p / top_k, "] names expert ", all[p],
+                      " of ", experts);
+    TORCH_CHECK(std::find(all + p / top_k * top_k, all + p, all[p]) == all + p, "ids[", p / top_k,
+                "] names expert ", all[p], " twice");
+  }
+}
+
+const void* data_of(const std::optional<Tensor>& bias) {
+  return bias.has_value() ? bias->const_data_ptr() : nullptr;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> moe_route_tensors(const Tensor& logits, int64_t top_k,
+                                             bool renormalize) {
+  TORCH_CHECK(logits.dim() == 2, "logits has shape ", logits.sizes(), " instead of [rows, experts]");
+  const Rows rows(logits);
+  TORCH_CHECK(top_k > 0 && top_k <= rows.width, "top_k ", top_k, " of ", rows.width, " experts");
+  const Tensor weights = at::detail::empty_cpu({rows.count, top_k}, at::kFloat);
+  const Tensor ids = at::detail::empty_cpu({rows.count, top_k}, at::kInt);
+  moe_route({dtype_of(logits, "logits"), rows.data(), rows.count, rows.width, rows.stride, top_k,
+             renormalize, weights.mutable_data_ptr<float>(), ids.mutable_data_ptr<int32_t>()});
+  return {weights, ids};
+}
+
+Tensor moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
+                   const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                   const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                   std::string_view activation) {
+  TORCH_CHECK(x.dim() == 2, "x has shape ", x.sizes(), " instead of [rows, hidden]");
+  TORCH_CHECK(activation == "silu" || activation == "swigluoai", "activation is '", activation,
+              "', known are silu and swigluoai");
+  const Rows rows(x);
+  MoeArgs args{};
+  args.dtype = dtype_of(x, "x");
+  args.x = rows.data();
+  args.rows = rows.count;
+  args.hidden_size = rows.width;
+  args.x_stride = rows.stride;
+  args.intermediate_size = intermediate_size;
+  args.w13_elements = check_experts(w13, w13_bias, "w13", 2 * intermediate_size, rows.width, x);
+  args.w2_elements = check_experts(w2, w2_bias, "w2", rows.width, intermediate_size, x);
+  args.experts = w13.size(0);
+  TORCH_CHECK(w2.size(0) == args.experts, "w13 has ", args.experts, " experts, w2 ", w2.size(0));
+  check_choices(weights, ids, args.rows, args.experts);
+  args.weights = weights.const_data_ptr<float>();
+  args.ids = ids.const_data_ptr<int32_t>();
+  args.top_k = ids.size(1);
+  args.w13 = w13.const_data_ptr();
+  args.w13_bias = data_of(w13_bias);
+  args.w2 = w2.const_data_ptr();
+  args.w2_bias = data_of(w2_bias);
+  args.interleaved = activation == "swigluoai";
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  moe(args);
+  return out;
+}
+
+}  // namespace rbln

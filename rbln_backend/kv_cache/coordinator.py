@@ -1,0 +1,113 @@
+"""Prefix hits across the KV cache groups of a model, at a granularity finer than a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rbln_backend.kv_cache.managers import PagedManager, WindowManager
+from rbln_backend.kv_cache.transfers import WindowTransfers
+from rbln_backend.vllm_compat.surface import BlockHash, KVCacheBlock, KVCacheCoordinator
+
+Blocks = tuple[list[KVCacheBlock], ...]
+
+
+class RblnKvCoordinator(KVCacheCoordinator):
+    """A hit ends where every group can resume: paged groups share blocks and copy the head of the
+    last one, window groups refill a window block from their log.
+
+    The hash granularity (``hash_block_size``) is the unit of all of it.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        managers = self.single_type_managers
+        self.paged = [m for m in managers if isinstance(m, PagedManager)]
+        self.windows = [m for m in managers if isinstance(m, WindowManager)]
+        assert len(self.paged) + len(self.windows) == len(managers)
+        self._enable_caching = bool(options["enable_caching"])
+        self._hit_tokens = {"block": 0, "sub_block": 0, "window": 0}
+
+    def find_longest_cache_hit(
+        self, block_hashes: list[BlockHash], max_cache_hit_length: int
+    ) -> tuple[Blocks, int, int]:
+        """Blocks (paged) or log pages (window) per group, the hit in tokens, and 0."""
+        found: list[list[KVCacheBlock]] = [[] for _ in self.single_type_managers]
+        if not self._enable_caching:
+            return tuple(found), 0, 0
+        unit = self.block_pool.hash_block_size
+        hit = max_cache_hit_length // unit * unit
+        for manager in self.paged:
+            blocks, length = manager.find_longest_cache_hit(
+                block_hashes=block_hashes,
+                max_length=hit,
+                kv_cache_group_ids=[manager.kv_cache_group_id],
+                block_pool=self.block_pool,
+                kv_cache_spec=manager.kv_cache_spec,
+                drop_eagle_block=False,
+                alignment_tokens=unit,
+            )
+            found[manager.kv_cache_group_id] = blocks[0]
+            hit = min(hit, length)
+        hit = self._shorten_to_windows(block_hashes, hit)
+        for manager in self.paged:
+            del found[manager.kv_cache_group_id][-(-hit // manager.block_size) :]
+        for window in self.windows:
+            pages = window.log.use(block_hashes, hit)
+            found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
+        return tuple(found), hit, 0
+
+    def _shorten_to_windows(self, block_hashes: Sequence[bytes], hit: int) -> int:
+        """The longest prefix up to ``hit`` that every window group can resume after."""
+        previous = -1
+        while hit != previous:
+            previous = hit
+            for window in self.windows:
+                hit = window.log.longest(block_hashes, hit)
+        return hit
+
+    def allocate_new_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: tuple[Sequence[KVCacheBlock], ...],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        super().allocate_new_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        if any(new_computed_blocks):
+            self._count_hit(num_local_computed_tokens)
+
+    def _count_hit(self, num_tokens: int) -> None:
+        if not self.paged:
+            self._hit_tokens["window"] += num_tokens
+            return
+        in_head = num_tokens % self.paged[0].block_size
+        self._hit_tokens["sub_block"] += in_head
+        self._hit_tokens["block"] += num_tokens - in_head
+
+    def take_transfers(self) -> WindowTransfers:
+        """The window moves of the step that was just scheduled."""
+        transfers = WindowTransfers()
+        for window in self.windows:
+            taken = window.take_transfers()
+            transfers.restores += taken.restores
+            transfers.stores += taken.stores
+        return transfers
+
+    def take_hit_tokens(self) -> dict[str, int]:
+        """Tokens that prefix hits saved since the last call: in whole blocks and in the heads of
+        blocks, or by refilled windows where a model has nothing else."""
+        taken, self._hit_tokens = self._hit_tokens, dict.fromkeys(self._hit_tokens, 0)
+        return taken
+
+    def reset_prefix_cache(self) -> bool:
+        if not super().reset_prefix_cache():
+            return False
+        for window in self.windows:
+            window.log.clear()
+        return True

@@ -1,0 +1,175 @@
+"""Which blocks each request owns: one manager per KV cache group, over vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore, WindowTransfers
+from rbln_backend.kv_cache.window_log import WindowLog
+from rbln_backend.vllm_compat.surface import (
+    BlockPool,
+    FullAttentionManager,
+    KVCacheBlock,
+    KVCacheSpecRegistry,
+    Request,
+    SingleTypeKVCacheManager,
+)
+
+
+class PagedManager(FullAttentionManager):
+    """Full attention whose blocks can be hit at any multiple of the pool's hash granularity.
+
+    Upstream finds such hits and copies the shared head of a block into the new request's own
+    block; it registers the end of a prompt only. Here every boundary of every block is registered.
+    """
+
+    def __init__(self, kv_cache_spec: PagedSpec, **options: Any) -> None:
+        super().__init__(kv_cache_spec, **options)
+        self._num_indexed: dict[str, int] = {}
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        retention_interval: int | None = None,
+        *,
+        replay_boundaries: Sequence[int],
+    ) -> None:
+        first_block = self.num_cached_block.get(request.request_id, 0)
+        SingleTypeKVCacheManager.cache_blocks(
+            self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
+        )
+        unit = self.block_pool.hash_block_size
+        num_units = num_tokens // unit
+        if unit == self.block_size or num_units <= self._num_indexed.get(request.request_id, 0):
+            return
+        self._num_indexed[request.request_id] = num_units
+        self._index_heads(request, first_block, num_units * unit)
+
+    def _index_heads(self, request: Request, first_block: int, num_tokens: int) -> None:
+        """Register every head of the blocks from ``first_block`` up to ``num_tokens``."""
+        unit = self.block_pool.hash_block_size
+        blocks = self.req_to_blocks[request.request_id]
+        for index in range(first_block, -(-num_tokens // self.block_size)):
+            start = index * self.block_size
+            # Longest first: registering a longer head drops the block's shorter ones.
+            for end in range(min(num_tokens, start + self.block_size), start, -unit):
+                if end % self.block_size:
+                    self.block_pool.cache_partial_block(
+                        request, blocks[index], end, self.kv_cache_group_id, self.block_size
+                    )
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._num_indexed.pop(request_id, None)
+        return list(super().pop_blocks_for_free(request_id))
+
+
+class WindowManager(SingleTypeKVCacheManager):
+    """One window block per request, and the log from which later requests resume."""
+
+    def __init__(self, kv_cache_spec: WindowSpec, **options: Any) -> None:
+        super().__init__(kv_cache_spec, **options)
+        self._spec = kv_cache_spec
+        self._blocks = self.block_pool
+        if kv_cache_spec.own_blocks:
+            self._blocks = BlockPool(
+                kv_cache_spec.own_blocks,
+                enable_caching=False,
+                hash_block_size=kv_cache_spec.page_tokens,
+            )
+        self.log = WindowLog(
+            max(0, kv_cache_spec.log_pages - 1), kv_cache_spec.page_tokens, kv_cache_spec.window
+        )
+        self._transfers = WindowTransfers()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that requests can have."""
+        return int(self._blocks.num_gpu_blocks) - 1
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        return sum(1 for blocks in self.req_to_blocks.values() if blocks)
+
+    def take_transfers(self) -> WindowTransfers:
+        """The moves decided since the last call."""
+        taken, self._transfers = self._transfers, WindowTransfers()
+        return taken
+
+    def get_num_blocks_to_allocate(self, request_id: str, *_: Any, **__: Any) -> int:
+        """What the request still needs of vLLM's pool; a pool of our own has one for everybody."""
+        if self._blocks is not self.block_pool or self.req_to_blocks.get(request_id):
+            return 0
+        return 1
+
+    def allocate_new_blocks(self, request_id: str, *_: Any) -> list[KVCacheBlock]:
+        held = self.req_to_blocks[request_id]
+        if held:
+            return []
+        held.extend(self._blocks.get_new_blocks(1))
+        return list(held)
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Take a window block and have it filled from the log pages ``new_computed_blocks``."""
+        (block,) = self.allocate_new_blocks(request_id)
+        self.num_cached_block[request_id] = num_local_computed_tokens // self._spec.page_tokens
+        self._transfers.restores.append(
+            WindowRestore(
+                group=self.kv_cache_group_id,
+                block=block.block_id,
+                pages=tuple(page.block_id for page in new_computed_blocks),
+                num_tokens=num_local_computed_tokens,
+            )
+        )
+
+    def cache_blocks(
+        self,
+        request: Request,
+        num_tokens: int,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Log the pages that the window block will hold whole when ``num_tokens`` are computed."""
+        unit = self._spec.page_tokens
+        window_start = max(0, num_tokens - self._spec.window)
+        first = max(self.num_cached_block.get(request.request_id, 0), -(-window_start // unit))
+        end = num_tokens // unit
+        if first >= end:
+            return
+        self.num_cached_block[request.request_id] = end
+        (block,) = self.req_to_blocks[request.request_id]
+        for page in range(first, end):
+            target = self.log.add(request.block_hashes[page])
+            if target is not None:
+                slot = page * unit - window_start
+                self._transfers.stores.append(
+                    WindowStore(self.kv_cache_group_id, block.block_id, slot, target)
+                )
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, *_: Any, **__: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Not this way: a window is found through its log, which needs the instance."""
+        raise NotImplementedError("RblnKvCoordinator looks window groups up in their logs")
+
+    def remove_skipped_blocks(self, *_: Any, **__: Any) -> None:
+        """The block slides in place; nothing is ever given back early."""
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        return 0
+
+
+def register_specs() -> None:
+    """Tell vLLM which manager serves which of our specs; idempotent."""
+    KVCacheSpecRegistry.register(PagedSpec, PagedManager, PagedSpec)
+    KVCacheSpecRegistry.register(WindowSpec, WindowManager, WindowSpec)

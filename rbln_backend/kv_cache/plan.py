@@ -1,0 +1,109 @@
+"""Which kind of KV cache each layer gets, and what that costs, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rbln_backend.errors import ConfigError
+from rbln_backend.kv_cache.layout import log_pages
+from rbln_backend.kv_cache.specs import (
+    PagedSpec,
+    WindowSpec,
+    WindowStorage,
+    check_supported,
+    paged_spec,
+    window_of,
+    window_spec,
+)
+from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLimits:
+    """What of the engine's configuration decides the KV cache."""
+
+    max_model_len: int
+    max_num_seqs: int
+    chunk_tokens: int
+    block_size: int
+    unit: int
+    """Tokens at whose multiples prefixes can be reused."""
+    log_bytes: int
+    """The most that all prefix logs may take; 0: no prefix reuse on window layers."""
+    log_tokens: int | None
+    """Tokens that a prefix log keeps, where the user says so."""
+    hybrid: bool
+    """False: the user switched vLLM's hybrid KV cache manager off."""
+
+
+def plan_specs(
+    layers: Mapping[str, KVCacheSpec], limits: KvLimits
+) -> dict[str, PagedSpec | WindowSpec]:
+    """Our spec for each attention layer.
+
+    Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
+    layers meet a configuration that excludes them.
+    """
+    dense = {name: check_supported(name, spec) for name, spec in layers.items()}
+    windows = {name: window_of(spec, limits.max_model_len) for name, spec in dense.items()}
+    if any(windows.values()) and not limits.hybrid:
+        raise ConfigError(
+            "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
+            "manager: drop --disable-hybrid-kv-cache-manager"
+        )
+    storage = _window_storage(dense, windows, limits)
+    planned: dict[str, PagedSpec | WindowSpec] = {}
+    for name, spec in dense.items():
+        window = windows[name]
+        if window is None:
+            planned[name] = paged_spec(spec, limits.block_size)
+        else:
+            planned[name] = window_spec(spec, window, limits.block_size, storage[window])
+    return planned
+
+
+def _window_storage(
+    layers: Mapping[str, AttentionSpec], windows: Mapping[str, int | None], limits: KvLimits
+) -> dict[int, WindowStorage]:
+    """Blocks and log pages by window."""
+    token_bytes: dict[int, int] = defaultdict(int)
+    for name, window in windows.items():
+        if window is not None:
+            spec = layers[name]
+            token_bytes[window] += 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    any_paged = None in windows.values()
+    share = limits.log_bytes // max(1, len(token_bytes))
+    return {
+        window: WindowStorage(
+            own_blocks=limits.max_num_seqs + 1 if any_paged else 0,
+            log_pages=log_pages(
+                window=window,
+                unit=limits.unit,
+                max_model_len=limits.max_model_len,
+                max_num_seqs=limits.max_num_seqs,
+                chunk_tokens=limits.chunk_tokens,
+                max_bytes=share,
+                token_bytes=bytes_per_token,
+                wanted_tokens=limits.log_tokens,
+            ),
+            page_tokens=limits.unit,
+        )
+        for window, bytes_per_token in token_bytes.items()
+    }
+
+
+def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
+    """Bytes of all window blocks and prefix logs."""
+    return sum(
+        spec.bytes_per_token
+        * ((max_num_seqs + 1) * spec.window + spec.log_pages * spec.page_tokens)
+        for spec in specs
+        if isinstance(spec, WindowSpec)
+    )
+
+
+def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
+    """Bytes of one block in all full-attention layers; 0 if there are none."""
+    return sum(spec.page_size_bytes for spec in specs if isinstance(spec, PagedSpec))

@@ -1,0 +1,169 @@
+"""What vLLM's KV cache manager is told about our layers: one spec per kind of cache.
+
+vLLM finds the manager of a spec by its class (``register_specs``) and forms one group, with one
+block table, of all layers whose specs are uniform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.unsupported import (
+    CHUNKED_ATTENTION,
+    ENCODER_DECODER,
+    MLA,
+    PREFIX_LM,
+    STATE_SPACE,
+    UNEQUAL_HEADS,
+    Feature,
+)
+from rbln_backend.vllm_compat.surface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    VllmConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedSpec(FullAttentionSpec):
+    """A full-attention layer: blocks of ``block_size`` tokens, shared between equal prefixes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSpec(AttentionSpec):
+    """A sliding-window layer: one block of ``window`` tokens per request, for its whole life.
+
+    Its blocks and its log lie outside vLLM's shared pool, so this group neither divides that pool
+    nor ties the block size of other groups to its own: ``block_size`` is theirs, and a page costs
+    the pool one byte, the least that vLLM's arithmetic allows.
+    """
+
+    window: int
+    """Positions of a block: the last ``window`` tokens, left-aligned."""
+    own_blocks: int
+    """Blocks of the group's own pool, null block included; 0: vLLM's pool has nothing else."""
+    log_pages: int
+    """Pages of the prefix log, null page included; 0: no prefix reuse."""
+    page_tokens: int
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Hits on this group are ours to find (``coordinator``), but vLLM wants one cacheable."""
+        return self.own_blocks == 0
+
+    @property
+    def page_size_bytes(self) -> int:
+        return 1
+
+    @property
+    def block_table_token_alignment(self) -> int | None:
+        return None
+
+    @property
+    def uses_slot_mapping(self) -> bool:
+        return False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return 1
+
+    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+        """Layers of one window share a block table, whatever their heads."""
+        return all(
+            isinstance(spec, WindowSpec) and spec.window == self.window
+            for spec in kv_cache_specs.values()
+        )
+
+
+@dataclass(frozen=True)
+class WindowStorage:
+    """How many blocks and pages the window groups of an engine get; see ``WindowSpec``."""
+
+    own_blocks: int
+    log_pages: int
+    page_tokens: int
+
+
+def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
+    """The window of a layer's spec, or None when the layer sees the whole context."""
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return window if window is not None and window < max_model_len else None
+
+
+def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
+    """Our spec of a layer that keeps its whole context."""
+    return PagedSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+    )
+
+
+def window_spec(
+    spec: AttentionSpec, window: int, block_size: int, storage: WindowStorage
+) -> WindowSpec:
+    """Our spec of a layer that keeps the last ``window`` tokens."""
+    return WindowSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        window=window,
+        own_blocks=storage.own_blocks,
+        log_pages=storage.log_pages,
+        page_tokens=storage.page_tokens,
+    )
+
+
+_KINDS_WITHOUT_OP: Mapping[str, Feature] = {
+    "MLAAttentionSpec": MLA,
+    "SlidingWindowMLASpec": MLA,
+    "ChunkedLocalAttentionSpec": CHUNKED_ATTENTION,
+    "MambaSpec": STATE_SPACE,
+    "CrossAttentionSpec": ENCODER_DECODER,
+}
+"""vLLM's specs that are known to need an op we lack."""
+
+
+def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
+    """``spec`` if it is dense causal attention; raises ``UnsupportedModelError`` otherwise."""
+    kind = type(spec).__name__
+    if kind in _KINDS_WITHOUT_OP:
+        raise _KINDS_WITHOUT_OP[kind].refusal(f"layer {layer_name}")
+    known = type(spec) in (FullAttentionSpec, SlidingWindowSpec)
+    if not known or not isinstance(spec, AttentionSpec):
+        raise UnsupportedModelError(
+            f"layer {layer_name}: KV cache kind {kind} is not supported by the "
+            "RBLN backend, which has full attention and sliding windows"
+        )
+    if getattr(spec, "non_causal", False):
+        raise PREFIX_LM.refusal(f"layer {layer_name}")
+    if spec.head_size_v != spec.head_size:
+        raise UNEQUAL_HEADS.refusal(
+            f"layer {layer_name} with heads of {spec.head_size} and {spec.head_size_v}"
+        )
+    return spec
+
+
+def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, PagedSpec | WindowSpec]:
+    """The spec of each layer of a group; vLLM wraps layers of different shapes in one."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    found = inner if inner is not None else dict.fromkeys(layer_names, spec)
+    result: dict[str, PagedSpec | WindowSpec] = {}
+    for name in layer_names:
+        layer_spec = found[name]
+        assert isinstance(layer_spec, PagedSpec | WindowSpec), f"{name}: {type(layer_spec)}"
+        result[name] = layer_spec
+    return result

@@ -1,0 +1,72 @@
+"""The prefix log of one window group: which pages hold which tokens of which prefix (pure).
+
+A window block keeps only the last tokens of one request. So that another request can start in the
+middle of an equal prefix, the KV of its window layers is also logged in pages of a few tokens,
+found by the hash of the prefix that ends with the page. A request can resume at position p if the
+pages of the ``window`` tokens before p are there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from rbln_backend.kv_cache.layout import page_span
+
+
+class WindowLog:
+    """Pages 1..``num_pages`` of ``page_tokens`` tokens, evicted least recently used first.
+
+    Prefix hashes are given one per page of a request, each over everything up to that page's end.
+    """
+
+    def __init__(self, num_pages: int, page_tokens: int, window: int) -> None:
+        self._free = list(range(num_pages, 0, -1))
+        self._pages: OrderedDict[bytes, int] = OrderedDict()
+        self._page_tokens = page_tokens
+        self._window = window
+        self.num_pages = num_pages
+
+    @property
+    def num_used(self) -> int:
+        """Pages that hold a prefix."""
+        return len(self._pages)
+
+    def longest(self, hashes: Sequence[bytes], max_tokens: int) -> int:
+        """The largest resumable position up to ``max_tokens``, a multiple of a page; 0: none."""
+        end = run = 0
+        for page in range(min(max_tokens // self._page_tokens, len(hashes)) - 1, -1, -1):
+            if hashes[page] not in self._pages:
+                run = 0
+                continue
+            if run == 0:
+                end = page + 1
+            run += 1
+            first, _ = page_span(end * self._page_tokens, self._window, self._page_tokens)
+            if page <= first:
+                return end * self._page_tokens
+        return 0
+
+    def use(self, hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """The pages of the window before ``num_tokens``, a position that ``longest`` gave.
+
+        They become the last to be evicted.
+        """
+        first, end = page_span(num_tokens, self._window, self._page_tokens)
+        for block_hash in hashes[first:end]:
+            self._pages.move_to_end(block_hash)
+        return [self._pages[block_hash] for block_hash in hashes[first:end]]
+
+    def add(self, block_hash: bytes) -> int | None:
+        """A page for this prefix, taken from another if need be; None if it is logged already."""
+        if block_hash in self._pages:
+            self._pages.move_to_end(block_hash)
+            return None
+        page = self._free.pop() if self._free else self._pages.popitem(last=False)[1]
+        self._pages[block_hash] = page
+        return page
+
+    def clear(self) -> None:
+        """Forget every prefix."""
+        self._free.extend(self._pages.values())
+        self._pages.clear()

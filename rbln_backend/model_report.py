@@ -1,0 +1,93 @@
+"""What `rbln-serve check` tells of a model that can run; plain data, no torch, no vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Attention layers whose caches are alike; `window` in tokens, None for full attention."""
+
+    num_layers: int
+    window: int | None
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of cache in words."""
+        return "full attention" if self.window is None else f"sliding window of {self.window}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """A model as this backend would run it. Sizes are in bytes, contexts and chunks in tokens."""
+
+    architecture: str
+    task: str
+    device: str
+    dtype: str
+    quantization: str | None
+    num_parameters: int
+    weight_bytes: int
+    kv_groups: tuple[CacheGroup, ...]
+    max_model_len: int
+    block_size: int
+    prefill_chunks: tuple[int, ...]
+    decode_buckets: tuple[int, ...]
+    num_graphs: int
+    prefix_caching: bool
+    prefix_caching_reason: str
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers; each has a KV cache."""
+        return sum(group.num_layers for group in self.kv_groups)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields as JSON values."""
+        groups = [dataclasses.asdict(group) | {"kind": group.kind} for group in self.kv_groups]
+        return {**dataclasses.asdict(self), "num_layers": self.num_layers, "kv_groups": groups}
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return names and values to print, one per line."""
+        return [
+            ("architecture", f"{self.architecture} ({self.task})"),
+            ("weights", self._weights()),
+            *self._caches(),
+            ("prefill chunks", _sizes(self.prefill_chunks)),
+            ("decode buckets", _sizes(self.decode_buckets)),
+            ("graphs", str(self.num_graphs)),
+            ("prefix caching", self._prefix_caching()),
+            ("device", self.device),
+        ]
+
+    def _caches(self) -> list[tuple[str, str]]:
+        if not self.kv_groups:
+            none = "none: every token sees the whole prompt, which is one run"
+            return [("KV cache", none), ("context", f"{self.max_model_len} tokens")]
+        return [
+            ("layers", str(self.num_layers)),
+            *(("KV cache", self._group(group)) for group in self.kv_groups),
+            ("context", f"{self.max_model_len} tokens in blocks of {self.block_size}"),
+        ]
+
+    def _weights(self) -> str:
+        packed = f", {self.quantization}" if self.quantization else ""
+        return (
+            f"{self.num_parameters / 1e6:,.1f}M parameters, {self.dtype}{packed}, "
+            f"{self.weight_bytes / 2**20:,.0f} MiB"
+        )
+
+    def _group(self, group: CacheGroup) -> str:
+        layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"
+        return f"{layers}, {group.kind}, {group.num_kv_heads} KV heads of {group.head_size}"
+
+    def _prefix_caching(self) -> str:
+        return f"{'on' if self.prefix_caching else 'off'}: {self.prefix_caching_reason}"
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes)) or "none"

@@ -1,0 +1,106 @@
+"""The scheduler's side of prefix reuse: finer hashes, our coordinator, window moves, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.specs import WindowSpec
+from rbln_backend.scheduler.kv_metrics import KvMetrics
+from rbln_backend.scheduler.output import with_transfers
+from rbln_backend.stats import MetricsBoard
+from rbln_backend.vllm_compat.surface import (
+    BlockHash,
+    KVCacheConfig,
+    Request,
+    Scheduler,
+    SchedulerOutput,
+    VllmConfig,
+    configured,
+    get_hash_fn_by_name,
+    get_request_block_hasher,
+    init_logger,
+)
+
+logger = init_logger(__name__)
+
+Hasher = Callable[[Request], list[BlockHash]]
+
+
+class PrefixReuse:
+    """Everything that an engine's scheduler needs besides upstream's own prefix cache."""
+
+    def __init__(
+        self, coordinator: RblnKvCoordinator, hasher: Hasher | None, metrics: KvMetrics
+    ) -> None:
+        self._coordinator = coordinator
+        self._hasher = hasher
+        self._metrics = metrics
+
+    @classmethod
+    def install(cls, scheduler: Scheduler, vllm_config: VllmConfig) -> PrefixReuse:
+        """Replace the coordinator that upstream chose for ``scheduler``, which holds nothing yet.
+
+        Upstream hashes and looks prefixes up in whole blocks, and knows no window log.
+        """
+        rbln, manager = configured(vllm_config), scheduler.kv_cache_manager
+        caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        unit = rbln.sub_block_size or scheduler.block_size
+        coordinator = RblnKvCoordinator(
+            kv_cache_config=scheduler.kv_cache_config,
+            max_model_len=scheduler.max_model_len,
+            max_in_flight_tokens=vllm_config.max_in_flight_tokens,
+            use_eagle=False,
+            enable_caching=caches,
+            enable_kv_cache_events=scheduler.enable_kv_cache_events,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=scheduler.block_size,
+            hash_block_size=unit,
+            metrics_collector=scheduler.kv_metrics_collector,
+        )
+        manager.coordinator = coordinator
+        manager.block_pool = coordinator.block_pool
+        run_dir = Path(rbln.run_dir) if rbln.run_dir else None
+        rank = f"scheduler{vllm_config.parallel_config.data_parallel_rank}"
+        return cls(
+            coordinator,
+            _hasher(vllm_config, unit) if caches else None,
+            KvMetrics(MetricsBoard(run_dir, rank), coordinator),
+        )
+
+    def hash(self, request: Request) -> None:
+        """Give a new request hashes at our granularity."""
+        if self._hasher is None:
+            return
+        request._block_hasher = self._hasher
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def finish(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Add the window moves of a scheduled step to its output."""
+        return with_transfers(output, self._coordinator.take_transfers())
+
+    def report(self) -> None:
+        """Bring the metrics up to date after a step."""
+        self._metrics.update()
+
+
+def _hasher(vllm_config: VllmConfig, unit: int) -> Hasher:
+    algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+    hasher: Hasher = get_request_block_hasher(unit, algorithm)
+    return hasher
+
+
+def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Switch prefix caching off where window layers have no log to resume from."""
+    cache = vllm_config.cache_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    without_log = any(isinstance(s, WindowSpec) and s.log_pages == 0 for s in specs)
+    if cache.enable_prefix_caching and without_log:
+        cache.enable_prefix_caching = False
+        logger.warning(
+            "Prefix caching is not available for %s. It has been automatically disabled.",
+            "sliding window models",
+        )

@@ -1,0 +1,180 @@
+"""What this backend does not run: one row per feature, for refusals and for docs/models.md.
+
+A refusal names the feature, says why it is missing and what to do instead, in one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rbln_backend.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a model or a command line can ask for; `known_from` names who does."""
+
+    name: str
+    known_from: str
+    why: str
+    instead: str
+
+    def refusal(self, where: str = "") -> UnsupportedModelError:
+        """Return the error; `where` names the layer or the value in question."""
+        place = f"{where}: " if where else ""
+        return UnsupportedModelError(
+            f"{place}{self.name}: not supported by the RBLN backend, {self.why}; {self.instead}"
+        )
+
+
+EXPERTS_ON_NPU = Feature(
+    "mixture-of-experts layers",
+    "Mixtral, Qwen-MoE, gpt-oss, on an NPU",
+    "whose graphs for an NPU have no op for experts",
+    "run it on the emulated device, which has one",
+)
+EXPERT_ROUTING = Feature(
+    "expert routing that is not a plain top-k softmax",
+    "GLM-4.5, Phi-3.5-MoE, Llama-4",
+    "whose routing op knows no groups, biases, scales or functions of the model's own",
+    "serve a model that routes like Mixtral, Qwen-MoE or gpt-oss",
+)
+EXPERT_ACTIVATION = Feature(
+    "experts with another activation than SiLU or the SwiGLU of gpt-oss",
+    "Gemma-4 with experts, Step-3.5",
+    "whose expert op knows these two",
+    "serve a model such as Mixtral, Qwen-MoE or gpt-oss",
+)
+QUANTIZED_EXPERTS = Feature(
+    "quantised mixture-of-experts checkpoints",
+    "openai/gpt-oss-20b as published (MXFP4)",
+    "whose expert op multiplies by bfloat16, float16 and float32 weights",
+    "serve a bfloat16 copy of the checkpoint",
+)
+QUANTIZATION = Feature(
+    "weights in this quantised format",
+    "FP8 checkpoints",
+    "for which vLLM has no kernel on this device",
+    "serve a bfloat16 copy of the checkpoint",
+)
+MULTI_RANK = Feature(
+    "tensor, pipeline, data or expert parallelism",
+    "--tensor-parallel-size and its like",
+    "which drives one device with one rank",
+    "drop the flag",
+)
+LORA = Feature(
+    "LoRA adapters (--enable-lora)",
+    "--enable-lora",
+    "whose graphs have no adapter inputs",
+    "drop --enable-lora, or merge the adapter into the checkpoint",
+)
+SPECULATION = Feature(
+    "speculative decoding",
+    "--speculative-config",
+    "whose decode graphs take one token per request",
+    "drop --speculative-config",
+)
+KV_TRANSFER = Feature(
+    "KV transfer between engines",
+    "--kv-transfer-config",
+    "whose KV caches belong to one engine",
+    "drop --kv-transfer-config",
+)
+MULTIMODAL = Feature(
+    "multimodal inputs",
+    "Llava, Qwen-VL, Gemma-3 with its vision tower, Pixtral",
+    "whose graphs take token ids alone",
+    "serve a text-only checkpoint of the family",
+)
+ENCODER_DECODER = Feature(
+    "encoder-decoder models",
+    "T5, BART, Whisper",
+    "which has no cross attention",
+    "serve a decoder-only model",
+)
+STATE_SPACE = Feature(
+    "state-space or linear-attention layers",
+    "Mamba, Jamba, Bamba, Qwen3-Next",
+    "whose caches hold keys and values alone",
+    "serve a model whose layers are all attention",
+)
+MLA = Feature(
+    "multi-head latent attention (MLA)",
+    "DeepSeek-V2, V3, R1, Kimi-K2",
+    "which has no op over a compressed KV cache",
+    "serve a model with ordinary, multi-query or grouped-query attention",
+)
+SPARSE_ATTENTION = Feature(
+    "sparse attention",
+    "DeepSeek-V3.2",
+    "whose ops attend to every cached token or to a sliding window",
+    "serve a model with dense attention",
+)
+CHUNKED_ATTENTION = Feature(
+    "chunked local attention",
+    "Llama-4",
+    "whose ops attend to every cached token or to a sliding window",
+    "serve a model with full or sliding-window attention",
+)
+DUAL_CHUNK_ATTENTION = Feature(
+    "dual chunk attention",
+    "Qwen2.5-1M",
+    "whose ops attend to every cached token or to a sliding window",
+    "remove dual_chunk_attention_config from config.json, for contexts that need none",
+)
+PREFIX_LM = Feature(
+    "attention of a prompt's tokens to later ones (prefix LM)",
+    "HRM-Text",
+    "whose ops of models that generate are causal",
+    "serve a causal model",
+)
+ALIBI = Feature(
+    "ALiBi position biases",
+    "BLOOM, Falcon-RW",
+    "whose attention ops take no biases",
+    "serve a model with rotary or learned positions",
+)
+KV_SHARING = Feature(
+    "KV sharing between layers",
+    "Gemma-3n",
+    "where every attention layer has a KV cache of its own",
+    "serve a model whose layers do not share KV",
+)
+SOFT_CAP = Feature(
+    "attention logit soft capping",
+    "Gemma-2, on an NPU",
+    "whose attention ops have no soft cap on an NPU",
+    "run it on the emulated device, which has one",
+)
+UNEQUAL_HEADS = Feature(
+    "values of another head size than keys",
+    "MiMo-V2",
+    "whose caches hold keys and values in one tensor",
+    "serve a model with one head size",
+)
+
+FEATURES: tuple[Feature, ...] = (
+    MULTIMODAL,
+    ENCODER_DECODER,
+    STATE_SPACE,
+    MLA,
+    SPARSE_ATTENTION,
+    CHUNKED_ATTENTION,
+    DUAL_CHUNK_ATTENTION,
+    PREFIX_LM,
+    ALIBI,
+    KV_SHARING,
+    SOFT_CAP,
+    UNEQUAL_HEADS,
+    EXPERTS_ON_NPU,
+    EXPERT_ROUTING,
+    EXPERT_ACTIVATION,
+    QUANTIZED_EXPERTS,
+    QUANTIZATION,
+    MULTI_RANK,
+    LORA,
+    SPECULATION,
+    KV_TRANSFER,
+)
+"""All rows, models' features first."""

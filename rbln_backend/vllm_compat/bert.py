@@ -1,0 +1,8 @@
+"""What we use of vLLM's BERT models, apart from ``surface``: only engines that pool import it."""
+
+from __future__ import annotations
+
+from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT, BertEmbedding
+from vllm.model_executor.models.roberta import RobertaEmbedding
+
+__all__ = ["TOKEN_TYPE_SHIFT", "BertEmbedding", "RobertaEmbedding"]

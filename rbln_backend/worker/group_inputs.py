@@ -1,0 +1,167 @@
+"""The part of a graph's input buffers that belongs to one KV cache group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rbln_backend.attention.metadata import (
+    PagedMetadata,
+    RblnAttentionMetadata,
+    WindowMetadata,
+)
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.kv_cache.layout import num_partitions
+from rbln_backend.kv_cache.specs import WindowSpec, layer_specs
+from rbln_backend.vllm_compat.surface import KVCacheConfig
+
+IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+
+
+class GroupInputs(Protocol):
+    """Fills what the attention layers of one group read. Padding: the null block 0, no tokens."""
+
+    tensors: dict[str, Tensor]
+    metadata: RblnAttentionMetadata
+
+    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:
+        """``count`` tokens of one request from position ``start``; its blocks."""
+        ...
+
+    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
+        """One token of each of n requests after ``num_computed`` [n]; their blocks [n, ...]."""
+        ...
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """A KV cache group as the step loop sees it."""
+
+    layer_names: tuple[str, ...]
+    block_size: int
+    """Positions of a block."""
+    width: int
+    """P: blocks per request, the width of the block table."""
+    is_window: bool
+    one_block: bool
+    """See ``PagedMetadata``."""
+
+    def allocate(self, spec: GraphSpec, suffix: str) -> GroupInputs:
+        """Buffers for one graph; ``suffix`` keeps the names of several groups apart."""
+        maker = WindowInputs if self.is_window else PagedInputs
+        return maker(self, spec, suffix)
+
+
+def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
+    """The groups of an engine, in vLLM's order."""
+    groups = []
+    for group in config.kv_cache_groups:
+        specs = layer_specs(group.kv_cache_spec, group.layer_names)
+        spec = next(iter(specs.values()))
+        is_window = isinstance(spec, WindowSpec)
+        block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
+        groups.append(
+            KvGroup(
+                layer_names=tuple(specs),
+                block_size=block_size,
+                width=1 if is_window else num_partitions(max_model_len, block_size),
+                is_window=is_window,
+                one_block=block_size == max_model_len,
+            )
+        )
+    return groups
+
+
+class PagedInputs:
+    """``seq_idx`` [B, P] and ``block_tables`` [P] or [B, P]; see ``PagedMetadata``."""
+
+    def __init__(self, group: KvGroup, spec: GraphSpec, suffix: str) -> None:
+        batch, width = spec.batch_size, group.width
+        is_prefill = spec.phase.takes_chunk
+        seq_idx = torch.zeros(batch, width, dtype=torch.int32)
+        tables = torch.zeros((width,) if is_prefill else (batch, width), dtype=torch.int32)
+        self.tensors = {f"seq_idx{suffix}": seq_idx, f"block_tables{suffix}": tables}
+        self.metadata: RblnAttentionMetadata = PagedMetadata(
+            batch_size=batch,
+            query_len=spec.query_len,
+            is_prefill=is_prefill,
+            seq_idx=seq_idx,
+            block_tables=tables,
+            one_block=group.one_block,
+        )
+        self.seq_idx: IntArray = seq_idx.numpy()
+        self.block_tables: IntArray = tables.numpy()
+        self._block_size = group.block_size
+        self._starts = np.arange(width, dtype=np.int64) * group.block_size
+
+    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:  # noqa: ARG002
+        fill = start - self._starts
+        np.clip(fill, 0, self._block_size, out=self.seq_idx[0], casting="unsafe")
+        self.block_tables[:] = block_row[: len(self.block_tables)]
+
+    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
+        count, width = len(num_computed), self.block_tables.shape[1]
+        fill = num_computed[:, None] - self._starts
+        np.clip(fill, 0, self._block_size, out=self.seq_idx[:count], casting="unsafe")
+        self.seq_idx[count:] = 0
+        self.block_tables[:count] = block_rows[:, :width]
+        self.block_tables[count:] = 0
+
+
+class WindowInputs:
+    """``cache_seq_len``, ``cache_offset`` [B, 1] and the block ids; see ``WindowMetadata``."""
+
+    def __init__(self, group: KvGroup, spec: GraphSpec, suffix: str) -> None:
+        batch = spec.batch_size
+        is_prefill = spec.phase.takes_chunk
+        cache_seq_len = torch.zeros(batch, 1, dtype=torch.int32)
+        cache_offset = torch.zeros(batch, 1, dtype=torch.int32)
+        tables = torch.zeros((1,) if is_prefill else (batch, 1), dtype=torch.int32)
+        self.tensors = {
+            f"cache_seq_len{suffix}": cache_seq_len,
+            f"cache_offset{suffix}": cache_offset,
+            f"local_block_tables{suffix}": tables,
+        }
+        self.metadata: RblnAttentionMetadata = WindowMetadata(
+            batch_size=batch,
+            query_len=spec.query_len,
+            is_prefill=is_prefill,
+            cache_seq_len=cache_seq_len,
+            cache_offset=cache_offset,
+            block_tables=tables,
+        )
+        self.cache_seq_len: IntArray = cache_seq_len.numpy()
+        self.cache_offset: IntArray = cache_offset.numpy()
+        self.block_tables: IntArray = tables.numpy()
+        self._window = group.block_size
+
+    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:
+        valid = min(start, self._window)
+        self.cache_seq_len[0, 0] = valid
+        self.cache_offset[0, 0] = valid + count
+        self.block_tables[0] = block_row[0]
+
+    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
+        count = len(num_computed)
+        np.minimum(num_computed, self._window, out=self.cache_seq_len[:count, 0], casting="unsafe")
+        self.cache_offset[:count] = self.cache_seq_len[:count] + 1
+        self.block_tables[:count] = block_rows[:, :1]
+        for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
+            padded[count:] = 0
+
+
+def by_layer(
+    groups: Sequence[KvGroup], inputs: Sequence[GroupInputs]
+) -> dict[str, RblnAttentionMetadata]:
+    """The metadata of every attention layer."""
+    return {
+        name: part.metadata
+        for group, part in zip(groups, inputs, strict=True)
+        for name in group.layer_names
+    }

@@ -1,0 +1,125 @@
+"""vLLM's pooler over the hidden states of a whole prompt, gathered chunk by chunk.
+
+vLLM's poolers are given what one step computed, and most of them refuse a part of a prompt. Here
+a pooler runs once per request, after the last chunk, with every row that it reads; so each of
+them works whatever the chunk. One that reads the last row alone is given the last chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.vllm_compat.surface import (
+    CachedRequestState,
+    DispatchPooler,
+    LastPool,
+    LateInteractionRunner,
+    Pooler,
+    PoolingMetadata,
+    PoolingParams,
+    PoolingTask,
+    SequencePooler,
+)
+
+# Tasks whose prompts vLLM computes from the first token on, past every prefix hit.
+_NEVER_CACHED = frozenset(("token_embed", "token_classify", "plugin"))
+
+
+def pooling_tasks(model: nn.Module) -> tuple[str, ...]:
+    """What the pooler of a pooling model can do, in vLLM's words."""
+    return tuple(sorted(_pooler_of(model).get_supported_tasks()))
+
+
+class HostPooler:
+    """Gathers the hidden states of each request and pools them on the host."""
+
+    def __init__(self, model: nn.Module, *, reuses_prefixes: bool) -> None:
+        """Raises ``UnsupportedModelError`` where a prefix hit would hide rows from the pooler."""
+        self._pooler = _pooler_of(model)
+        self._rows: dict[str, list[Tensor]] = {}
+        # Scores of late-interaction models: a query's rows wait in it for its documents.
+        self._late_interaction = LateInteractionRunner()
+        if reuses_prefixes:
+            _refuse_prefix_reuse(self._pooler)
+
+    def add(self, request: CachedRequestState, hidden: Tensor, *, is_last: bool) -> None:
+        """Keep what the pooler reads of one chunk: ``hidden`` [n, H], a view of a graph's output.
+
+        ``is_last``: the chunk ends the prompt, so ``pool`` follows before the next run.
+        """
+        rows = self._rows.get(request.req_id)
+        if rows is None:
+            rows = self._start(request)
+        if request.num_computed_tokens == 0:
+            # The first chunk, also of a request that was preempted half way.
+            rows.clear()
+        if is_last:
+            rows.append(hidden)
+        elif not _reads_last_row(self._pooler, _task(_params(request))):
+            # The next run may overwrite the graph's output.
+            rows.append(hidden.clone())
+
+    def pool(self, request: CachedRequestState, metadata: PoolingMetadata) -> Tensor:
+        """The request's result: [D], [labels], or [T, D] for tasks of single tokens."""
+        # Always a copy, which outlives the graph's output.
+        hidden = torch.cat(self._rows.pop(request.req_id))
+        metadata.build_pooling_cursor(
+            np.array([len(hidden)]),
+            torch.tensor([request.num_prompt_tokens]),
+            device=hidden.device,
+        )
+        pooled = list(self._pooler(hidden, metadata))
+        (result,) = self._late_interaction.postprocess_pooler_output(
+            pooled, [_params(request)], [request.req_id], [True]
+        )
+        assert result is not None, "a pooler answers for a whole prompt"
+        return result
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drop what is kept of requests that finished or were aborted."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
+        self._late_interaction.on_requests_finished(request_ids)
+
+    def _start(self, request: CachedRequestState) -> list[Tensor]:
+        params = _params(request)
+        self._pooler.get_pooling_updates(_task(params)).apply(params)
+        self._late_interaction.register_request(request.req_id, params)
+        return self._rows.setdefault(request.req_id, [])
+
+
+def _pooler_of(model: nn.Module) -> Pooler:
+    pooler = model.pooler
+    assert isinstance(pooler, Pooler), "vLLM gives every model that it runs for pooling a pooler"
+    return pooler
+
+
+def _params(request: CachedRequestState) -> PoolingParams:
+    assert request.pooling_params is not None
+    return request.pooling_params
+
+
+def _task(params: PoolingParams) -> PoolingTask:
+    assert params.task is not None, "vLLM's front end settles the task of each request"
+    return params.task
+
+
+def _reads_last_row(pooler: Pooler, task: PoolingTask) -> bool:
+    if isinstance(pooler, DispatchPooler):
+        pooler = pooler.poolers_by_task[task]
+    return isinstance(pooler, SequencePooler) and isinstance(pooler.pooling, LastPool)
+
+
+def _refuse_prefix_reuse(pooler: Pooler) -> None:
+    for task in sorted(pooler.get_supported_tasks() - _NEVER_CACHED):
+        if not _reads_last_row(pooler, task):
+            raise UnsupportedModelError(
+                f"prefix caching with the pooler of task {task!r}, which reads the whole prompt: "
+                "start with --no-enable-prefix-caching"
+            )

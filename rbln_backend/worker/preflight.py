@@ -1,0 +1,165 @@
+"""Whether a model can run here, and how it would, before any of its weights is read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.port import Phase
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.layers import install_layers
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.kv_cache.plan import KvLimits, plan_specs
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.model_report import CacheGroup, ModelReport
+from rbln_backend.unsupported import EXPERTS_ON_NPU
+from rbln_backend.vllm_compat.surface import (
+    VllmConfig,
+    configured,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_worker_distributed_environment,
+    set_current_vllm_config,
+)
+from rbln_backend.worker.host_pooler import HostPooler
+from rbln_backend.worker.skeleton import Skeleton
+from rbln_backend.worker.warmup_plan import plan
+
+LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
+
+
+def inspect_model(config: VllmConfig) -> ModelReport:
+    """Describe the model in a process that runs no engine: makes vLLM's process groups for it.
+
+    Raises ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it
+    cannot run, and whatever vLLM's layers raise themselves.
+    """
+    rbln = configured(config)
+    device = choose_device(rbln)
+    if device == "emulated":
+        # They refuse what they cannot compute when they are made.
+        install_layers()
+    tables = bucket_tables(config, rbln)
+    with _process_groups(config):
+        skeleton = Skeleton(config)
+        specs = check_layers(skeleton, config, rbln)
+    model, scheduled = config.model_config, plan(tables, has_logits=generates(config))
+    caching, reason = _prefix_caching(config, rbln, specs)
+    return ModelReport(
+        architecture=model.architecture,
+        task="generates text" if generates(config) else "pools",
+        device=device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        num_parameters=skeleton.num_parameters,
+        weight_bytes=skeleton.weight_bytes,
+        kv_groups=cache_groups(specs),
+        max_model_len=model.max_model_len,
+        block_size=config.cache_config.block_size,
+        prefill_chunks=next(iter(tables.values())).sizes,
+        decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
+        num_graphs=len(scheduled),
+        prefix_caching=caching,
+        prefix_caching_reason=reason,
+    )
+
+
+@contextmanager
+def _process_groups(config: VllmConfig) -> Iterator[None]:
+    """vLLM's process groups of one rank, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="rbln-check-") as folder:
+        try:
+            with set_current_vllm_config(config):
+                init_worker_distributed_environment(config, 0, f"file://{folder}/store", 0, "gloo")
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> LayerSpecs:
+    """Return our KV cache spec of every attention layer; raises what makes the model unfit."""
+    if generates(config) and not skeleton.generates:
+        raise UnsupportedModelError(
+            f"architecture {config.model_config.architecture!r} has no language-model head and "
+            "cannot generate text; name a ...ForCausalLM architecture in config.json's "
+            "'architectures'"
+        )
+    if skeleton.has_experts and choose_device(rbln) == "rebel":
+        raise EXPERTS_ON_NPU.refusal("device 'rebel'")
+    if not generates(config):
+        # Raises where a prefix hit would hide tokens from the pooler.
+        HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
+    specs = plan_specs(skeleton.kv_cache_specs(), kv_limits(config, rbln))
+    if not specs and config.model_config.attn_type != "encoder_only":
+        raise UnsupportedModelError(
+            f"architecture {config.model_config.architecture!r} has no attention layer with a KV "
+            "cache, and the RBLN backend runs no other kind of decoder"
+        )
+    return specs
+
+
+def generates(config: VllmConfig) -> bool:
+    """Whether the engine answers with text; otherwise it pools."""
+    return config.model_config.runner_type == "generate"
+
+
+def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTable]:
+    """The compiled sizes by phase. Raises ``BucketError``."""
+    scheduler = config.scheduler_config
+    chunks = prefill_chunk_table(rbln, scheduler.max_num_batched_tokens)
+    if not generates(config):
+        return {Phase.POOLING: chunks}
+    return {
+        Phase.PREFILL: chunks,
+        Phase.DECODE: decode_bucket_table(rbln, scheduler.max_num_seqs),
+    }
+
+
+def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
+    """What decides the KV cache; the platform has settled the unit of prefix reuse."""
+    assert rbln.sub_block_size is not None
+    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
+    return KvLimits(
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        chunk_tokens=config.scheduler_config.max_num_batched_tokens,
+        block_size=config.cache_config.block_size,
+        unit=rbln.sub_block_size,
+        log_bytes=psutil.virtual_memory().total // 8 if reuses else 0,
+        log_tokens=rbln.window_prefix_tokens,
+        hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
+    )
+
+
+def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
+    """Layers whose caches are alike, in the order of their first layers."""
+    counts = Counter(
+        (spec.window if isinstance(spec, WindowSpec) else None, spec.num_kv_heads, spec.head_size)
+        for spec in specs.values()
+    )
+    return tuple(
+        CacheGroup(num_layers=number, window=window, num_kv_heads=heads, head_size=size)
+        for (window, heads, size), number in counts.items()
+    )
+
+
+def _prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+    if not config.cache_config.enable_prefix_caching:
+        flag = "--no-enable-prefix-caching"
+        if generates(config):
+            return False, flag
+        return False, f"vLLM has no prefix hits for this way of pooling, or {flag}"
+    unit = f"prefixes are shared in units of {rbln.sub_block_size} tokens"
+    windows = [spec for spec in specs.values() if isinstance(spec, WindowSpec)]
+    if not windows:
+        return True, unit
+    if not rbln.window_prefix_cache:
+        return False, "sliding-window layers need window_prefix_cache, which is off"
+    return True, f"{unit}; sliding-window layers keep a log"

@@ -1,0 +1,121 @@
+"""A model without its weights: every layer is real, every parameter is a shape.
+
+Layers refuse what they cannot do when they are made, so a skeleton tells in a fraction of a second
+and a few megabytes whether a model of any size can run, before a byte of its weights is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from rbln_backend.errors import RblnError
+from rbln_backend.unsupported import QUANTIZATION
+from rbln_backend.vllm_compat.surface import (
+    AttentionLayerBase,
+    KVCacheSpec,
+    MoERunner,
+    VllmConfig,
+    initialize_model,
+    set_current_vllm_config,
+    set_default_torch_dtype,
+)
+
+
+class Skeleton:
+    """The layers of ``config``'s model. Raises what the model's own layers raise.
+
+    Needs vLLM's process groups. ``config`` keeps no trace of it, and tables that vLLM shares
+    between models, such as rotary embeddings, are filled with real values.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = copy.copy(config)
+        self._config.compilation_config = compilation = copy.copy(config.compilation_config)
+        # Layers enter themselves here, under the names that the real model's will have.
+        compilation.static_forward_context = {}
+        compilation.static_all_moe_layers = []
+        compilation.enabled_custom_ops = Counter()
+        compilation.disabled_custom_ops = Counter()
+        dtype = config.model_config.dtype
+        assert isinstance(dtype, torch.dtype), "vLLM resolves names such as 'auto'"
+        with (
+            set_current_vllm_config(self._config),
+            set_default_torch_dtype(dtype),
+            torch.device("cpu"),
+            _ShapesForWeights(),
+        ):
+            self.model = self._make_model()
+
+    def _make_model(self) -> nn.Module:
+        try:
+            model: nn.Module = initialize_model(vllm_config=self._config)
+        except Exception as error:
+            method = self._config.model_config.quantization
+            if method is None or isinstance(error, RblnError):
+                raise
+            # vLLM's layers look for a kernel when they are made; what they say then is long.
+            raise QUANTIZATION.refusal(f"quantization {method!r}") from error
+        return model
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights as they are stored: packed ones count as their container."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters in the configured dtypes."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model has a language-model head."""
+        return hasattr(self.model, "compute_logits")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(isinstance(layer, MoERunner) for layer in self.model.modules())
+
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """vLLM's spec of every attention layer, by layer name."""
+        with set_current_vllm_config(self._config):
+            return kv_cache_specs(self._config)
+
+
+def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """vLLM's spec of every attention layer that was made under ``config``, by layer name."""
+    layers = config.compilation_config.static_forward_context
+    found = {
+        name: layer.get_kv_cache_spec(config)
+        for name, layer in layers.items()
+        if isinstance(layer, AttentionLayerBase)
+    }
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+class _ShapesForWeights(TorchFunctionMode):
+    """Puts what ``torch.empty`` makes on the meta device.
+
+    vLLM's layers take the storage of their weights from it; whatever they make otherwise has
+    values that somebody may read while the model is made.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.empty:
+            options["device"] = "meta"
+        return func(*args, **options)

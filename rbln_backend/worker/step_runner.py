@@ -1,0 +1,82 @@
+"""One engine step up to the graph's outputs: the same for every kind of model."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.scheduler.output import window_transfers
+from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.worker.graph_set import GraphSet, StepGraph
+from rbln_backend.worker.request_batches import RequestBatches, StepWork
+from rbln_backend.worker.step_inputs import StepInputs
+from rbln_backend.worker.step_metrics import StepMetrics
+
+
+class StepResult(NamedTuple):
+    """What ran, and the graph's outputs; the next run may overwrite them."""
+
+    work: StepWork
+    outputs: tuple[Tensor, ...]
+
+
+class StepRunner:
+    """Scheduler output in, one static-shape graph's outputs out."""
+
+    def __init__(
+        self,
+        *,
+        batches: RequestBatches,
+        graphs: GraphSet,
+        kv_caches: KvCaches,
+        metrics: StepMetrics,
+    ) -> None:
+        self.batches = batches
+        self._graphs = graphs
+        self._kv_caches = kv_caches
+        self._metrics = metrics
+
+    def run(self, scheduled: SchedulerOutput) -> StepResult | None:
+        """Run the step's graph; None when nothing is scheduled."""
+        transfers = window_transfers(scheduled)
+        self._prepare_blocks(scheduled)
+        self._kv_caches.restore_windows(transfers)
+        work = self.batches.apply(scheduled)
+        if work is None:
+            return None
+        step = self._graphs.select(work.phase, work.size)
+        _fill(step.inputs, work)
+        outputs = self._run(step, work)
+        self._kv_caches.store_windows(transfers)
+        return StepResult(work, outputs)
+
+    def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
+        if scheduled.new_block_ids_to_zero:
+            self._kv_caches.zero_blocks(scheduled.new_block_ids_to_zero)
+        if scheduled.kv_cache_block_copies:
+            copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
+            self._kv_caches.copy_blocks(copies)
+
+    def _run(self, step: StepGraph, work: StepWork) -> tuple[Tensor, ...]:
+        started = time.perf_counter()
+        outputs = step.graph.run()
+        seconds = time.perf_counter() - started
+        self._metrics.record(step.spec, work.num_reqs, work.num_tokens, seconds)
+        return outputs
+
+
+def _fill(inputs: StepInputs, work: StepWork) -> None:
+    batch, count = work.batch, work.num_reqs
+    tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
+    if work.phase.takes_chunk:
+        start = int(batch.num_computed_tokens_cpu[0])
+        tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
+        inputs.fill_prefill(tokens, start, [table[0] for table in tables])
+        return
+    num_computed = batch.num_computed_tokens_cpu[:count]
+    tokens = batch.token_ids_cpu[np.arange(count), num_computed]
+    inputs.fill_decode(tokens, num_computed, [table[:count] for table in tables])

@@ -1,0 +1,46 @@
+"""What a checkpoint's folder says of itself, read before the engine's libraries are.
+
+Hugging Face's own messages for a folder that is no checkpoint name neither the file nor the fault.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from server.frontend import JsonObject, LaunchError
+
+_CONFIG = "config.json"
+# Mistral's own format has this instead.
+_OTHER_CONFIGS = ("params.json",)
+
+
+def check_model_folder(model: str) -> None:
+    """Raise `LaunchError` when `model` is a folder without a readable configuration.
+
+    Names of the Hugging Face hub pass: what they hold is not here yet.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return
+    path = folder / _CONFIG
+    if not path.is_file():
+        if any((folder / name).is_file() for name in _OTHER_CONFIGS):
+            return
+        raise LaunchError(f"MODEL {model!r}: the folder has no {_CONFIG}, so it is no checkpoint")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"MODEL {model!r}: {_CONFIG} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise LaunchError(f"MODEL {model!r}: {_CONFIG} must hold a JSON object, not a {kind}")
+
+
+def model_config_of(model: str) -> JsonObject:
+    """Return the folder's config.json; empty for a name of the hub."""
+    path = Path(model).expanduser() / _CONFIG
+    if not path.is_file():
+        return {}
+    content: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,44 @@
+"""Pictures, sound and video, refused before anything fetches them from where they are said to be.
+
+vLLM's front end loads what a conversation points at first and asks later whether the model has
+any use for it. Pure functions over the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from server.errors import UnsupportedFieldError
+from server.frontend import JsonObject
+
+_PROMPT_FIELDS = (
+    *("messages", "input", "inputs", "query", "queries", "documents", "items"),
+    *("data_1", "data_2", "text_1", "text_2"),
+)
+_MEDIA = frozenset(
+    (
+        *("image", "image_url", "input_image", "image_pil", "image_embeds", "images"),
+        *("audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds"),
+    )
+)
+"""Types of content parts, and the fields that hold them where the type is left out."""
+
+
+def refuse_media(body: JsonObject) -> None:
+    """Raise `UnsupportedFieldError` for the first part of a prompt that is not text."""
+    fields = [(name, body[name]) for name in _PROMPT_FIELDS if name in body]
+    found = "images" if body.get("images") else next(_media(fields), None)
+    if found is not None:
+        raise UnsupportedFieldError(
+            f"'{found}' is not supported: the served model takes text alone.", param=found
+        )
+
+
+def _media(places: list[tuple[str, object]]) -> Iterator[str]:
+    for path, value in places:
+        if isinstance(value, list):
+            yield from _media([(f"{path}[{index}]", item) for index, item in enumerate(value)])
+        elif isinstance(value, dict):
+            if value.get("type") in _MEDIA or not _MEDIA.isdisjoint(value):
+                yield path
+            yield from _media([(f"{path}.content", value.get("content"))])

@@ -1,0 +1,43 @@
+"""What padded rows and unused cache slots hold reaches no token: everything there is NaN."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.conftest import Engines
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_scheduling import greedy, tokens
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+PAD_TOKEN = 0
+
+
+def poison_padding(checkpoint: Path, target: Path) -> Path:
+    """A copy whose padding token embeds as NaN, so that padded rows are NaN in every layer."""
+    shutil.copytree(checkpoint, target)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][PAD_TOKEN] = float("nan")
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "exaone4"])
+def test_nan_in_padding_changes_no_token(engines: Engines, arch: str, tmp_path: Path) -> None:
+    poisoned = poison_padding(engines.checkpoints(arch), tmp_path / "model")
+    engine = engines.fresh(arch, checkpoint=poisoned, max_num_seqs=4)
+    for cache in engine.kv_caches():
+        cache.fill_(float("nan"))
+    # Prompts of 5 and 70 leave padded rows in their chunks, three requests one in the batch.
+    prompts = make_prompts([5, 70, 130], seed=21)
+    outputs = engine.generate(prompts, greedy(30))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_generate(engines.checkpoints(arch), prompt, 30)
+        assert tokens([output]) == [expected.token_ids]
+    assert any(torch.isnan(cache[0]).any() for cache in engine.kv_caches()), "the null block"

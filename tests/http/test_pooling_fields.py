@@ -1,0 +1,95 @@
+"""Which form of request a body has, and what a request to a model that pools may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.errors import InvalidValueError, ServerError, UnsupportedFieldError
+from server.frontend import Endpoint
+from server.pooling_limits import PoolingLimits, check_pooling_limits
+from server.request_forms import request_form
+
+MESSAGE = {"role": "user", "content": "hi"}
+LIMITS = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "form"),
+    [
+        (Endpoint.CHAT, {"messages": [MESSAGE]}, "chat"),
+        (Endpoint.TOKENIZE, {"prompt": "a"}, "tokenize"),
+        (Endpoint.TOKENIZE, {"messages": [MESSAGE]}, "tokenize_chat"),
+        (Endpoint.EMBEDDINGS, {}, "embeddings"),
+        (Endpoint.EMBEDDINGS, {"input": "a"}, "embeddings"),
+        (Endpoint.EMBEDDINGS, {"input": [[1, 2], [3]]}, "embeddings"),
+        (Endpoint.EMBEDDINGS, {"input": [{"text": "a"}]}, "embeddings"),
+        (Endpoint.EMBEDDINGS, {"messages": [MESSAGE]}, "embeddings_chat"),
+        (Endpoint.EMBEDDINGS, {"messages": []}, "embeddings_chat"),
+        (Endpoint.EMBEDDINGS, {"messages": [[MESSAGE]]}, "embeddings_chats"),
+        (Endpoint.EMBEDDINGS, {"input": [MESSAGE]}, "embeddings_chat_input"),
+        (Endpoint.EMBEDDINGS, {"input": [[MESSAGE], [MESSAGE]]}, "embeddings_chats_input"),
+        (Endpoint.POOLING, {"input": "a"}, "pooling"),
+        (Endpoint.POOLING, {"messages": [MESSAGE]}, "pooling_chat"),
+        (Endpoint.CLASSIFY, {"messages": [MESSAGE]}, "classify_chat"),
+        (Endpoint.SCORE, {}, "score"),
+        (Endpoint.SCORE_V1, {"queries": "a", "documents": ["b"]}, "score"),
+        (Endpoint.SCORE, {"queries": "a", "items": ["b"]}, "score_items"),
+        (Endpoint.SCORE, {"data_1": "a"}, "score_data"),
+        (Endpoint.SCORE_V1, {"text_1": "a", "text_2": "b"}, "score_text"),
+        (Endpoint.RERANK_V1, {"query": "a"}, "rerank"),
+        (Endpoint.RERANK_V2, {"query": "a"}, "rerank"),
+    ],
+)
+def test_a_body_is_told_by_what_it_holds(
+    endpoint: Endpoint, body: dict[str, Any], form: str
+) -> None:
+    assert request_form(endpoint, body) == form
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param", "words"),
+    [
+        ({"input": ""}, InvalidValueError, "input", "empty"),
+        ({"input": []}, InvalidValueError, "input", "empty"),
+        ({"input": ["a", ""]}, InvalidValueError, "input[1]", "empty"),
+        ({"input": [[1], []]}, InvalidValueError, "input[1]", "empty"),
+        ({"input": ["a"] * 4}, InvalidValueError, "input", "1 to 3 items, got 4"),
+        ({"input": [1, 50]}, InvalidValueError, "input[1]", "0 to 49, got 50"),
+        ({"input": [[1], [2, -1]]}, InvalidValueError, "input[1][1]", "got -1"),
+        ({"query": ""}, InvalidValueError, "query", "empty"),
+        ({"query": "a", "documents": ["b"] * 4}, InvalidValueError, "documents", "got 4"),
+        ({"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
+        ({"truncate_prompt_tokens": 0}, InvalidValueError, "truncate_prompt_tokens", "got 0"),
+        ({"truncate_prompt_tokens": 101}, InvalidValueError, "truncate_prompt_tokens", "1 to 100"),
+        ({"encoding_format": "bytes"}, InvalidValueError, "encoding_format", "'base64'"),
+        ({"dimensions": 8}, UnsupportedFieldError, "dimensions", "is 8"),
+    ],
+)
+def test_limits(body: dict[str, Any], error: type[ServerError], param: str, words: str) -> None:
+    with pytest.raises(error) as caught:
+        check_pooling_limits(body, LIMITS)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("field", ["dimensions", "output_dimension"])
+@pytest.mark.parametrize(
+    ("allowed", "value", "words"),
+    [((32, 64), 33, "one of 32, 64"), (range(1, 9), 9, "1 to 8"), (range(1, 9), 0, "1 to 8")],
+)
+def test_dimensions_are_those_of_the_model(
+    field: str, allowed: tuple[int, ...] | range, value: int, words: str
+) -> None:
+    limits = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=allowed)
+    check_pooling_limits({field: allowed[0]}, limits)
+    with pytest.raises(InvalidValueError, match=f"{words} for this model, got {value}") as caught:
+        check_pooling_limits({field: value}, limits)
+    assert caught.value.param == field
+
+
+def test_what_is_within_the_limits_passes() -> None:
+    check_pooling_limits({"input": ["a"] * 3, "truncate_prompt_tokens": -1}, LIMITS)
+    check_pooling_limits({"input": [49] * 90, "encoding_format": "base64"}, LIMITS)
+    check_pooling_limits({"input": 5, "dimensions": "many"}, LIMITS)

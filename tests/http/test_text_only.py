@@ -1,0 +1,58 @@
+"""What is not text is refused where it stands, and text in any form passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from server.errors import UnsupportedFieldError
+from server.text_only import refuse_media
+
+TEXT = {"type": "text", "text": "a"}
+URL = {"url": "http://10.0.0.1/"}
+IMAGE = {"type": "image_url", "image_url": URL}
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [said(TEXT, IMAGE)]}, "messages[0].content[1]"),
+        ({"messages": [[said(TEXT)], [said(IMAGE)]]}, "messages[1][0].content[0]"),
+        ({"messages": [said({"image_url": URL})]}, "messages[0].content[0]"),
+        ({"messages": [said({"type": "text", "video_url": URL})]}, "messages[0].content[0]"),
+        ({"messages": [said({"type": "input_audio"})]}, "messages[0].content[0]"),
+        (
+            {"messages": [said({"type": "tool_result", "content": [{"type": "image"}]})]},
+            "messages[0].content[0].content[0]",
+        ),
+        ({"input": [said({"type": "input_image"})]}, "input[0].content[0]"),
+        ({"inputs": [{"content": [TEXT, IMAGE]}]}, "inputs[0].content[1]"),
+        ({"images": ["data:,"]}, "images"),
+        ({"query": "a", "documents": ["b", {"content": [IMAGE]}]}, "documents[1].content[0]"),
+        ({"queries": {"content": [IMAGE]}, "documents": "b"}, "queries.content[0]"),
+    ],
+)
+def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(UnsupportedFieldError) as caught:
+        refuse_media(body)
+    assert caught.value.param == param
+    assert "text alone" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [said(TEXT), {"role": "user", "content": "an image_url in words"}]},
+        {"messages": [said({"type": "refusal", "refusal": "no"}, 5), None, "x"]},
+        {"input": "a", "images": None},
+        {"input": [[1, 2], [3]]},
+        {"documents": ["a", {"content": [TEXT]}], "tools": [{"type": "image"}]},
+    ],
+)
+def test_text_passes(body: dict[str, Any]) -> None:
+    refuse_media(body)

@@ -1,0 +1,20 @@
+"""What an attention layer may ask of us beyond plain causal attention."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from rbln_backend.attention.backend import RblnAttentionImpl
+from rbln_backend.errors import UnsupportedModelError
+
+
+def test_an_option_we_do_not_know_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="with chunk_lookback"):
+        RblnAttentionImpl(4, 32, 0.125, chunk_lookback=2, layer_idx=3)
+
+
+def test_options_without_an_effect_are_accepted() -> None:
+    with set_current_vllm_config(VllmConfig()):
+        layer = RblnAttentionImpl(4, 32, 0.125, layer_idx=3, mm_prefix_clamp_sliding_window=True)
+    assert layer.num_kv_heads == 4

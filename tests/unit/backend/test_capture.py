@@ -1,0 +1,82 @@
+"""What capture keeps of a model: its arithmetic, as a program that can be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rbln_backend.compiler.capture import capture
+from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.errors import CompileError
+
+
+def captured(function: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Program:
+    table = TensorTable(lambda weight: weight)
+    if model is not None:
+        table.add_model(model)
+    x = torch.randn(3, 4)
+    return capture(function, (x,), table, {"x": x})
+
+
+def operators(program: Program) -> list[str]:
+    calls = [node for node in program.graph.nodes if node.op.startswith("call")]
+    return [getattr(node.target, "__name__", str(node.target)) for node in calls]
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.cos()
+
+
+def without_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.cos()
+
+
+def with_idle_dropout(x: Tensor) -> Tensor:
+    return functional.dropout(functional.dropout(x.cos(), 0.5, False), p=0.0)
+
+
+@pytest.mark.parametrize("function", [without_gradients, without_autocast, with_idle_dropout])
+def test_what_computes_nothing_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
+    program = captured(function)
+    assert operators(program) == ["cos"]
+    assert operators(Program.from_bytes(program.to_bytes())) == ["cos"]
+
+
+def with_dropout(x: Tensor) -> Tensor:
+    return functional.dropout(x.cos(), p=0.5)
+
+
+def with_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x.cos()
+
+
+@pytest.mark.parametrize("function", [with_dropout, with_autocast])
+def test_what_would_change_the_result_is_kept_and_cannot_be_stored(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    program = captured(function)
+    assert len(operators(program)) > 1
+    with pytest.raises(CompileError, match="cannot be stored"):
+        program.to_bytes()
+
+
+def test_weights_and_buffers_are_bound_by_name() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("factor", torch.tensor(0.5))
+    program = captured(lambda x: functional.pad(model(x) * model.factor, (0, 1)), model)
+    assert sorted(program.bindings) == ["input:x", "param:bias", "param:factor", "param:weight"]
+    assert Program.from_bytes(program.to_bytes()).bindings == program.bindings
+
+
+def test_a_tensor_without_a_name_is_refused() -> None:
+    stranger = torch.randn(4)
+    with pytest.raises(CompileError, match=r"shape \(4,\)"):
+        captured(lambda x: x + stranger)

@@ -1,0 +1,44 @@
+"""What a token sees of a prompt, with and without a window, and what padding sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rbln_backend.attention.encoder import EncoderAttentionImpl
+from rbln_backend.attention.metadata import EncoderMetadata
+
+LENGTH = 12
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("count", [1, 5, LENGTH])
+def test_rows_see_the_prompt_near_them(window: int | None, count: int) -> None:
+    impl = EncoderAttentionImpl(2, 8, 1.0, sliding_window=window)
+    metadata = EncoderMetadata(
+        batch_size=1, query_len=LENGTH, is_prefill=True, last_row=torch.tensor([count - 1])
+    )
+    visible = impl._visible(metadata).expand(1, 1, LENGTH, LENGTH)[0, 0]
+    for row in range(count):
+        near = [c for c in range(count) if window is None or abs(c - row) < window]
+        assert visible[row].nonzero().flatten().tolist() == near
+    # Torch makes zeros of a row that sees nothing; another device's softmax may make NaN.
+    assert visible.any(dim=1).all()
+
+
+def test_padding_holds_anything_and_reaches_nothing() -> None:
+    impl = EncoderAttentionImpl(4, 8, 0.3, num_kv_heads=2, sliding_window=4)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(LENGTH, heads, 8, generator=generator) for heads in (4, 2, 2))
+
+    def attend(count: int) -> torch.Tensor:
+        metadata = EncoderMetadata(
+            batch_size=1, query_len=LENGTH, is_prefill=True, last_row=torch.tensor([count - 1])
+        )
+        output = torch.empty_like(q)
+        return impl.forward(None, q, k, v, torch.empty(0), metadata, output)[:count].clone()
+
+    before = attend(6)
+    for tensor in (q, k, v):
+        tensor[6:] = 1e30
+    assert torch.equal(attend(6), before)

@@ -1,0 +1,258 @@
+"""Any interleaving of add, chunk, preempt, hit and abort reads the right tokens and leaks nothing.
+
+The managers, the coordinator and the cache tensors are the real ones. In place of a model, each
+step writes token ids as keys and positions as values, after checking that what its attention
+would read are exactly the request's own earlier tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.managers import register_specs
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.kv_cache.tensors import KvCaches
+
+HASH = get_hash_fn_by_name("sha256")
+MAX_LEN = 120
+MAX_REQUESTS = 4
+
+
+@dataclass
+class Shape:
+    block_size: int
+    unit: int
+    windows: list[int]
+    paged: bool
+    num_blocks: int
+    log_pages: int
+    chunk: int
+
+
+def cache_config(shape: Shape) -> KVCacheConfig:
+    common = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = []
+    if shape.paged:
+        groups.append(KVCacheGroupSpec(["full"], PagedSpec(block_size=shape.block_size, **common)))
+    for window in shape.windows:
+        spec = WindowSpec(
+            block_size=shape.block_size,
+            window=window,
+            own_blocks=MAX_REQUESTS + 1 if shape.paged else 0,
+            log_pages=shape.log_pages,
+            page_tokens=shape.unit,
+            **common,
+        )
+        groups.append(KVCacheGroupSpec([f"window{window}"], spec))
+    num_blocks = shape.num_blocks if shape.paged else MAX_REQUESTS * len(groups) + 1
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+class World:
+    """A scheduler's bookkeeping and a device that only remembers tokens."""
+
+    def __init__(self, shape: Shape) -> None:
+        register_specs()
+        init_none_hash(HASH)
+        self.shape = shape
+        self.config = cache_config(shape)
+        sizes = {
+            "kv_cache_config": self.config,
+            "max_model_len": MAX_LEN,
+            "max_in_flight_tokens": shape.chunk,
+            "scheduler_block_size": shape.block_size,
+        }
+        self.manager = KVCacheManager(
+            **sizes, hash_block_size=shape.block_size, enable_caching=True, log_stats=True
+        )
+        self.coordinator = RblnKvCoordinator(
+            **sizes,
+            hash_block_size=shape.unit,
+            use_eagle=False,
+            enable_caching=True,
+            enable_kv_cache_events=False,
+            dcp_world_size=1,
+            pcp_world_size=1,
+        )
+        self.manager.coordinator = self.coordinator
+        self.manager.block_pool = self.coordinator.block_pool
+        self.caches = KvCaches.allocate(self.config, kv_outermost=False)
+        for cache in self.caches.tensors.values():
+            cache.fill_(float("nan"))
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.hits = 0
+
+    def add(self, name: str, tokens: list[int], salt: str | None) -> None:
+        self.waiting.append(
+            Request(
+                name,
+                tokens,
+                SamplingParams(max_tokens=5),
+                None,
+                cache_salt=salt,
+                block_hasher=get_request_block_hasher(self.shape.unit, HASH),
+            )
+        )
+
+    def admit(self) -> None:
+        if not self.waiting or len(self.running) == MAX_REQUESTS:
+            return
+        request = self.waiting[0]
+        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        count = min(self.shape.chunk, request.num_tokens - hit)
+        if self.manager.allocate_slots(request, count, hit, blocks) is None:
+            assert self.running, "an empty engine takes any request"
+            return
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.hits += hit
+        request.num_computed_tokens = hit
+        self.step(request, count)
+
+    def advance(self, request: Request) -> None:
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(random.Random(request.num_tokens).randrange(3))
+        left = request.num_tokens - request.num_computed_tokens
+        count = min(self.shape.chunk, left)
+        while self.manager.allocate_slots(request, count) is None:
+            self.preempt(self.running[-1])
+            if request not in self.running:
+                return
+        self.step(request, count)
+
+    def preempt(self, request: Request) -> None:
+        self.release(request)
+        request.num_computed_tokens = 0
+        self.waiting.insert(0, request)
+
+    def release(self, request: Request) -> None:
+        self.manager.free(request)
+        self.running.remove(request)
+
+    def step(self, request: Request, count: int) -> None:
+        copies, retained = self.manager.take_kv_cache_block_copies()
+        if copies:
+            self.caches.copy_blocks([(c.src_block_id, c.dst_block_id) for c in copies])
+        self.manager.block_pool.free_blocks(retained)
+        transfers = self.coordinator.take_transfers()
+        self.caches.restore_windows(transfers)
+        tokens = torch.tensor(list(request.all_token_ids), dtype=torch.float32)
+        start, end = request.num_computed_tokens, request.num_computed_tokens + count
+        for index, group in enumerate(self.config.kv_cache_groups):
+            (name,) = group.layer_names
+            cache = self.caches.tensors[name][:, :, 0, 0, :, 0]
+            ids = [b.block_id for b in self.coordinator.get_blocks(request.request_id)[index]]
+            spec = group.kv_cache_spec
+            if isinstance(spec, WindowSpec):
+                self.slide(cache, ids, spec.window, tokens, start, end)
+            else:
+                self.append(cache, ids, tokens, start, end)
+        self.caches.store_windows(transfers)
+        request.num_computed_tokens = end
+
+    def append(
+        self, cache: torch.Tensor, ids: list[int], tokens: torch.Tensor, start: int, end: int
+    ) -> None:
+        size = self.shape.block_size
+        for position in range(end):
+            slot = cache[ids[position // size], :, position % size]
+            if position >= start:
+                slot[0], slot[1] = tokens[position], position
+            assert slot.tolist() == [tokens[position], position]
+
+    def slide(
+        self,
+        cache: torch.Tensor,
+        ids: list[int],
+        window: int,
+        tokens: torch.Tensor,
+        start: int,
+        end: int,
+    ) -> None:
+        (block,) = ids
+        for first, last in ((max(0, start - window), start), (max(0, end - window), end)):
+            if last == end:
+                cache[block] = float("nan")
+                cache[block, 0, : last - first] = tokens[first:last]
+                cache[block, 1, : last - first] = torch.arange(first, last)
+            assert cache[block, 0, : last - first].tolist() == tokens[first:last].tolist()
+            assert cache[block, 1, : last - first].tolist() == list(range(first, last))
+
+    def assert_nothing_is_held(self) -> None:
+        pool = self.coordinator.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert all(block.ref_cnt == 0 for block in pool.blocks[1:])
+        for manager in self.coordinator.single_type_managers:
+            assert not manager.req_to_blocks
+            assert not manager.num_cached_block
+        for window in self.coordinator.windows:
+            assert window.num_blocks_in_use == 0
+            assert window.log.num_used <= window.log.num_pages
+        assert not self.coordinator.take_transfers()
+
+
+SHAPES = {
+    "full": Shape(16, 16, [], True, 20, 0, 24),
+    "sub-block": Shape(32, 4, [], True, 12, 0, 24),
+    "one window": Shape(16, 4, [24], False, 0, 40, 16),
+    "chunk over window": Shape(16, 4, [10], False, 0, 30, 32),
+    "odd windows": Shape(16, 4, [7, 30], False, 0, 80, 16),
+    "hybrid": Shape(16, 4, [24], True, 24, 40, 16),
+    "hybrid, two windows": Shape(32, 8, [12, 50], True, 14, 30, 32),
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_step_reads_its_own_tokens_and_nothing_leaks(name: str, seed: int) -> None:
+    rng = random.Random(f"{name} {seed}")
+    world = World(SHAPES[name])
+    stems = [[rng.randrange(50) for _ in range(90)] for _ in range(2)]
+    for number in range(60):
+        stem = rng.choice(stems)[: rng.randrange(1, 91)]
+        tail = [rng.randrange(50) for _ in range(rng.randrange(1, 20))]
+        world.add(str(number), stem + tail, rng.choice([None, None, "other"]))
+        for _ in range(rng.randrange(10)):
+            action = rng.random()
+            if action < 0.3:
+                world.admit()
+            elif world.running:
+                request = rng.choice(world.running)
+                if action < 0.35:
+                    world.preempt(request)
+                elif action < 0.45 or request.num_tokens >= MAX_LEN:
+                    world.release(request)
+                else:
+                    world.advance(request)
+    while world.running:
+        world.release(world.running[-1])
+    world.assert_nothing_is_held()
+    assert world.hits > 0, "the test means nothing without prefix hits"
+    assert world.coordinator.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("name", ["sub-block", "one window", "hybrid"])
+def test_another_salt_never_hits(name: str) -> None:
+    world = World(SHAPES[name])
+    tokens = list(range(80))
+    world.add("first", tokens, "a")
+    world.admit()
+    while world.running[0].num_computed_tokens < 80:
+        world.advance(world.running[0])
+    for salt, expected in (("b", 0), (None, 0), ("a", 76)):
+        world.add(f"salt {salt}", tokens, salt)
+        before = world.hits
+        world.admit()
+        assert world.hits - before == expected
