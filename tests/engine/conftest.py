@@ -101,6 +101,7 @@ class Engines:
     ) -> Engine:
         """A new engine; ``rbln`` are fields of ``RblnConfig``, ``checkpoint`` replaces ``arch``."""
         from vllm import LLM
+        from vllm.distributed import destroy_model_parallel
 
         self._made += 1
         run_dir = self.root / f"run-{self._made}"
@@ -113,6 +114,8 @@ class Engines:
             "num_threads": 1,
         } | (rbln or {})
         share_kernels(Path(options["cache_root"]))
+        # vLLM makes the groups that the process's first model needs; experts need one more.
+        destroy_model_parallel()
         llm = LLM(str(checkpoint), additional_config={"rbln": options}, **(DEFAULTS | overrides))
         return Engine(llm, run_dir, checkpoint)
 

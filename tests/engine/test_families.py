@@ -25,22 +25,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning"),
 ]
 
-NUM_TOKENS = 64
 LONGEST_PROMPT = 4 * 48
-# Few graphs: a chunk shorter and one longer than every window, a batch of one and of more. No
-# window but starcoder2's is a whole number of blocks, and olmo3's is less than one.
+NUM_TOKENS = 64
+# No window but starcoder2's is a whole number of blocks, and olmo3's is less than one.
 OPTIONS: dict[str, Any] = {"max_model_len": LONGEST_PROMPT + NUM_TOKENS, "block_size": 32}
-SHAPES: dict[str, Any] = {
-    "prefill_chunk_buckets": [16, 64],
-    "decode_batch_bucket_strategy": "manual",
-    "decode_batch_bucket_manual_buckets": [1, 4],
-    # Room for all prompts, so that each can be hit.
-    "window_prefix_tokens": 4096,
-}
-NUM_GRAPHS = 5
+# Few graphs: for a chunk shorter and one longer than every window, one request and more.
+CHUNKS, BATCHES = [16, 64], [1, 4]
 # vLLM lets these layers look back one token more than transformers does.
 DEVIATIONS: dict[str, dict[str, Any]] = {"cohere2": {"hf_overrides": {"sliding_window": 47}}}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=3)
 
 
 def prompt_lengths(checkpoint: Path) -> list[int]:
@@ -58,9 +54,18 @@ def import_model(checkpoint: Path) -> None:
 
 
 @contextmanager
-def running(engines: Engines, arch: str, cache_root: Path) -> Iterator[Engine]:
+def running(
+    engines: Engines, arch: str, cache_root: Path, chunks: list[int], batches: list[int]
+) -> Iterator[Engine]:
     """An engine that is gone afterwards: there are too many families to keep theirs."""
-    rbln = {**SHAPES, "cache_root": str(cache_root)}
+    rbln = {
+        "cache_root": str(cache_root),
+        "prefill_chunk_buckets": chunks,
+        "decode_batch_bucket_strategy": "manual",
+        "decode_batch_bucket_manual_buckets": batches,
+        # Room for all prompts, so that each can be hit.
+        "window_prefix_tokens": 4096,
+    }
     # Tables that vLLM's models share within a process, and glm changes.
     rotary_embedding._ROPE_DICT.clear()
     engine = engines.fresh(arch, rbln=rbln, **OPTIONS, **DEVIATIONS.get(arch, {}))
@@ -83,35 +88,41 @@ def assert_equal(outputs: list[Any], expected: list[Reference]) -> None:
                 assert entry.logprob == pytest.approx(wanted, abs=1e-3)
 
 
+def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
+    """To be made before any engine: vLLM wraps the classes of transformers that it runs itself."""
+    return [reference_generate(checkpoint, prompt, num_tokens) for prompt in prompts]
+
+
 @pytest.mark.parametrize("arch", REQUIRED)
 def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
     import_model(checkpoint)
-    prompts = make_prompts(prompt_lengths(checkpoint), seed=60)
-    # Before any engine: vLLM wraps the classes of transformers that it runs itself.
-    expected = [reference_generate(checkpoint, prompt, NUM_TOKENS) for prompt in prompts]
-    with running(engines, arch, tmp_path) as engine:
-        alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
-        again = engine.generate(prompts, GREEDY)
+    prompts, params = make_prompts(prompt_lengths(checkpoint), seed=60), greedy(NUM_TOKENS)
+    expected = references(checkpoint, prompts, NUM_TOKENS)
+    with running(engines, arch, tmp_path, CHUNKS, BATCHES) as engine:
+        alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+        again = engine.generate(prompts, params)
     assert_equal(alone, expected)
     assert any(output.num_cached_tokens for output in again)
     assert_equal(again, expected)
-    with running(engines, arch, tmp_path) as engine:
-        assert engine.total("rbln_compile_cache_requests_total", result="hit") == NUM_GRAPHS
-        together = engine.generate(prompts, GREEDY)
+    with running(engines, arch, tmp_path, CHUNKS, BATCHES) as engine:
+        assert engine.total("rbln_compile_cache_requests_total", result="miss") == 0
+        together = engine.generate(prompts, params)
     assert {output.num_cached_tokens for output in together} == {0}
     assert_equal(together, expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("arch", OTHERS)
 def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
     import_model(checkpoint)
-    prompts = make_prompts(prompt_lengths(checkpoint), seed=61)
-    expected = [reference_generate(checkpoint, prompt, NUM_TOKENS) for prompt in prompts]
-    with running(engines, arch, tmp_path) as engine:
-        together = engine.generate(prompts, GREEDY)
-        again = engine.generate(prompts, GREEDY)
+    prompts, params = make_prompts(prompt_lengths(checkpoint), seed=61), greedy(24)
+    expected = references(checkpoint, prompts, 24)
+    with running(engines, arch, tmp_path, CHUNKS[-1:], BATCHES[-1:]) as engine:
+        together = engine.generate(prompts, params)
+        again = engine.generate(prompts, params)
     assert_equal(together, expected)
     assert_equal(again, expected)
-    assert len(list(tmp_path.rglob(PROGRAM_FILE))) == NUM_GRAPHS, "every program can be stored"
+    # One each for prefill, decode and the logits of prompts.
+    assert len(list(tmp_path.rglob(PROGRAM_FILE))) == 3, "every program can be stored"

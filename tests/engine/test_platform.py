@@ -80,30 +80,22 @@ def test_a_profile_is_written(
     assert "causal_attention" in trace.read_text()
 
 
-def test_a_sliding_window_model_is_refused(engines: Engines) -> None:
-    with pytest.raises(Exception, match="sliding-window attention"):
-        engines.fresh(
-            "llama",
-            hf_overrides={
-                "architectures": ["MistralForCausalLM"],
-                "model_type": "mistral",
-                "sliding_window": 64,
-            },
-        )
-
-
+@pytest.mark.parametrize("arch", ["llama", "exaone4"])
 def test_the_custom_kernel_computes_the_same(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     monkeypatch.setenv("RBLN_USE_CUSTOM_KERNEL", "1")
-    engine = engines.fresh("llama")
+    engine = engines.fresh(arch)
     from vllm import SamplingParams
 
     prompt = make_prompts([90], seed=300)[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    (output,) = engine.generate([prompt], params)
     expected = reference_generate(engine.checkpoint, prompt, 20).token_ids
-    assert list(output.outputs[0].token_ids) == expected
+    # The second request resumes from what the first one left.
+    for cached in (0, 80):
+        (output,) = engine.generate([prompt], params)
+        assert output.num_cached_tokens == cached
+        assert list(output.outputs[0].token_ids) == expected
 
 
 def test_one_block_per_request(engines: Engines) -> None:
