@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
@@ -18,6 +19,9 @@ from rbln_backend.kv_cache.specs import (
     window_spec,
 )
 from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec
+
+# Tokens of a log page below which finding and copying pages costs more than they save.
+SMALLEST_PAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ def plan_specs(
             "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
             "manager: drop --disable-hybrid-kv-cache-manager"
         )
-    storage = _window_storage(dense, windows, limits)
+    storage = _window_storage(dense, windows, _fit_unit(windows, limits))
     planned: dict[str, PagedSpec | WindowSpec] = {}
     for name, spec in dense.items():
         window = windows[name]
@@ -62,6 +66,19 @@ def plan_specs(
         else:
             planned[name] = window_spec(spec, window, limits.block_size, storage[window])
     return planned
+
+
+def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:
+    """Pages that fill every window exactly, where chunks may start in the middle of one.
+
+    Of a window that is no whole number of pages, a step that slides through it never has the
+    first page whole.
+    """
+    sizes = [window for window in windows.values() if window is not None]
+    fitting = math.gcd(limits.unit, *sizes)
+    if limits.unit >= limits.chunk_tokens or fitting < SMALLEST_PAGE:
+        return limits
+    return replace(limits, unit=fitting)
 
 
 def _window_storage(
@@ -102,6 +119,11 @@ def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
         for spec in specs
         if isinstance(spec, WindowSpec)
     )
+
+
+def reuse_unit_of(specs: Iterable[KVCacheSpec], unit: int) -> int:
+    """Tokens at whose multiples prefixes can be reused: a log page, or ``unit`` without logs."""
+    return next((spec.page_tokens for spec in specs if isinstance(spec, WindowSpec)), unit)
 
 
 def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import WindowSpec
 from rbln_backend.scheduler.kv_metrics import KvMetrics
 from rbln_backend.scheduler.output import with_transfers
@@ -46,7 +47,8 @@ class PrefixReuse:
         """
         rbln, manager = configured(vllm_config), scheduler.kv_cache_manager
         caches = bool(vllm_config.cache_config.enable_prefix_caching)
-        unit = rbln.sub_block_size or scheduler.block_size
+        specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
+        unit = reuse_unit_of(specs, rbln.sub_block_size or scheduler.block_size)
         coordinator = RblnKvCoordinator(
             kv_cache_config=scheduler.kv_cache_config,
             max_model_len=scheduler.max_model_len,

@@ -15,7 +15,7 @@ from rbln_backend.compiler.port import Phase
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.kv_cache.plan import KvLimits, plan_specs
+from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.model_report import CacheGroup, ModelReport
 from rbln_backend.unsupported import EXPERTS_ON_NPU
@@ -156,7 +156,9 @@ def _prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> 
         if generates(config):
             return False, flag
         return False, f"vLLM has no prefix hits for this way of pooling, or {flag}"
-    unit = f"prefixes are shared in units of {rbln.sub_block_size} tokens"
+    assert rbln.sub_block_size is not None
+    tokens = reuse_unit_of(specs.values(), rbln.sub_block_size)
+    unit = f"prefixes are shared in units of {tokens} tokens"
     windows = [spec for spec in specs.values() if isinstance(spec, WindowSpec)]
     if not windows:
         return True, unit
