@@ -99,10 +99,22 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
     """Switch prefix caching off where window layers have no log to resume from."""
     cache = vllm_config.cache_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    without_log = any(isinstance(s, WindowSpec) and s.log_pages == 0 for s in specs)
-    if cache.enable_prefix_caching and without_log:
+    windows = [spec for spec in specs if isinstance(spec, WindowSpec)]
+    if not cache.enable_prefix_caching or not windows:
+        return
+    if any(spec.log_pages == 0 for spec in windows):
         cache.enable_prefix_caching = False
         logger.warning(
             "Prefix caching is not available for %s. It has been automatically disabled.",
             "sliding window models",
+        )
+        return
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    smallest = min(spec.window for spec in windows)
+    if smallest < chunk:
+        logger.warning(
+            "Prefixes can be resumed at the ends of prefill chunks (%d tokens) only, because a "
+            "sliding window of %d tokens forgets the rest; --max-num-batched-tokens %d makes every "
+            "multiple of %d tokens resumable.",
+            *(chunk, smallest, smallest, windows[0].page_tokens),
         )
