@@ -3,16 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
+from benchmarks.engine_process import EngineProcessError
 from benchmarks.machine import Machine
 
 RESULTS = Path(__file__).parent / "results"
 # Threads of one engine wait for each other many times a step, so a little company costs much.
 DISTURBED_CORES = 0.1
+
+
+class MeasuredRun(Protocol):
+    """What a command's run tells about itself."""
+
+    @property
+    def started(self) -> str: ...
+
+    @property
+    def machine(self) -> Machine: ...
+
+
+RunT = TypeVar("RunT", bound=MeasuredRun)
+
+
+@dataclass(frozen=True)
+class Command(Generic[RunT]):
+    """``python -m benchmarks.<name>``: measure, print the report, keep it where asked."""
+
+    name: str
+    parser: argparse.ArgumentParser
+    measure: Callable[[argparse.Namespace, str], RunT]
+    """Takes the arguments and the command line; raises ValueError or EngineProcessError."""
+    markdown: Callable[[RunT], str]
+    to_json: Callable[[RunT], str]
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command line; returns the exit status."""
+        words = sys.argv[1:] if argv is None else list(argv)
+        self.parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="also write the raw numbers here"
+        )
+        self.parser.add_argument(
+            "--save", action="store_true", help="write a dated report under benchmarks/results/"
+        )
+        args = self.parser.parse_args(words)
+        # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            run = self.measure(
+                args, shlex.join(["python", "-m", f"benchmarks.{self.name}", *words])
+            )
+        except (ValueError, EngineProcessError) as error:
+            print(f"benchmarks.{self.name}: {error}", file=sys.stderr)
+            return 1
+        report = self.markdown(run)
+        print(report)
+        if args.json is not None:
+            args.json.write_text(self.to_json(run), encoding="utf-8")
+        if args.save:
+            save(self.name, run.started, run.machine, report, self.to_json(run))
+        return 0
 
 
 def positive(text: str) -> int:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -20,12 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import positive, save, say
+from benchmarks.command import Command, positive, say
 from benchmarks.decode_report import ModelResult, Run, Sample, markdown, to_json
 from benchmarks.engine_process import (
     OURS,
     EngineProcess,
-    EngineProcessError,
     Side,
     vllm_cpu,
     vllm_cpu_all_cores,
@@ -42,22 +39,7 @@ PREFILL_REPEATS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(words)
-    # A stopped engine cannot notice that we are gone, so a polite end has to unwind the stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        run = _measure(args, shlex.join(["python", "-m", "benchmarks.decode", *words]))
-    except (ValueError, EngineProcessError) as error:
-        print(f"benchmarks.decode: {error}", file=sys.stderr)
-        return 1
-    report = markdown(run)
-    print(report)
-    if args.json is not None:
-        args.json.write_text(to_json(run), encoding="utf-8")
-    if args.save:
-        save("decode", run.started, run.machine, report, to_json(run))
-    return 0
+    return Command("decode", _parser(), _measure, markdown, to_json).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,10 +60,6 @@ def _parser() -> argparse.ArgumentParser:
         choices=["default", "all-cores", "both"],
         default="both",
         help="vLLM's CPU backend as it comes, with a thread on every core, or each (default: both)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the raw numbers here")
-    parser.add_argument(
-        "--save", action="store_true", help="write a dated report under benchmarks/results/"
     )
     return parser
 

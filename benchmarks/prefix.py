@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -24,8 +22,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from benchmarks.command import positive, save, say
-from benchmarks.engine_process import OURS, EngineProcess, EngineProcessError, Side
+from benchmarks.command import Command, positive, say
+from benchmarks.engine_process import OURS, EngineProcess, Side
 from benchmarks.machine import busy_cpu_seconds, describe_machine
 from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
 from benchmarks.prefix_report import ARRIVALS, OFF, ON, ModelResult, Run, Sample, markdown, to_json
@@ -38,22 +36,7 @@ _COMPUTED = "rbln_prefill_useful_tokens_total"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(words)
-    # A stopped engine cannot notice that we are gone, so a polite end has to unwind the stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        run = _measure(args, shlex.join(["python", "-m", "benchmarks.prefix", *words]))
-    except (ValueError, EngineProcessError) as error:
-        print(f"benchmarks.prefix: {error}", file=sys.stderr)
-        return 1
-    report = markdown(run)
-    print(report)
-    if args.json is not None:
-        args.json.write_text(to_json(run), encoding="utf-8")
-    if args.save:
-        save("prefix", run.started, run.machine, report, to_json(run))
-    return 0
+    return Command("prefix", _parser(), _measure, markdown, to_json).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,10 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--own-tokens", type=positive, default=100, help="default: 100")
     parser.add_argument("--output-tokens", type=positive, default=32, help="default: 32")
     parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the raw numbers here")
-    parser.add_argument(
-        "--save", action="store_true", help="write a dated report under benchmarks/results/"
-    )
     return parser
 
 
