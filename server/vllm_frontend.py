@@ -7,6 +7,7 @@ as `ServerError`. What is used of vLLM is pinned by tests/http/test_vllm_contrac
 
 from __future__ import annotations
 
+import importlib
 import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -134,8 +135,22 @@ def print_help(topic: str) -> None:
         return
 
 
+# By name: an import statement without a use looks like a leftover, and was once removed as one.
+_SERVING_MODULES = (
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.pooling.classify.protocol",
+    "vllm.entrypoints.pooling.embed.protocol",
+    "vllm.entrypoints.pooling.pooling.protocol",
+    "vllm.entrypoints.pooling.scoring.protocol",
+)
+
+
 def import_serving() -> None:
     """Import what `build_frontend` needs, so that it does not hold up the event loop."""
+    for name in _SERVING_MODULES:
+        importlib.import_module(name)
 
 
 async def build_frontend(

@@ -13,6 +13,7 @@ from rbln_backend.kv_cache.specs import (
     PagedSpec,
     WindowSpec,
     WindowStorage,
+    bytes_per_token,
     check_supported,
     paged_spec,
     window_of,
@@ -88,8 +89,7 @@ def _window_storage(
     token_bytes: dict[int, int] = defaultdict(int)
     for name, window in windows.items():
         if window is not None:
-            spec = layers[name]
-            token_bytes[window] += 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+            token_bytes[window] += bytes_per_token(layers[name])
     any_paged = None in windows.values()
     share = limits.log_bytes // max(1, len(token_bytes))
     return {
@@ -102,19 +102,19 @@ def _window_storage(
                 max_num_seqs=limits.max_num_seqs,
                 chunk_tokens=limits.chunk_tokens,
                 max_bytes=share,
-                token_bytes=bytes_per_token,
+                token_bytes=all_layers,
                 wanted_tokens=limits.log_tokens,
             ),
             page_tokens=limits.unit,
         )
-        for window, bytes_per_token in token_bytes.items()
+        for window, all_layers in token_bytes.items()
     }
 
 
 def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
     """Bytes of all window blocks and prefix logs."""
     return sum(
-        spec.bytes_per_token
+        bytes_per_token(spec)
         * ((max_num_seqs + 1) * spec.window + spec.log_pages * spec.page_tokens)
         for spec in specs
         if isinstance(spec, WindowSpec)

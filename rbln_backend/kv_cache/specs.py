@@ -67,11 +67,6 @@ class WindowSpec(AttentionSpec):
     def uses_slot_mapping(self) -> bool:
         return False
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
-
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.page_size_bytes
 
@@ -84,6 +79,11 @@ class WindowSpec(AttentionSpec):
             isinstance(spec, WindowSpec) and spec.window == self.window
             for spec in kv_cache_specs.values()
         )
+
+
+def bytes_per_token(spec: AttentionSpec) -> int:
+    """Bytes of K and V of one token in one layer."""
+    return 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
 
 
 @dataclass(frozen=True)

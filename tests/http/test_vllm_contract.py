@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +18,25 @@ pytestmark = pytest.mark.engine
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+_IMPORTS = """
+import sys
+import server.vllm_frontend as frontend
+name = "vllm.entrypoints.launchers.api_server.app_state"
+assert name not in sys.modules
+frontend.import_serving()
+assert name in sys.modules
+assert "vllm.entrypoints.pooling.scoring.protocol" in sys.modules
+"""
+
+
+def test_what_serves_is_imported_off_the_event_loop() -> None:
+    # In a process of its own: here, other tests have imported it all.
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_signatures_of_the_front_end() -> None:
