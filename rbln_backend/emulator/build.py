@@ -42,6 +42,7 @@ _SOURCES = (
     "attention",
     "window_attention",
     "linear",
+    "pack",
     "norm",
     "rotary",
     "activation",

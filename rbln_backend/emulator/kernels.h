@@ -34,6 +34,11 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args);
 
+// Depth rows of a packed weight: bf16 neighbours along the depth share a word.
+inline int64_t padded_depth(Dtype dtype, int64_t depth) {
+  return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
+}
+
 // weight [columns, depth] -> f32, f16: [columns/16, depth, 16]; bf16: [columns/16, depth/2, 16, 2].
 // Both counts are rounded up and the fill is zero.
 void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,

@@ -18,10 +18,6 @@ constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work it
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kAhead = 4096;          // bytes a lone group prefetches ahead of its use
 
-int64_t padded_depth(Dtype dtype, int64_t depth) {
-  return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
-}
-
 // Activations as the tiles read them: per row group [words][rows of the group], where a word is a
 // depth row widened to f32, or a bf16 pair where pairs are multiplied.
 template <class T>
@@ -185,31 +181,6 @@ void run(const LinearArgs& args) {
 void linear(const LinearArgs& args) {
   if (args.rows == 0 || args.columns == 0) return;
   RBLN_DISPATCH(args.dtype, T, run<T>(args));
-}
-
-void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,
-                 int64_t column_stride, void* packed) {
-  const int64_t panels = (columns + kPanel - 1) / kPanel;
-  const int64_t padded = padded_depth(dtype, depth);
-  const int64_t pair = dtype == Dtype::bf16 ? 2 : 1;
-  const auto pack = [&]<class Word>(const Word* source, Word* target) {
-    parallel_for(panels, 1, team_size(columns * depth, kSerialWork), [&](int64_t p) {
-      Word* panel = target + p * padded * kPanel;
-      for (int64_t t = 0; t < padded; ++t) {
-        Word* row = panel + t / pair * pair * kPanel + t % pair;
-        for (int64_t c = 0; c < kPanel; ++c) {
-          const int64_t column = p * kPanel + c;
-          const bool inside = column < columns && t < depth;
-          row[c * pair] = inside ? source[column * column_stride + t] : Word(0);
-        }
-      }
-    });
-  };
-  if (dtype == Dtype::f32) {
-    pack(static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(packed));
-  } else {
-    pack(static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed));
-  }
 }
 
 }  // namespace rbln
