@@ -1,9 +1,9 @@
 // x W^T + bias over packed weights.
 //
-// A tile of panels is multiplied by every row group, depth block by depth block, so that a block is
-// fetched from memory once and stays in L1; weights narrower than f32 are widened in registers.
-// While a block is multiplied the next one is prefetched. A single group (decode: the limit is
-// bandwidth) runs through the whole depth at once.
+// A few panels are multiplied by every row group, depth block by depth block, so that a block is
+// fetched from memory once and stays in the cache; weights narrower than f32 are widened in
+// registers. While a block is multiplied the next one is prefetched. A single group (decode: the
+// limit is bandwidth) runs through the whole depth at once.
 #include <algorithm>
 #include <vector>
 
@@ -13,10 +13,11 @@
 namespace rbln {
 namespace {
 
-constexpr int64_t kDepthBlock = 256;      // depth rows of a panel: at most half of a small L1
 constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kAhead = 4096;          // bytes a lone group prefetches ahead of its use
+constexpr int64_t kClaimWork = 1 << 19;   // multiply-adds that a thread should claim at once
+constexpr int64_t kItemPanels = 2 * kTilePanels;
+constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
 
 // Activations as the tiles read them: per row group [words][rows of the group], where a word is a
 // depth row widened to f32, or a bf16 pair where pairs are multiplied.
@@ -83,8 +84,9 @@ const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
 
 // One group over one depth block: its sums, [R][P * kPanel], continue where they were.
 template <class T, int R, int P>
-__attribute__((noinline)) void continue_sums(const T* (&panels)[P], const float* a, int64_t depths,
-                                             const Ahead<P>& ahead, bool is_first, float* sums) {
+__attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const float* a,
+                                             int64_t depths, const Ahead<P>& ahead, bool is_first,
+                                             float* sums) {
   constexpr int C = P * kPanelVectors;
   VecF acc[R][C];
   for (int r = 0; r < R; ++r)
@@ -95,48 +97,58 @@ __attribute__((noinline)) void continue_sums(const T* (&panels)[P], const float*
     for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
 }
 
-// One work item: the row groups [first, last) against the tile of panels at `panel`.
+// Depths of a block. Long ones cost the fewest interruptions, while their panels fit in L2; with
+// f32, whose few products per byte leave less time to fetch, short ones spread the fetching evenly.
+template <class T>
+inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 65536) / (kPanel * sizeof(T));
+
+// One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
 template <class T>
 struct Item {
   const LinearArgs& args;
   const Activations<T>& x;
   int64_t first, last, panel;
 
-  // One group over depths [begin, end), its sums continued from and left in `sums`.
+  // One group and P panels over depths [begin, end), the sums continued from and left in `sums`.
   template <int R, int P>
-  void tile(int64_t g, int64_t begin, int64_t end, float* sums) const {
-    constexpr int64_t kStepBytes = Layout<T>::kStep * kPanel * int64_t(sizeof(T));
-    const int64_t groups = last - first, block = end - begin;
+  void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* sums) const {
     const T* panels[P];
-    Ahead<P> ahead;
-    ahead.step = kStepBytes / groups;
-    for (int p = 0; p < P; ++p) {
-      panels[p] = panel_at<T>(args, x.depth, panel + p) + begin * kPanel;
-      // A lone group runs ahead of itself, several share the fetching of the next block.
-      const auto* here = reinterpret_cast<const char*>(panels[p]);
-      ahead.address[p] = groups == 1 ? here + kAhead
-                                     : here + block * kPanel * int64_t(sizeof(T)) +
-                                           (g - first) * ahead.step * block / Layout<T>::kStep;
-    }
-    continue_sums<T, R, P>(panels, x.group(g, begin), block, ahead, begin == 0, sums);
+    for (int p = 0; p < P; ++p) panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
+    continue_sums<T, R, P>(panels, x.group(g, begin), end - begin,
+                           ahead_of(panels, g - first, end - begin), begin == 0, sums);
     if (end == x.depth)
-      write_tile<T>(args, x.groups.begin(g), R, panel * kPanel, P * kPanelVectors, sums);
+      write_tile<T>(args, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, sums);
   }
 
-  void run(bool wide) const {
-    alignas(64) float sums[(kRowBlock + kMaxTileRows) * kTileColumns];
+  // A lone group runs ahead of itself, several share the fetching of the next block.
+  template <int P>
+  Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t block) const {
+    constexpr int64_t kStep = Layout<T>::kStep, kStepBytes = kStep * kPanel * int64_t(sizeof(T));
+    const int64_t groups = last - first;
+    Ahead<P> ahead;
+    ahead.step = kStepBytes / groups;
+    const int64_t start =
+        groups == 1 ? kAhead : block / kStep * (kStepBytes + nth * ahead.step);
+    for (int p = 0; p < P; ++p)
+      ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + start;
+    return ahead;
+  }
+
+  void run() const {
+    alignas(64) float sums[(kRowBlock + kMaxTileRows) * 2 * kTileColumns];
     const int64_t row0 = x.groups.begin(first);
-    const int64_t block = last - first == 1 ? x.depth : kDepthBlock;
+    const int64_t block = last - first == 1 ? x.depth : kBlockDepth<T>;
     for (int64_t begin = 0; begin < x.depth; begin += block) {
       const int64_t end = std::min(begin + block, x.depth);
       for (int64_t g = first; g < last; ++g) {
-        float* partial = sums + (x.groups.begin(g) - row0) * kTileColumns;
+        float* partial = sums + (x.groups.begin(g) - row0) * 2 * kTileColumns;
         with_rows(x.groups.size(g), [&]<int R>() {
-          // Few rows leave registers free for more panels: more independent chains, more loads.
           if constexpr (is_narrow_group(R)) {
-            if (wide) return tile<R, 2 * kTilePanels>(g, begin, end, partial);
+            tile<R, kItemPanels>(g, panel, begin, end, partial);
+          } else {
+            tile<R, kTilePanels>(g, panel, begin, end, partial);
+            tile<R, kTilePanels>(g, panel + kTilePanels, begin, end, partial + R * kTileColumns);
           }
-          tile<R, kTilePanels>(g, begin, end, partial);
         });
       }
     }
@@ -158,9 +170,7 @@ void run(const LinearArgs& args) {
   const int64_t depth = padded_depth(args.dtype, args.depth);
   const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
   const int64_t panels = (args.columns + kPanel - 1) / kPanel;
-  const bool wide = x.groups.count == 1 && is_narrow_group(x.groups.size(0));
-  const int64_t width = wide ? 2 * kTilePanels : kTilePanels;
-  const int64_t tiles = (panels + width - 1) / width;
+  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int64_t block_groups = kRowBlock / kMaxTileRows;
   const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
   const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
@@ -169,10 +179,12 @@ void run(const LinearArgs& args) {
     for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
   if (!serial_interleave)
     parallel_for(x.groups.count, 1, threads, [&](int64_t g) { interleave_group<T>(args, x, g); });
-  parallel_for(row_blocks * tiles, 4, threads, [&](int64_t item) {
+  const int64_t item_work = std::min(args.rows, kRowBlock) * depth * kItemPanels * kPanel;
+  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);
-    Item<T>{args, x, first, last, item % tiles * width}.run(wide);
+    Item<T>{args, x, first, last, item % tiles * kItemPanels}.run();
   });
 }
 

@@ -27,8 +27,31 @@ inline constexpr int kTileColumns = kTileVectors * kLanes;
 inline constexpr int kPanelVectors = int(kPanel) / kLanes;
 inline constexpr int kTilePanels = kTileColumns / int(kPanel);
 
-// Few rows leave registers free for twice the columns: more independent chains, more loads.
-constexpr bool is_narrow_group(int rows) { return 3 * rows <= kMaxTileRows; }
+// Few rows leave registers free for twice the columns: enough chains to keep the units busy.
+constexpr bool is_narrow_group(int rows) { return 2 * rows <= kMaxTileRows; }
+
+// A product added in the register of its sum, in the order it is written. Left to itself the compiler
+// overwrites a factor it no longer needs, and then moves or spills the sums of a tile that fills the
+// registers.
+inline VecF accumulate(VecF a, VecF b, VecF sum) {
+#if defined(RBLN_AVX2)
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#else
+  return fma(a, b, sum);
+#endif
+}
+
+// The upper half of every word.
+inline VecF high_halves(VecU words) {
+  const VecU mask = VecU{} + 0xffff0000u;
+#if defined(RBLN_AVX2)
+  asm volatile("vpand %1, %0, %0" : "+x"(words) : "xm"(mask));
+  return (VecF)words;
+#else
+  return (VecF)(words & mask);
+#endif
+}
 
 // How an element type is multiplied. `kStep` depth rows lie together in a panel and are multiplied
 // in `kProducts` products, each by one word of activations per row.
@@ -42,7 +65,7 @@ struct Layout {
   }
   static VecF activation(float word) { return broadcast(word); }
   static VecF multiply(VecF activation, VecF column, VecF sum) {
-    return fma(activation, column, sum);
+    return accumulate(activation, column, sum);
   }
 };
 
@@ -69,11 +92,11 @@ struct Layout<bf16> {
     // The second read goes to L1 again: holding the words would cost the tile its registers.
     if (product == 1) asm("" : "+r"(row));
     const VecU words = load_raw<VecU>(row + v * kLanes * 2);
-    return product == 0 ? (VecF)(words << 16) : (VecF)(words & 0xffff0000u);
+    return product == 0 ? (VecF)(words << 16) : high_halves(words);
   }
   static VecF activation(float word) { return broadcast(word); }
   static VecF multiply(VecF activation, VecF column, VecF sum) {
-    return fma(activation, column, sum);
+    return accumulate(activation, column, sum);
   }
 };
 #endif
@@ -88,34 +111,63 @@ struct Ahead {
 // acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t), t in activation
 // words: one depth row each, or Layout<T>::kStep where a word holds several.
 template <class T, int R, int P>
-inline __attribute__((always_inline)) void multiply_panels(const T* (&panels)[P], const float* a, int64_t depths, Ahead<P> ahead,
-                            VecF (&acc)[R][P * kPanelVectors]) {
+inline __attribute__((always_inline)) void multiply_panels(const T* const (&panels)[P],
+                                                           const float* a, int64_t depths,
+                                                           const Ahead<P>& ahead,
+                                                           VecF (&acc)[R][P * kPanelVectors]) {
   constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
   constexpr int C = P * kPanelVectors;
+  const T* row[P];
+  const char* fetched[P];
+  for (int p = 0; p < P; ++p) row[p] = panels[p], fetched[p] = ahead.address[p];
   for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
-      __builtin_prefetch(ahead.address[p]);
-      ahead.address[p] += ahead.step;
+      __builtin_prefetch(fetched[p]);
+      // Not as one vector of addresses, which would go through memory.
+      asm("" : "+r"(fetched[p]));
+      fetched[p] += ahead.step;
     }
 #pragma GCC unroll 2
     for (int product = 0; product < kProducts; ++product) {
-      VecF columns[C];
+      // Whichever is fewer, rows or columns, stays in registers.
+      if constexpr (R < C) {
+        VecF rows[R];
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        columns[c] = Layout<T>::columns(panels[c / kPanelVectors], product, c % kPanelVectors);
-        if constexpr (R > 1) keep_in_register(columns[c]);
-      }
+        for (int r = 0; r < R; ++r) {
+          rows[r] = Layout<T>::activation(a[product * R + r]);
+          keep_in_register(rows[r]);
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          VecF column =
+              Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
+          if constexpr (R > 1) keep_in_register(column);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) acc[r][c] = Layout<T>::multiply(rows[r], column, acc[r][c]);
+        }
+      } else {
+        VecF columns[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          columns[c] = Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
+          keep_in_register(columns[c]);
+        }
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const VecF row = Layout<T>::activation(a[product * R + r]);
+        for (int r = 0; r < R; ++r) {
+          const VecF factor = Layout<T>::activation(a[product * R + r]);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) acc[r][c] = Layout<T>::multiply(row, columns[c], acc[r][c]);
+          for (int c = 0; c < C; ++c)
+            acc[r][c] = Layout<T>::multiply(factor, columns[c], acc[r][c]);
+        }
       }
     }
     a += kProducts * R;
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) panels[p] += kStep * kPanel;
+    for (int p = 0; p < P; ++p) {
+      asm("" : "+r"(row[p]));
+      row[p] += kStep * kPanel;
+    }
   }
 }
 
@@ -127,17 +179,33 @@ inline __attribute__((always_inline)) void multiply_rows(int64_t depth, const fl
   constexpr int kBytes = C * kLanes * int(sizeof(T));
   for (int64_t t = 0; t < depth; ++t) {
     for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(ahead + t * kBytes + line);
-    VecF columns[C];
+    if constexpr (R < C) {
+      VecF rows[R];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      columns[c] = load(b + c * kLanes);
-      if constexpr (R > 1) keep_in_register(columns[c]);
-    }
+      for (int r = 0; r < R; ++r) {
+        rows[r] = broadcast(a[r * ARow + t]);
+        keep_in_register(rows[r]);
+      }
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        VecF column = load(b + c * kLanes);
+        if constexpr (R > 1) keep_in_register(column);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) acc[r][c] = accumulate(rows[r], column, acc[r][c]);
+      }
+    } else {
+      VecF columns[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) {
+        columns[c] = load(b + c * kLanes);
+        keep_in_register(columns[c]);
+      }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const VecF row = broadcast(a[r * ARow + t]);
+      for (int r = 0; r < R; ++r) {
+        const VecF row = broadcast(a[r * ARow + t]);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(row, columns[c], acc[r][c]);
+        for (int c = 0; c < C; ++c) acc[r][c] = accumulate(row, columns[c], acc[r][c]);
+      }
     }
     b += ldb;
   }
