@@ -38,8 +38,8 @@ lint: dev ## ruff, mypy --strict and the import contracts
 	$(python) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-bench: dev ## Ours against vLLM's CPU backend; ARGS go to benchmarks.decode
-	$(quiet) $(python) -m benchmarks.decode $(ARGS)
+bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks.compare
+	$(quiet) $(python) -m benchmarks.compare --save $(ARGS)
 
 docs: dev ## Rewrite the generated pages of docs/
 	$(quiet) $(python) docs/generate.py

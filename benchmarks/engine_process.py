@@ -37,12 +37,18 @@ _TELLING = re.compile(r"Emulated RBLN device|core ids=|reserved_cpus=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side of the comparison; `platform` is the class that vLLM has to choose under `env`."""
+    """One side of the comparison; `platform` is what its worker has to say that it runs on.
+
+    That is the class that vLLM has to choose under `env`, or the name of another library. `module`
+    is run by `python` and speaks engine_worker's protocol.
+    """
 
     name: str
     platform: str
     env: Mapping[str, str]
     note: str
+    module: str = "benchmarks.engine_worker"
+    python: str = sys.executable
 
 
 OURS = Side(
@@ -74,6 +80,16 @@ def vllm_cpu_all_cores() -> Side:
     )
 
 
+def clean_environment(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without its user's engine settings, and with `chosen`."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_DROPPED_PREFIXES)
+    }
+    return kept | _QUIET | dict(chosen)
+
+
 class EngineProcessError(Exception):
     """An engine did not start, answer or end as it should; the message has the end of its log."""
 
@@ -89,19 +105,14 @@ class EngineProcess:
         self._unread = b""
 
     def __enter__(self) -> Self:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if name in _KEPT or not name.startswith(_DROPPED_PREFIXES)
-        }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.engine_worker", json.dumps(self._engine_args)],
+                [self.side.python, "-m", self.side.module, json.dumps(self._engine_args)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=Path(__file__).parents[1],
-                env=kept | _QUIET | dict(self.side.env),
+                env=clean_environment(self.side.env),
                 start_new_session=True,
             )
         try:
@@ -143,21 +154,31 @@ class EngineProcess:
 
     def ask(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
         """As `generate`, but return all that engine_worker answers."""
-        assert self._process.stdin is not None
-        command = json.dumps({"prompts": prompts, "output_tokens": output_tokens}) + "\n"
-        try:
-            self._process.stdin.write(command.encode())
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._error("ended") from error
+        self._send({"prompts": prompts, "output_tokens": output_tokens})
         answer = self._answer(ANSWER_TIMEOUT_S)
         if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
             raise self._error(f"returned other than {output_tokens} tokens for a prompt")
         return answer
 
+    def ask_within(
+        self, prompts: list[list[int]], output_tokens: int, budget_seconds: float
+    ) -> dict[str, Any]:
+        """Return worker_protocol's answer, with fewer tokens if the engine takes longer."""
+        command = {"prompts": prompts, "output_tokens": output_tokens}
+        self._send(command | {"budget_seconds": budget_seconds})
+        return self._answer(budget_seconds + ANSWER_TIMEOUT_S)
+
     def cpu_seconds(self) -> float:
         """Return the CPU time that the engine's processes have used so far."""
         return group_cpu_seconds(self._process.pid)
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write((json.dumps(command) + "\n").encode())
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._error("ended") from error
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None

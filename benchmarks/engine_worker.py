@@ -9,20 +9,20 @@ it is ready. Then every line of standard input is a command, answered by one lin
      "cached_tokens": [0, ...]}
 
 First-token times, from submission on, are null unless the engine keeps statistics
-(disable_log_stats false).
-
-Invariant: answers are the only thing on the standard output that the parent gave; whatever vLLM
-and its children print goes to standard error. The process ends at the end of its input.
+(disable_log_stats false). A command that also has "budget_seconds" is answered step by step, as
+worker_protocol says; the first form is the one that ``LLM.generate`` gives its users.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from benchmarks.worker_protocol import answers_to_parent, timed_answer
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Start the engine that the first argument describes and serve commands until end of input."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with answers_to_parent() as answers:
+        started = time.perf_counter()
+        from vllm import LLM
 
-    started = time.perf_counter()
-    from vllm import LLM
+        llm = LLM(**json.loads(sys.argv[1]))
+        answers.send(_describe(llm) | {"startup_seconds": time.perf_counter() - started})
+        for command in answers.commands():
+            answers.send(_answer(llm, command))
 
-    llm = LLM(**json.loads(sys.argv[1]))
-    description = _describe(llm) | {"startup_seconds": time.perf_counter() - started}
-    answers.write(json.dumps(description) + "\n")
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = _generate(llm, command["prompts"], command["output_tokens"])
-        answers.write(json.dumps(answer) + "\n")
+
+def _answer(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
+    if "budget_seconds" in command:
+        return _generate_stepwise(llm, command)
+    return _generate(llm, command["prompts"], command["output_tokens"])
 
 
 def _describe(llm: LLM) -> dict[str, Any]:
@@ -80,6 +81,41 @@ def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[st
         "first_token_seconds": [o.metrics and o.metrics.first_token_latency for o in outputs],
         "cached_tokens": [o.num_cached_tokens for o in outputs],
     }
+
+
+def _generate_stepwise(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
+    """As worker_protocol says; what is not done when the budget is spent is aborted."""
+    from vllm import RequestOutput, SamplingParams, TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=command["output_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine, prompts = llm.llm_engine, command["prompts"]
+    indices = {uuid4().hex: index for index in range(len(prompts))}
+    tokens: list[list[int]] = [[] for _ in prompts]
+    events: list[tuple[float, list[int]]] = []
+    started = time.perf_counter()
+    for name, index in indices.items():
+        engine.add_request(name, TokensPrompt(prompt_token_ids=prompts[index]), sampling)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        clock = time.perf_counter() - started
+        given = []
+        for output in outputs:
+            assert isinstance(output, RequestOutput)
+            if new := list(output.outputs[0].token_ids):
+                given.append(indices[output.request_id])
+                tokens[given[-1]] += new
+        if given:
+            events.append((clock, given))
+        if clock > command["budget_seconds"]:
+            engine.abort_request(list(indices))
+    return timed_answer(events, tokens)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ thread cannot reach it.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,61 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
-from benchmarks.machine import read_bandwidth
+from benchmarks.limits import Limits
+from benchmarks.machine import fma_peak, read_bandwidth
 from rbln_backend.emulator.build import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
 _COLD_BYTES = 192 << 20
 _SECONDS = 0.4
 _BLOCK = 128
-
-_PEAK_SOURCE = """
-#include <omp.h>
-#include <stdio.h>
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-typedef float V __attribute__((vector_size(BYTES)));
-static float work(long n) {
-  V a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
-  V x = a * 0 + 0.999f, y = a * 0 + 0.001f;
-  while (n--) {
-    a = a * x + y; b = b * x + y; c = c * x + y; d = d * x + y; e = e * x + y;
-    f = f * x + y; g = g * x + y; h = h * x + y; i = i * x + y; j = j * x + y;
-    __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h));
-  }
-  a = a + b + c + d + e + f + g + h + i + j;
-  return a[0];
-}
-int main(void) {
-  double best = 0;
-  const long n = 2000000;
-  for (int pass = 0; pass < 15; ++pass) {
-    float sum = 0;
-    const double begin = omp_get_wtime();
-    #pragma omp parallel reduction(+ : sum)
-    sum += work(n);
-    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (omp_get_wtime() - begin);
-    if (rate > best && sum != 0) best = rate;
-  }
-  printf("%f\\n", best);
-}
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What all threads together reach on this machine, now."""
-
-    bytes_per_s: float
-    flops_per_s: float
-
-    def seconds(self, moved: int, flops: int) -> float:
-        return max(moved / self.bytes_per_s, flops / self.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +40,6 @@ class Case:
     theirs: Callable[[], object]
     moved: int
     flops: int
-
-
-def fma_peak(threads: int) -> float:
-    """FLOP/s of independent FMAs on ``threads`` cores at once, f32."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, program = Path(folder) / "peak.c", Path(folder) / "peak"
-        source.write_text(_PEAK_SOURCE)
-        flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
-        subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
-        limited = ["env", f"OMP_NUM_THREADS={threads}", str(program)]
-        done = subprocess.run(limited, check=True, capture_output=True, text=True)
-    return float(done.stdout)
 
 
 def best_seconds(call: Callable[[], object]) -> float:

@@ -1,10 +1,11 @@
-"""What a measurement ran on: the processor, its memory bandwidth, the versions of the software."""
+"""What a measurement ran on: the processor, its bandwidth and FLOP/s, the software's versions."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +27,43 @@ _LSCPU_FIELDS = (
     "Hypervisor vendor",
 )
 _BANDWIDTH_SECONDS = 0.5
+
+_PEAK_SOURCE = """
+#include <omp.h>
+#include <stdio.h>
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+typedef float V __attribute__((vector_size(BYTES)));
+static float work(long n) {
+  V a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
+  V x = a * 0 + 0.999f, y = a * 0 + 0.001f;
+  while (n--) {
+    a = a * x + y; b = b * x + y; c = c * x + y; d = d * x + y; e = e * x + y;
+    f = f * x + y; g = g * x + y; h = h * x + y; i = i * x + y; j = j * x + y;
+    __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h));
+  }
+  a = a + b + c + d + e + f + g + h + i + j;
+  return a[0];
+}
+int main(void) {
+  double best = 0;
+  const long n = 2000000;
+  for (int pass = 0; pass < 15; ++pass) {
+    float sum = 0;
+    const double begin = omp_get_wtime();
+    #pragma omp parallel reduction(+ : sum)
+    sum += work(n);
+    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (omp_get_wtime() - begin);
+    if (rate > best && sum != 0) best = rate;
+  }
+  printf("%f\\n", best);
+}
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +125,21 @@ def read_bandwidth(size: int) -> float:
         buffer.amax()
         best = min(best, time.perf_counter() - started)
     return buffer.nbytes / best
+
+
+def fma_peak(threads: int) -> float:
+    """Return the FLOP/s of independent float32 FMAs on `threads` cores at once.
+
+    The best of several passes of a few milliseconds each, after a C program of a second's build.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "peak.c", Path(folder) / "peak"
+        source.write_text(_PEAK_SOURCE)
+        flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
+        subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
+        limited = ["env", f"OMP_NUM_THREADS={threads}", str(program)]
+        done = subprocess.run(limited, check=True, capture_output=True, text=True)
+    return float(done.stdout)
 
 
 def busy_cpu_seconds() -> float:

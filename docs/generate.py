@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, metrics.md and models.md from the tables in the code.
+"""Writes docs/configuration.md, metrics.md, models.md and server_info.md from the code.
 
 What models.md says of each family was measured by docs/models.py.
 
@@ -13,14 +13,16 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
 
 from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
 from rbln_backend.stats import METRICS, MetricDecl
 from server.observability.metrics import SERVER_METRICS
+from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
@@ -50,6 +52,7 @@ def pages() -> dict[Path, str]:
         DOCS / "configuration.md": configuration_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
+        DOCS / "server_info.md": server_info_page(),
     }
 
 
@@ -138,6 +141,42 @@ def models_page() -> str:
     )
 
 
+def server_info_page() -> str:
+    """Return the page of `/v1/server_info`."""
+    header = ("Field", "Type", "Meaning")
+    parts: list[str] = []
+    for name, section in {**SECTIONS, "kv.groups[]": KvGroupInfo}.items():
+        parts += [f"## `{name}`", str(section.__doc__), _table(header, _section_rows(section))]
+    return _page(
+        "# `GET /v1/server_info`",
+        NOTICE,
+        "What runs and how, in one JSON object. It answers from the first moment on, while the "
+        "engine starts and after it died: a section that the engine has not told of is null, "
+        "`runtime` also on a device that is not emulated. Fields are added, not renamed; "
+        "secrets are not among them.",
+        "## Top level",
+        _table(("Field", "Meaning"), ((_code(name), doc) for name, doc in SERVER_FIELDS.items())),
+        "The engine's sections follow.",
+        *parts,
+    )
+
+
+def _section_rows(section: type) -> Iterable[tuple[str, ...]]:
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        assert get_origin(hint) is Annotated, name
+        kind, doc = get_args(hint)
+        yield _code(name), _json_kind(kind), doc
+
+
+def _json_kind(annotation: object) -> str:
+    """Say in words what a field of an answer holds."""
+    if get_origin(annotation) is list:
+        return "list"
+    names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+    parts = get_args(annotation) or (annotation,)
+    return " or ".join(names[part] for part in parts)
+
+
 def _field_rows() -> Iterable[tuple[str, ...]]:
     for option in dataclasses.fields(RblnConfig):
         names = [
@@ -190,6 +229,7 @@ def _values(annotation: str, choices: Sequence[str] | None) -> str:
         "int": "integer > 0",
         "Count": "integer >= 0",
         "int | None": "integer > 0",
+        "Processors": "`none` or processors",
         "str": "text",
         "str | None": "text",
         "tuple[int, ...]": "list of integers > 0",

@@ -14,11 +14,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from rbln_backend.cores import parse_cores
 from rbln_backend.errors import ConfigError
 
 Device: TypeAlias = Literal["auto", "emulated", "rebel"]
 Kernels: TypeAlias = Literal["auto", "native", "aten"]
 HotPathPolicy: TypeAlias = Literal["error", "warn"]
+Allocator: TypeAlias = Literal["auto", "system"]
+HugePages: TypeAlias = Literal["auto", "off"]
+Processors: TypeAlias = str
+"""`none`, or a list of processor numbers and ranges such as `0-3,8`."""
 Count: TypeAlias = int
 """A number that may be zero; a plain ``int`` option must be positive."""
 
@@ -26,6 +31,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "kernels": get_args(Kernels),
     "hot_path_policy": get_args(HotPathPolicy),
+    "allocator": get_args(Allocator),
+    "huge_pages": get_args(HugePages),
     "decode_batch_bucket_strategy": ("exponential", "exp", "linear", "manual"),
 }
 """The allowed values of the fields that have a closed set of them."""
@@ -175,7 +182,30 @@ class RblnConfig:
     )
     num_threads: int | None = field(
         default=None,
-        metadata=_about("Host threads of one rank; unset leaves the number to torch."),
+        metadata=_about(
+            "Host threads of one rank; unset takes the cores that the affinity mask and the cgroup "
+            "quota leave the process, divided among the ranks of the host."
+        ),
+    )
+    thread_affinity: Processors = field(
+        default="none",
+        metadata=_about(
+            "Processors that the engine keeps to, its ranks dividing them, such as `0-3,8`; `none` "
+            "leaves its threads to the system, which on a shared machine was faster."
+        ),
+    )
+    huge_pages: HugePages = field(
+        default="auto",
+        metadata=_about(
+            "Put weights and KV caches on huge pages, where the system has them for the asking."
+        ),
+    )
+    allocator: Allocator = field(
+        default="auto",
+        metadata=_about(
+            "`auto` keeps the memory of a step's large tensors for the next step; `system` is "
+            "torch's own."
+        ),
     )
     run_dir: str | None = field(
         default=None,
@@ -290,6 +320,18 @@ def _check_str(name: str, value: object) -> object:
     return "exponential" if lowered == "exp" else lowered
 
 
+def _check_processors(name: str, value: object) -> object:
+    if value == "none":
+        return value
+    if not isinstance(value, str):
+        raise _reject(name, value, "must be a string")
+    try:
+        parse_cores(value)
+    except ValueError as error:
+        raise _reject(name, value, f"must be `none` or a list such as 0-3,8: {error}") from None
+    return value
+
+
 def _check_sizes(name: str, value: object) -> object:
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise _reject(name, value, "must be a list of integers")
@@ -323,6 +365,9 @@ _CHECKS: Mapping[str, Callable[[str, object], object]] = {
     "Device": _check_str,
     "Kernels": _check_str,
     "HotPathPolicy": _check_str,
+    "Allocator": _check_str,
+    "HugePages": _check_str,
+    "Processors": _check_processors,
     "str | None": _optional(_check_str),
     "tuple[int, ...]": _check_sizes,
     "tuple[int, ...] | None": _optional(_check_nonempty_sizes),

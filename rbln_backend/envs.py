@@ -128,6 +128,7 @@ _ANY_TEXT = Parser("text, may be empty", str)
 _POLICY = _choice(*CHOICES["hot_path_policy"])
 _STRATEGY = _choice(*CHOICES["decode_batch_bucket_strategy"])
 _NUM_DEVICES = "num_devices_per_local_rank"
+_OMP_THREADS = Parser("integers > 0, the first counts", lambda raw: _parse_int(raw.split(",")[0]))
 _TRITON = Parser("`triton`", _parse_kernel_mode)
 # The XDG specification takes an empty variable for an unset one.
 _XDG_CACHE = Parser("directory", lambda raw: str(Path(raw) / "vllm") if raw else None)
@@ -184,6 +185,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _alias("RBLN_TARGET_SOC", "force_npu_name", _TEXT, "Name up to 0.11."),
     _row("RBLN_PROFILER", "profiler", _BOOL, "Record an RBLN profile."),
     _row("RBLN_NUM_THREADS", "num_threads", _INT, "Host threads of one rank."),
+    _row("OMP_NUM_THREADS", "num_threads", _OMP_THREADS, "As OpenMP programs read it."),
     EnvVar(
         "VLLM_RBLN_USE_VLLM_MODEL",
         "use_vllm_model",
@@ -256,7 +258,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _no_effect("VLLM_RBLN_METRICS", _BOOL, "Metrics are always on, at `/metrics`."),
     _no_effect("VLLM_RBLN_METRICS_FILE", _ANY_TEXT, "Metrics are read at `/metrics`."),
     _no_effect("VLLM_RBLN_METRICS_DIR", _ANY_TEXT, "Metrics are read at `/metrics`."),
-    _no_effect("VLLM_RBLN_NUMA", _BOOL, "Bind threads with `OMP_PLACES` and `OMP_PROC_BIND`."),
+    _no_effect("VLLM_RBLN_NUMA", _BOOL, "Name processors in `thread_affinity`."),
     _no_effect("VLLM_RBLN_SORT_BATCH", _BOOL, "A row's result does not depend on its place."),
     _no_effect("VLLM_RBLN_BATCH_ATTN_OPT", _BOOL, "One attention op serves every batch."),
     _no_effect("VLLM_RBLN_AUTO_PORT", _BOOL, "Ports are vLLM's."),

@@ -80,10 +80,10 @@ class ProgressWriter:
         self._append({"event": "phase", "name": name, "detail": detail})
         self._print(f"{name}: {detail}" if detail else name)
 
-    def plan(self, graphs: list[str]) -> None:
-        """Announce the graphs to compile or load, in order."""
+    def plan(self, graphs: list[str], workers: int = 1) -> None:
+        """Announce the graphs to compile or load, in order; `workers` of them compile at once."""
         self._planned, self._num_done = list(graphs), 0
-        self._append({"event": "plan", "graphs": self._planned})
+        self._append({"event": "plan", "graphs": self._planned, "workers": workers})
 
     def graph_started(self, name: str) -> None:
         """Say that work on a graph begins."""
@@ -172,6 +172,7 @@ class _RankStory:
     updated: float | None = None
     failure: str | None = None
     graphs: dict[str, GraphProgress] = field(default_factory=dict)
+    workers: int = 1
 
     def fold(self, event: dict[str, Any]) -> None:
         """Take one event in; an unknown kind of event only moves the clock."""
@@ -181,6 +182,7 @@ class _RankStory:
             self._enter(event["name"], event["detail"])
         elif kind == "plan":
             self.graphs = {g: GraphProgress(g, "pending", None, None) for g in event["graphs"]}
+            self.workers = int(event["workers"])
         elif kind == "graph_started":
             name = event["name"]
             self.graphs[name] = GraphProgress(name, "running", None, None)
@@ -223,7 +225,7 @@ class ProgressReader:
             graphs_total=len(graphs),
             graphs_done=num_done,
             graphs=graphs,
-            eta_s=_eta(slowest.phase, graphs, updated, self._clock()),
+            eta_s=_eta(slowest, graphs, updated, self._clock()),
             detail=slowest.detail,
             updated=updated,
             failure=next((story.failure for story in stories if story.failure), None),
@@ -263,13 +265,19 @@ def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
 
 
 def _eta(
-    phase: str, graphs: list[GraphProgress], updated: float | None, now: float
+    slowest: _RankStory, graphs: list[GraphProgress], updated: float | None, now: float
 ) -> float | None:
-    """Return the seconds that the remaining graphs take at the mean pace of the done ones."""
-    if phase == "ready":
+    """Return the seconds that the remaining graphs take at the mean pace of the done ones.
+
+    Graphs are loaded before the first one is compiled, so that the rest is compiled once one was.
+    """
+    if slowest.phase == "ready":
         return 0.0
-    done = [graph.seconds or 0.0 for graph in graphs if graph.state == "done"]
+    done = [graph for graph in graphs if graph.state == "done"]
     if not done or updated is None:
         return None
-    remaining = (len(graphs) - len(done)) * sum(done) / len(done)
-    return max(0.0, remaining - max(0.0, now - updated))
+    like = [graph for graph in done if graph.result == "compiled"] or done
+    mean_s = sum(graph.seconds or 0.0 for graph in like) / len(like)
+    remaining = len(graphs) - len(done)
+    rounds = max(1.0, remaining / slowest.workers) if remaining else 0.0
+    return max(0.0, rounds * mean_s - max(0.0, now - updated))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
+from server.routes.server_info import server_info_router
 from server.settings import ServerSettings
 
 
@@ -30,12 +32,14 @@ def create_app(
     metrics: ServerMetrics,
     frontend: Callable[[], Frontend],
     versions: Mapping[str, str],
+    run_dir: Path,
     background: Callable[[], AbstractAsyncContextManager[None]],
 ) -> FastAPI:
     """Build the application.
 
-    `frontend` is only called once `lifecycle` is ready. `background` is entered before the
-    first request and left after the last: what brings the service up runs in it.
+    `frontend` is only called once `lifecycle` is ready. The engine describes itself in `run_dir`.
+    `background` is entered before the first request and left after the last: what brings the
+    service up runs in it.
     """
 
     @asynccontextmanager
@@ -46,6 +50,7 @@ def create_app(
     app = FastAPI(title="rbln-serve", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(metrics_router(metrics, lifecycle))
+    app.include_router(server_info_router(settings, lifecycle, versions, run_dir))
     app.include_router(models_router(frontend))
     add_inference_routes(app, frontend, settings)
     app.add_exception_handler(HTTPException, _raise_ours)

@@ -26,10 +26,12 @@ from server.engine_process import (
     end_engine_processes,
     engine_processes,
 )
+from server.engine_socket import receive_directly
 from server.frontend import Frontend
 from server.launch_errors import launch_error
 from server.self_test import self_test
 from server.settings import ServerSettings
+from server.vllm_import import import_vllm
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -120,6 +122,7 @@ class VllmLauncher:
         await asyncio.wrap_future(in_daemon_thread(end_engine_processes))
 
     def _build(self) -> tuple[Namespace, AsyncLLM]:
+        import_vllm()
         from server.vllm_frontend import import_serving, parse_arguments
 
         args = parse_arguments(self._argv, self._settings)
@@ -138,6 +141,7 @@ class VllmLauncher:
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
             disable_log_stats=engine_args.disable_log_stats,
         )
+        receive_directly(engine)
         serving.result()
         return args, engine
 

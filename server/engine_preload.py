@@ -12,6 +12,8 @@ import importlib
 import os
 import signal
 
+from server.vllm_import import import_vllm
+
 _PR_SET_PDEATHSIG = 1
 _FORK_SERVER = os.getpid()
 
@@ -38,6 +40,7 @@ os.setpgid(0, 0)
 
 # Nothing that is imported here ever becomes garbage; looking for some costs a fifth.
 gc.disable()
+import_vllm()
 import vllm.model_executor.model_loader  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402 (its layers are everybody's)
 import vllm.v1.engine.core  # noqa: E402

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rbln_backend.progress import ProgressSnapshot
+from rbln_backend.progress import GraphProgress, ProgressSnapshot
 from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
 
 _DEFAULT_RETRY_S = 5
@@ -76,6 +76,11 @@ class Lifecycle:
         """How many of how many graphs start-up is done with."""
         progress = self._progress
         return (0, 0) if progress is None else (progress.graphs_done, progress.graphs_total)
+
+    @property
+    def graph_progress(self) -> list[GraphProgress]:
+        """What is known of each graph of the start-up."""
+        return [] if self._progress is None else self._progress.graphs
 
     def observe(self, progress: ProgressSnapshot) -> None:
         """Take the engine's story in; only `mark_ready` can make the service ready."""

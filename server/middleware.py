@@ -24,6 +24,9 @@ from server.request_id import HEADER, request_id_of, with_request_id
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/metrics", "/version"})
+SERVER_INFO = "/v1/server_info"
+# What answers in every phase of the service's life.
+_UNGATED = PROBES | {SERVER_INFO, "other"}
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _MODELS = "/v1/models"
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
@@ -56,7 +59,7 @@ class RequestRecord:
 
 def route_of(path: str) -> str:
     """Return the path's template for labels; unknown paths share one."""
-    if path in PROBES or path in _ENDPOINTS or path == _MODELS:
+    if path in PROBES or path in _ENDPOINTS or path in (_MODELS, SERVER_INFO):
         return path
     return f"{_MODELS}/{{model}}" if path.startswith(f"{_MODELS}/") else "other"
 
@@ -104,7 +107,7 @@ class EdgeMiddleware:
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
     ) -> None:
-        gated = record.route not in PROBES and record.route != "other"
+        gated = record.route not in _UNGATED
         refusal = self._lifecycle.refusal() if gated else None
         if refusal is not None:
             await send_error(refusal, scope, send, record)

@@ -217,7 +217,13 @@ async def serve(
     url = f"{scheme}://{host}:{listener.getsockname()[1]}"
     service = Service(settings, lifecycle, launcher, run_dir, url)
     app = create_app(
-        settings, lifecycle, metrics, service.frontend, launcher.versions(), service.background
+        settings,
+        lifecycle,
+        metrics,
+        service.frontend,
+        launcher.versions(),
+        run_dir,
+        service.background,
     )
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

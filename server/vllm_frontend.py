@@ -11,7 +11,7 @@ import importlib
 import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from server import stream_chunks
 from server.errors import (
     InternalError,
     ModelNotFoundError,
@@ -129,10 +130,8 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
 def print_help(topic: str) -> None:
     """Print vLLM's own help: `all`, a group of flags, or what matches a word."""
     parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE))
-    try:
+    with suppress(SystemExit):
         parser.parse_args([f"--help={topic}"])
-    except SystemExit:
-        return
 
 
 # By name: an import statement without a use looks like a leftover, and was once removed as one.
@@ -158,7 +157,10 @@ async def build_frontend(
 ) -> VllmFrontend:
     """Build vLLM's serving classes around a running engine."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.openai.chat_completion import serving as chat
 
+    stream_chunks.install(chat)
+    envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
     state = State()
     await init_app_state(engine, state, args, tasks)
     return VllmFrontend(engine, state, tasks, settings, float(args.sse_keep_alive_interval))
@@ -294,8 +296,7 @@ _ERROR_STARTS = ('data: {"error"', "event: error")
 
 def _error_of(frame: str) -> JsonObject:
     """Return vLLM's error object of an SSE frame, in the OpenAI form."""
-    data = json.loads(frame.partition("data: ")[2])
-    error: JsonObject = data["error"]
+    error: JsonObject = json.loads(frame.partition("data: ")[2])["error"]
     # Anthropic's events carry no status; vLLM sends them for faults only.
     return {"code": 500, "param": None, **error}
 
@@ -395,6 +396,5 @@ def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
 
 
 def _dimensions(model: ModelConfig) -> Sequence[int]:
-    if not model.is_matryoshka:
-        return ()
-    return model.matryoshka_dimensions or range(1, model.embedding_size + 1)
+    every = range(1, model.embedding_size + 1)
+    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()

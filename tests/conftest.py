@@ -27,6 +27,11 @@ def checkpoints() -> CheckpointCache:
     return CheckpointCache(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For tests/unit/emulator; an option can be made by this conftest alone."""
+    parser.addoption("--kernel-variant", help="avx512_bf16, avx512 or portable; see kernel_cache")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of transformers alone go first: an engine wraps some of its classes for good."""
     items.sort(key=lambda item: item.path.name != "test_checkpoints.py")

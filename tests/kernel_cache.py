@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
+
+from rbln_backend.emulator.build import build_key, find_or_build
+from rbln_backend.emulator.targets import LEVELS, Target
+
+_STAND_IN = Path(__file__).parent / "unit" / "emulator" / "avx512_stand_in.h"
+# AVX-512 on any CPU with AVX2: the branches are those of the real thing, the speed is not. More
+# than -O1 would take the compiler minutes.
+_AVX512 = ("-march=x86-64-v3", "-O1", "-include", str(_STAND_IN))
+VARIANTS = {
+    "avx512_bf16": Target("avx512_bf16", (*_AVX512, "-DSTAND_IN_BF16")),
+    "avx512": Target("avx512", _AVX512),
+    "portable": LEVELS[-1],
+}
 
 SHARED = Path.home() / ".cache" / "rbln-serve" / "test-kernels"
 
@@ -15,3 +29,11 @@ def share_kernels(cache_root: Path) -> Path:
     if not link.exists():
         link.symlink_to(SHARED, target_is_directory=True)
     return cache_root
+
+
+def build_variant(name: str) -> Path:
+    """The library of one of ``VARIANTS``, built when it or the stand-in has changed."""
+    target = VARIANTS[name]
+    key = build_key(target) + hashlib.sha256(_STAND_IN.read_bytes()).hexdigest()[:8]
+    SHARED.mkdir(parents=True, exist_ok=True)
+    return find_or_build(SHARED / key, target)[0] / "librbln_emulator.so"

@@ -17,6 +17,9 @@ from rbln_backend.errors import BucketError
 MIN_DERIVED_CHUNK = 16
 """Smallest chunk in tokens worth its own graph when the chunks are derived."""
 
+MIN_DERIVED_HALF = 64
+"""Smallest half of the chunk, in tokens, worth a graph between the chunk and its quarter."""
+
 
 @dataclass(frozen=True, slots=True)
 class BucketTable:
@@ -72,8 +75,9 @@ def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:
 def prefill_chunk_table(config: RblnConfig, max_num_batched_tokens: int) -> BucketTable:
     """Return the prefill chunk sizes, in tokens; the largest is `max_num_batched_tokens`.
 
-    Unless configured they are the chunk, a quarter and a sixteenth of it, none below 16
-    tokens except the chunk itself: a prompt of 20 tokens need not pay for a chunk of 512.
+    Unless configured they are the chunk, a half of at least 64 tokens, a quarter and a sixteenth
+    of it, none below 16 tokens except the chunk itself. For prompts of 5 to 300 tokens and a chunk
+    of 256, 22 % of the computed tokens are padding (31 % without the half).
     Raises `BucketError` when configured sizes do not end at `max_num_batched_tokens`.
     """
     if max_num_batched_tokens < 1:
@@ -83,7 +87,9 @@ def prefill_chunk_table(config: RblnConfig, max_num_batched_tokens: int) -> Buck
     configured = config.prefill_chunk_buckets
     if configured is None:
         derived = (max_num_batched_tokens // 16, max_num_batched_tokens // 4)
-        smaller = (size for size in derived if size >= MIN_DERIVED_CHUNK)
+        smaller = [size for size in derived if size >= MIN_DERIVED_CHUNK]
+        if max_num_batched_tokens // 2 >= MIN_DERIVED_HALF:
+            smaller.append(max_num_batched_tokens // 2)
         return BucketTable((*smaller, max_num_batched_tokens))
     if configured[-1] != max_num_batched_tokens:
         raise BucketError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError
 
 
+class _CapturedError(Exception):
+    """Raised in place of the first run: a large model's would take minutes without our kernels."""
+
+
+def _stop(*_: object) -> None:
+    raise _CapturedError
+
+
 def capture(
     function: nn.Module | Callable[..., Any],
     args: tuple[Tensor, ...],
@@ -21,21 +30,20 @@ def capture(
 ) -> Program:
     """Trace ``function(*args)`` into a program whose placeholders are bound through ``table``.
 
-    ``inputs`` names the step's buffers, which include ``args``. The function is not run on a
-    device: the graph is taken from Dynamo and thrown away as a callable. Raises ``CompileError``
-    when the model cannot be captured as one graph or reads a tensor without a name.
+    ``inputs`` names the step's buffers, which include ``args``. Nothing is computed: the graph is
+    taken from Dynamo and thrown away as a callable. Raises ``CompileError`` when the model cannot
+    be captured as one graph or reads a tensor without a name.
     """
     captured: list[Program] = []
 
     def take(graph_module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
         captured.append(_bind(graph_module, table, inputs))
-        return graph_module.forward
+        return _stop
 
     torch._dynamo.reset()
     try:
-        # Dynamo's callable runs once. With gradients on, what it writes to the KV caches would
-        # make them part of an autograd graph.
-        with torch.no_grad():
+        # With gradients on, what the model writes to the KV caches would be traced for autograd.
+        with torch.no_grad(), suppress(_CapturedError):
             torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
     except torch._dynamo.exc.TorchDynamoException as error:
         cause = error.__cause__

@@ -9,7 +9,7 @@ from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk, npu_name
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import KernelSet, load_kernels
+from rbln_backend.emulator.build import KernelSet, load_kernels, start_recording
 from rbln_backend.errors import ConfigError
 
 Device = Literal["emulated", "rebel"]
@@ -56,4 +56,7 @@ def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:
     """The emulated compiler over the kernels that could be built or loaded here."""
     kernels = load_kernels(Path(config.cache_root), config.kernels)
     fingerprint = {"kernels": kernels.name, "isa": kernels.isa}
-    return EmulatedCompiler(fingerprint, packed=kernels.packs_linear), kernels
+    # A profile shows operators, which recorded calls are not.
+    record = None if kernels.name == "aten" or config.profiler else start_recording
+    compiler = EmulatedCompiler(fingerprint, packed=kernels.packs_linear, record=record)
+    return compiler, kernels

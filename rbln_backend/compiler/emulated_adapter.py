@@ -6,21 +6,52 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, fx
 
+from rbln_backend.compiler.constants import fold_constants
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.recorder import Recorder, Step
+from rbln_backend.emulator.replay import Recording
 
 
 class EmulatedGraph:
-    """The program as one Python function of kernel calls over fixed tensors."""
+    """The program over fixed tensors: a Python function at first, then what its first run did."""
 
-    def __init__(self, spec: GraphSpec, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        graph: fx.Graph,
+        tensors: Sequence[Tensor],
+        record: Callable[[], Recording] | None,
+    ) -> None:
         self.spec = spec
         self._function: Callable[..., tuple[Tensor, ...]] = fx.GraphModule({}, graph).forward
         self._tensors = tuple(tensors)
+        self._record = record
+        self._steps: list[Step] = []
+        self._outputs: tuple[Tensor, ...] = ()
 
     def run(self) -> tuple[Tensor, ...]:
-        return self._function(*self._tensors)
+        if self._steps:
+            for step in self._steps:
+                step()
+            return self._outputs
+        if self._record is None:
+            return self._function(*self._tensors)
+        return self._first_run(self._record())
+
+    def _first_run(self, recording: Recording) -> tuple[Tensor, ...]:
+        recorder = Recorder(recording)
+        try:
+            with recorder:
+                outputs = self._function(*self._tensors)
+        finally:
+            recording.end()
+        if recorder.is_repeatable:
+            self._steps, self._outputs = recorder.steps(), outputs
+        else:
+            self._record = None
+        return outputs
 
 
 class EmulatedCompiler:
@@ -28,10 +59,20 @@ class EmulatedCompiler:
 
     name = "emulated"
 
-    def __init__(self, fingerprint: Mapping[str, str | int | bool | None], *, packed: bool) -> None:
-        """``fingerprint`` identifies the kernel set; ``packed``: linear weights are repacked."""
+    def __init__(
+        self,
+        fingerprint: Mapping[str, str | int | bool | None],
+        *,
+        packed: bool,
+        record: Callable[[], Recording] | None = None,
+    ) -> None:
+        """``fingerprint`` identifies the kernel set; ``packed``: linear weights are repacked.
+
+        ``record`` starts a recording of native calls; without it, every run is interpreted.
+        """
         self._fingerprint = dict(fingerprint)
         self._packed = packed
+        self._record = record
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         return {"compiler": self.name, "packed": self._packed, **self._fingerprint}
@@ -43,4 +84,5 @@ class EmulatedCompiler:
         return lower_graph(program, pack_linear=self._packed)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        return EmulatedGraph(spec, program.graph, tensors)
+        graph, inputs = fold_constants(program, tensors)
+        return EmulatedGraph(spec, graph, inputs, self._record)

@@ -8,9 +8,9 @@ softmax scale), ``kv:<layer>`` (its KV cache), ``input:<name>`` (a step's buffer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from rbln_backend.errors import CompileError
@@ -21,11 +21,19 @@ INPUT = "input:"
 KV = "kv:"
 
 
-class TensorTable:
-    """Binds names to tensors; packs weights lazily and can then release the originals."""
+Pack = Callable[[Tensor], Tensor]
 
-    def __init__(self, pack: Callable[[Tensor], Tensor]) -> None:
+
+class TensorTable:
+    """Binds names to tensors; ``pack`` copies a weight into the packed layout.
+
+    ``pack_consuming`` may use the memory of the weight it is given, which nobody reads any more.
+    """
+
+    def __init__(self, pack: Pack, pack_consuming: Pack | None = None) -> None:
         self._pack = pack
+        self._pack_consuming = pack_consuming or pack
+        self._consumed: set[int] = set()
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
 
@@ -61,6 +69,8 @@ class TensorTable:
             found = self._packed(name)
         else:
             found = self._tensors.get(name)
+            if found is not None:
+                self._refuse_consumed(name, found)
         if found is None:
             raise CompileError(f"the program binds {name!r}, which this model does not have")
         return found
@@ -78,31 +88,48 @@ class TensorTable:
             if known not in self._tensors:
                 raise CompileError(f"the program binds {name!r}, which this model does not have")
 
-    def _packed(self, name: str) -> Tensor | None:
-        if name not in self._tensors:
-            original = self._tensors.get(PARAM + name.removeprefix(PACKED))
-            if original is None:
-                return None
-            self._tensors[name] = self._pack(original.data)
-        return self._tensors[name]
+    def pack_weights(self, bindings: Iterable[str]) -> None:
+        """Pack what ``bindings``, those of every program, name as packed, one weight at a time.
 
-    def release_packed_originals(self, still_used: set[str]) -> int:
-        """Free the plain copy of each packed weight that no loaded program reads.
-
-        The parameter keeps its shape over one shared element, so that a later capture still sees
-        it. Returns the bytes freed.
+        A weight that no program reads as it is gives its memory to its packed form. The parameter
+        then keeps its shape over one element, so that a later capture still sees it.
         """
-        freed = 0
-        used_storages = {
-            self._tensors[name].untyped_storage().data_ptr()
-            for name in still_used
-            if name in self._tensors
-        }
-        for name in [name for name in self._tensors if name.startswith(PACKED)]:
-            original = self._tensors[PARAM + name.removeprefix(PACKED)]
-            storage = original.untyped_storage()
-            if storage.data_ptr() in used_storages or 0 in original.stride():
+        names = set(bindings)
+        plain = {_storage(self._tensors[name]) for name in names if name in self._tensors}
+        owners = Counter(_storage(tensor) for tensor in self._by_identity())
+        for name in sorted(name for name in names if name.startswith(PACKED)):
+            original = self._original(name)
+            if name in self._tensors or original is None:
                 continue
-            freed += storage.nbytes()
-            original.data = torch.empty(1, dtype=original.dtype).expand(original.shape)
-        return freed
+            storage = _storage(original)
+            if storage in plain or owners[storage] > 1:
+                self._tensors[name] = self._pack(original.data)
+                continue
+            self._tensors[name] = self._pack_consuming(original.data)
+            original.data = original.new_empty(1).expand(original.shape)
+            self._consumed.add(id(original))
+
+    def _packed(self, name: str) -> Tensor | None:
+        original = self._original(name)
+        if name not in self._tensors and original is not None:
+            self._refuse_consumed(name, original)
+            self._tensors[name] = self._pack(original.data)
+        return self._tensors.get(name)
+
+    def _original(self, packed_name: str) -> Tensor | None:
+        return self._tensors.get(PARAM + packed_name.removeprefix(PACKED))
+
+    def _by_identity(self) -> Iterable[Tensor]:
+        """Every tensor once, whatever its aliases."""
+        return {id(tensor): tensor for tensor in self._tensors.values()}.values()
+
+    def _refuse_consumed(self, name: str, tensor: Tensor) -> None:
+        if id(tensor) in self._consumed:
+            raise CompileError(
+                f"the program reads {name!r}, of which only the packed form was kept; warm-up did "
+                "not see this program"
+            )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -2,8 +2,10 @@
 
 The library lies in ``<cache_root>/rbln/kernels/<key>/`` beside a record of its SHA-256; the key
 covers the sources, the flags, the CPU and torch. A build happens in a private directory and
-appears under its key in one rename, under a lock that processes share. Where building or loading
-is impossible, the PyTorch bodies of ``fallback`` take over, and the ``KernelSet`` says why.
+appears under its key in one rename, under a lock that processes share. Where there is no library
+for this very CPU, one that was built ahead for a level it reaches (``variants``) spares the build.
+Where building or loading is impossible, the PyTorch bodies of ``fallback`` take over, and the
+``KernelSet`` says why.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from typing import Literal
 import torch
 
 from rbln_backend.emulator import fallback, ops
+from rbln_backend.emulator.replay import Recording
+from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, cpu_lines
 from rbln_backend.errors import CompileError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ _SOURCE_DIR = Path(__file__).parent
 _TORCH_DIR = Path(torch.__file__).parent
 _SOURCES = (
     "library",
+    "attention_tensors",
     "attention",
     "window_attention",
     "linear",
@@ -46,17 +51,19 @@ _SOURCES = (
     "norm",
     "rotary",
     "activation",
+    "greedy",
     "moe",
     "moe_tensors",
+    "replay",
     "team",
+    "memory",
 )
-_OVER_TENSORS = ("library", "moe_tensors")
+_OVER_TENSORS = ("library", "attention_tensors", "moe_tensors", "replay", "memory")
 _LIBRARY = "librbln_emulator.so"
 _RECORD = "library.json"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
 _FLAGS = (
-    "-O3 -march=native -std=c++20 -pthread -fPIC -fvisibility=hidden "
-    "-ffp-contract=off -fno-math-errno -w"
+    "-O3 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w"
 ).split()
 _COMPILE_TIMEOUT_S = 300
 
@@ -110,26 +117,42 @@ def _activate_fallback(reason: str) -> KernelSet:
 
 def _activate_native(cache_root: Path) -> KernelSet:
     if _Active.native is None:
-        _Active.native = _load(cache_root / "rbln" / "kernels")
+        _Active.native = _load(kernel_store(cache_root))
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
+def kernel_store(cache_root: Path) -> Path:
+    """Where the libraries under a cache root lie, each in a directory named by its key."""
+    return cache_root / "rbln" / "kernels"
+
+
 def _load(store: Path) -> KernelSet:
     try:
         store.mkdir(parents=True, exist_ok=True)
-        entry, reason = find_or_build(store / build_key())
+        entry, reason = _find_built_ahead(store) or find_or_build(store / build_key())
         return _open_library(entry / _LIBRARY, reason)
     except OSError as error:
         if (store / build_key() / _RECORD).exists() or os.access(store, os.W_OK):
             raise CompileError(f"the kernel library in {store} cannot be used: {error}") from error
     # A private copy serves this process; the loaded library outlives its file.
     with tempfile.TemporaryDirectory(prefix="rbln-kernels-") as private:
-        _build(Path(private))
+        _build(Path(private), NATIVE)
         reason = f"built for this process: {store} cannot be written"
         return _open_library(Path(private) / _LIBRARY, reason)
+
+
+def _find_built_ahead(store: Path) -> tuple[Path, str] | None:
+    """A library for the best level that this CPU reaches, if there is none for this very CPU."""
+    if (store / build_key()).exists():
+        return None
+    for level in LEVELS:
+        entry = store / build_key(level)
+        if level.runs_here() and is_intact(entry):
+            return entry, f"built ahead for CPUs with {level.name}"
+    return None
 
 
 def _open_library(path: Path, reason: str) -> KernelSet:
@@ -145,6 +168,11 @@ def packs_weights() -> bool:
     return _Active.native is not None and _Active.fallback is None
 
 
+def native_library() -> ctypes.CDLL | None:
+    """The loaded library while the native kernels are the active ones."""
+    return _Active.handle if packs_weights() else None
+
+
 def set_threads(threads: int) -> None:
     """Let the active kernels use ``threads`` threads, the caller's included; results stay the same.
 
@@ -158,26 +186,26 @@ def set_threads(threads: int) -> None:
     _Active.handle.rbln_emulator_set_threads(threads)
 
 
-def build_key() -> str:
+def start_recording() -> Recording:
+    """Record the native calls of this thread from now on; the native kernels are active."""
+    assert _Active.handle is not None
+    return Recording(_Active.handle)
+
+
+def build_key(target: Target = NATIVE) -> str:
     """32 hex digits naming what a built library depends on."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCE_DIR.glob("*.cpp")) + sorted(_SOURCE_DIR.glob("*.h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update("\0".join((*_FLAGS, torch.__version__, str(_TORCH_DIR), _cpu())).encode())
+    words = [*_FLAGS, *target.flags, torch.__version__]
+    if target is NATIVE:
+        # What -march=native looks at, and where the library was linked.
+        words += [str(_TORCH_DIR), platform.machine(), *(cpu_lines() or (platform.processor(),))]
+    digest.update("\0".join(words).encode())
     return digest.hexdigest()[:32]
 
 
-def _cpu() -> str:
-    """The CPU's model and features, which is what -march=native looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join([platform.machine(), *(line for line in lines if line.startswith(wanted))])
-
-
-def find_or_build(entry: Path) -> tuple[Path, str]:
+def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
     """The directory ``entry`` with an undamaged library in it, and how it got there."""
     if is_intact(entry):
         return entry, "loaded from the cache"
@@ -189,7 +217,7 @@ def find_or_build(entry: Path) -> tuple[Path, str]:
         damaged = entry.exists()
         staging = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
         try:
-            seconds = _build(staging)
+            seconds = _build(staging, target)
             if damaged:
                 shutil.rmtree(entry)
             staging.rename(entry)
@@ -216,14 +244,18 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(directory: Path) -> float:
+def _build(directory: Path, target: Target) -> float:
     """Compile and link into ``directory``; returns the seconds it took. Raises CompileError."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise CompileError("no C++ compiler: g++ is not on PATH")
     began = time.monotonic()
     objects = [str(directory / f"{name}.o") for name in _SOURCES]
-    commands = [_compile_command(compiler, n, o) for n, o in zip(_SOURCES, objects, strict=True)]
+    flags = [*_FLAGS, *target.flags]
+    commands = [
+        _compile_command([compiler, "-c", *flags], name, made)
+        for name, made in zip(_SOURCES, objects, strict=True)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     _run(_link_command(compiler, objects, directory / _LIBRARY))
@@ -235,8 +267,8 @@ def _build(directory: Path) -> float:
     return seconds
 
 
-def _compile_command(compiler: str, name: str, target: str) -> list[str]:
-    command = [compiler, "-c", *_FLAGS, str(_SOURCE_DIR / f"{name}.cpp"), "-o", target]
+def _compile_command(compiler: list[str], name: str, target: str) -> list[str]:
+    command = [*compiler, str(_SOURCE_DIR / f"{name}.cpp"), "-o", target]
     if name in _OVER_TENSORS:
         # Glue code: torch's headers are nearly all of its cost, and optimising it buys nothing.
         command += ["-O1", f"-I{_TORCH_DIR / 'include'}"]

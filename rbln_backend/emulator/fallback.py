@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from rbln_backend.emulator.packing import pack_reference, unpack
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
     return pack_reference(weight)
+
+
+def pack_linear_weight_in_place(weight: Tensor) -> None:
+    weight.copy_(pack_reference(weight).view(weight.shape))
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -45,9 +50,25 @@ def fused_add_rms_norm(
     return _normalise(total, weight, eps, x.dtype), new_residual
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
+def activate(x: Tensor, function: str, gated: bool) -> Tensor:
+    apply = _ACTIVATIONS[function]
+    if not gated:
+        return apply(x.float()).to(x.dtype).contiguous()
     gate, up = x.float().chunk(2, dim=-1)
-    return (functional.silu(gate) * up).to(x.dtype).contiguous()
+    return (apply(gate) * up).to(x.dtype).contiguous()
 
 
 def rotary_embedding(
@@ -71,14 +92,75 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
     return torch.cat((joined, kept), dim=-1).to(x.dtype).reshape(x.shape).contiguous()
 
 
+def greedy(logits: Tensor) -> Tensor:
+    return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(-1, keepdim=True).int()
+
+
+def self_attention(
+    q: Tensor,
+    q_column: int,
+    k: Tensor,
+    k_column: int,
+    v: Tensor,
+    v_column: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    is_neox: bool,
+    kv_cache: Tensor,
+    scale: Tensor,
+    starts: Tensor,
+    ends: Tensor | None,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    logits_soft_cap: float | None,
+    group: int,
+    batch: int,
+) -> Tensor:
+    kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[5]
+    width = kv_heads * head_size
+    new_q = _normed_heads(q[:, q_column : q_column + group * width], q_norm, head_size, eps)
+    new_k = _normed_heads(k[:, k_column : k_column + width], k_norm, head_size, eps)
+    if positions is not None and cos_sin_cache is not None:
+        tables = (cos_sin_cache, head_size, is_neox)
+        new_q, new_k = rotary_embedding(positions, new_q, new_k, *tables)
+    heads = (
+        x.reshape(batch, -1, kv_heads, x.shape[-1] // width, head_size).permute(0, 2, 3, 1, 4)
+        for x in (new_q, new_k, v[:, v_column : v_column + width])
+    )
+    q_heads, k_heads, v_heads = heads
+    rows = (q_heads, k_heads, v_heads, kv_cache)
+    options = (sinks, logits_soft_cap)
+    if ends is None:
+        last = (block_tables, scale)
+        out = fallback_attention.flash_causal_attention(*rows, scale, starts, *last, *options)
+    else:
+        out = fallback_attention.sliding_window_prefill(
+            *rows, starts, ends, scale, block_tables, scale, *options
+        )
+    return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], group * width)
+
+
+def _normed_heads(x: Tensor, weight: Tensor | None, head_size: int, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return rms_norm(x.unflatten(-1, (-1, head_size)), weight, eps).flatten(-2)
+
+
 BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "rbln_emulator": {
         "pack_linear_weight": pack_linear_weight,
+        "pack_linear_weight_": pack_linear_weight_in_place,
         "linear": linear,
         "rms_norm": rms_norm,
         "fused_add_rms_norm": fused_add_rms_norm,
-        "silu_and_mul": silu_and_mul,
+        "layer_norm": layer_norm,
+        "activate": activate,
         "rotary_embedding": rotary_embedding,
+        "greedy": greedy,
+        "self_attention": self_attention,
         "moe_route": moe_route,
         "moe": moe,
     },

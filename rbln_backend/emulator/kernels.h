@@ -44,11 +44,14 @@ inline int64_t padded_depth(Dtype dtype, int64_t depth) {
 void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,
                  int64_t column_stride, void* packed);
 
+// The same where the weight lies: [columns, depth], contiguous, both counts as they come out.
+void pack_weight_in_place(Dtype dtype, void* weight, int64_t columns, int64_t depth);
+
 struct NormArgs {
   Dtype dtype;
-  const void* x;         // [rows, width], row stride x_stride
+  const void* x;  // [rows / heads, heads, width]: heads lie together, x_stride apart their groups
   const void* residual;  // the same with residual_stride, or null
-  int64_t rows, width, x_stride, residual_stride;
+  int64_t rows, width, heads, x_stride, residual_stride;
   const void* weight;  // [width], of dtype or (weight_is_f32) float
   bool weight_is_f32;
   float epsilon;
@@ -57,13 +60,27 @@ struct NormArgs {
 };
 void rms_norm(const NormArgs& args);
 
-struct SiluArgs {
+struct LayerNormArgs {
   Dtype dtype;
-  const void* x;  // [rows, 2 * width], row stride x_stride
+  const void* x;  // [rows, width], row stride x_stride
+  int64_t rows, width, x_stride;
+  const void *weight, *bias;  // [width] of dtype, or null
+  float epsilon;
+  void* out;  // [rows, width], contiguous
+};
+void layer_norm(const LayerNormArgs& args);
+
+enum class Activation { silu, gelu, gelu_tanh, quick_gelu, relu2 };
+
+struct ActivationArgs {
+  Dtype dtype;
+  Activation function;
+  bool gated;     // function(first half of a row) * second half
+  const void* x;  // [rows, width] or (gated) [rows, 2 * width], row stride x_stride
   int64_t rows, width, x_stride;
   void* out;  // [rows, width], contiguous
 };
-void silu_and_mul(const SiluArgs& args);
+void activate(const ActivationArgs& args);
 
 struct RotaryArgs {
   Dtype dtype;
@@ -79,6 +96,14 @@ struct RotaryArgs {
   } sides[2];
 };
 void rotary_embedding(const RotaryArgs& args);
+
+struct GreedyArgs {
+  Dtype dtype;
+  const void* x;  // [rows, width], row stride x_stride
+  int64_t rows, width, x_stride;
+  int32_t* out;  // [rows]: the first index of the row's largest value; 0 in a row of NaN
+};
+void greedy(const GreedyArgs& args);
 
 struct TokenStrides {
   int64_t batch, head, group, token;

@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from rbln_backend.emulator.moe import EmulatedMoEMethod, EmulatedMoERunner
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
+    FastGELU,
+    GeluAndMul,
     GemmaRMSNorm,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
+    NewGELU,
+    QuickGELU,
+    ReLUSquaredActivation,
     RMSNorm,
     RotaryEmbedding,
     SiluAndMul,
@@ -53,13 +58,53 @@ class EmulatedGemmaRMSNorm(GemmaRMSNorm):
         return _normalise(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
 
 
+def _activate(x: Tensor, function: str, *, gated: bool) -> Tensor:
+    result: Tensor = torch.ops.rbln_emulator.activate(x, function, gated)
+    return result
+
+
 class EmulatedSiluAndMul(SiluAndMul):
     """silu(x[..., :d]) * x[..., d:]."""
 
     @staticmethod
     def forward_native(x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.rbln_emulator.silu_and_mul(x)
-        return result
+        return _activate(x, "silu", gated=True)
+
+
+class EmulatedGeluAndMul(GeluAndMul):
+    """gelu(x[..., :d]) * x[..., d:], by the error function or its approximation."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        function = "gelu_tanh" if self.approximate == "tanh" else "gelu"
+        return _activate(x, function, gated=True)
+
+
+class EmulatedNewGELU(NewGELU):
+    """The approximation of GELU by tanh."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _activate(x, "gelu_tanh", gated=False)
+
+
+class EmulatedFastGELU(FastGELU):
+    """The same approximation; upstream's two differ in the order of their roundings."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _activate(x, "gelu_tanh", gated=False)
+
+
+class EmulatedQuickGELU(QuickGELU):
+    """x * sigmoid(1.702 * x)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _activate(x, "quick_gelu", gated=False)
+
+
+class EmulatedReLUSquared(ReLUSquaredActivation):
+    """max(x, 0) squared."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return _activate(x, "relu2", gated=False)
 
 
 class _RotaryKernel(RotaryEmbedding):
@@ -88,6 +133,11 @@ _REPLACEMENTS: dict[str, type[nn.Module]] = {
     "RMSNorm": EmulatedRMSNorm,
     "GemmaRMSNorm": EmulatedGemmaRMSNorm,
     "SiluAndMul": EmulatedSiluAndMul,
+    "GeluAndMul": EmulatedGeluAndMul,
+    "NewGELU": EmulatedNewGELU,
+    "FastGELU": EmulatedFastGELU,
+    "QuickGELU": EmulatedQuickGELU,
+    "ReLUSquaredActivation": EmulatedReLUSquared,
     **{
         layer.__name__: type(f"Emulated{layer.__name__}", (_RotaryKernel, layer), {})
         for layer in _ROTARY_LAYERS

@@ -125,7 +125,7 @@ void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t ro
   if (args.interleaved) {
     swiglu_oai(gate_up, rows, inner, hidden);
   } else {
-    silu_and_mul({args.dtype, gate_up, rows, inner, 2 * inner, hidden});
+    activate({args.dtype, Activation::silu, true, gate_up, rows, inner, 2 * inner, hidden});
   }
   linear({args.dtype, hidden, rows, inner, inner, of_expert<T>(args.w2, args.w2_elements, e),
           of_expert<T>(args.w2_bias, width, e), width, output});

@@ -1,7 +1,8 @@
 """Schemas and shape functions of the ops in ``torch.ops.rbln_emulator``.
 
 Importing this module defines the ops, whatever implements them later (``build.load_kernels``). All
-outputs are fresh and contiguous; inputs may be strided and are never written. Element types are
+outputs are fresh and contiguous; inputs may be strided and are never written, but for KV caches
+and by the op whose name ends in ``_``. Element types are
 float32, bfloat16 and float16 with float32 accumulation.
 """
 
@@ -18,15 +19,33 @@ from rbln_backend.emulator.packing import packed_shape
 NAMESPACE = "rbln_emulator"
 SCHEMAS = {
     "pack_linear_weight": "(Tensor weight) -> Tensor",
+    # The same where the weight lies, for weights that need no padding (packing.fits_in_place).
+    "pack_linear_weight_": "(Tensor(a!) weight) -> ()",
     "linear": "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "fused_add_rms_norm": (
         "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
     ),
-    "silu_and_mul": "(Tensor x) -> Tensor",
+    "layer_norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    # function: "silu", "gelu" (of the error function), "gelu_tanh", "quick_gelu" (x times the
+    # sigmoid of 1.702 x) or "relu2". gated: that of the first half of a row times the second half.
+    "activate": "(Tensor x, str function, bool gated) -> Tensor",
     "rotary_embedding": (
         "(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, int head_size, bool is_neox)"
         " -> (Tensor, Tensor)"
+    ),
+    # logits [n, V] -> int32 [n, 1]: the first index of each row's largest value; 0 if all are NaN.
+    "greedy": "(Tensor logits) -> Tensor",
+    # What lies between the linears of an attention layer. q, k and v [T, columns], T = batch *
+    # length, may be one tensor: their heads begin at ``*_column``. The norm of each head of q and k
+    # and their rotation are left out where they are None. ``starts`` are the seq_idx of causal
+    # attention over pages or, with ``ends`` (a cache_offset), the cache_seq_len of windows: see
+    # attention/ops.py, also for kv_cache [N, 2, Hkv, 1, S, D]. Returns [T, Hkv * group * D].
+    "self_attention": (
+        "(Tensor q, int q_column, Tensor k, int k_column, Tensor v, int v_column, Tensor? q_norm,"
+        " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
+        " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"
+        " Tensor? sinks, float? logits_soft_cap, int group, int batch) -> Tensor"
     ),
     # logits [T, E] -> float32 and int32 [T, top_k], the largest first. The weights are those of a
     # softmax over all experts, or (renormalize) over the chosen alone.
@@ -46,6 +65,10 @@ def _pack_linear_weight(weight: Tensor) -> Tensor:
     return weight.new_empty(packed_shape(weight.dtype, out_features, in_features))
 
 
+def _pack_linear_weight_in_place(weight: Tensor) -> None:
+    """The shape stays; the caller views it as packed."""
+
+
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -60,14 +83,27 @@ def _fused_add_rms_norm(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def _silu_and_mul(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+def _layer_norm(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _activate(x: Tensor, function: str, gated: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if gated else 1))
 
 
 def _rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    return logits.new_empty((logits.shape[0], 1), dtype=torch.int32)
+
+
+def _self_attention(q: Tensor, *arguments: Any) -> Tensor:
+    kv_cache, group = arguments[11], arguments[18]
+    return q.new_empty(q.shape[0], kv_cache.shape[2] * group * kv_cache.shape[5])
 
 
 def _moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -81,11 +117,15 @@ def _moe(x: Tensor, *_: object) -> Tensor:
 
 _FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
+    "pack_linear_weight_": _pack_linear_weight_in_place,
     "linear": _linear,
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
-    "silu_and_mul": _silu_and_mul,
+    "layer_norm": _layer_norm,
+    "activate": _activate,
     "rotary_embedding": _rotary_embedding,
+    "greedy": _greedy,
+    "self_attention": _self_attention,
     "moe_route": _moe_route,
     "moe": _moe,
 }

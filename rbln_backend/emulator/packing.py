@@ -6,6 +6,8 @@ as [N/16, K, 16], bfloat16 as [N/16, K/2, 16, 2], whose neighbours along K share
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,26 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
     if dtype == torch.bfloat16:
         return panels, -(-in_features // 2), PANEL, 2
     return panels, in_features, PANEL
+
+
+def fits_in_place(weight: Tensor) -> bool:
+    """Whether ``weight``, which can be packed, takes the packed layout in its own memory."""
+    packed = packed_shape(weight.dtype, *weight.shape)
+    return weight.is_contiguous() and math.prod(packed) == weight.numel()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """``weight`` [N, K] in the packed layout, by the active kernels; a copy."""
+    packed: Tensor = torch.ops.rbln_emulator.pack_linear_weight(weight)
+    return packed
+
+
+def pack_consuming(weight: Tensor) -> Tensor:
+    """As ``pack``, in the memory of ``weight`` where it fits: ``weight`` must not be read again."""
+    if not fits_in_place(weight):
+        return pack(weight)
+    torch.ops.rbln_emulator.pack_linear_weight_(weight)
+    return weight.view(packed_shape(weight.dtype, *weight.shape))
 
 
 def pack_reference(weight: Tensor) -> Tensor:

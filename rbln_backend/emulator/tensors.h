@@ -4,7 +4,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "kernels.h"
+#include "replay.h"
 
 namespace rbln {
 
@@ -25,7 +29,50 @@ inline void check_dtype(const at::Tensor& tensor, const char* name, const at::Te
 }
 
 inline at::Tensor empty_like_dtype(at::IntArrayRef sizes, const at::Tensor& like) {
+  if (is_recording()) {
+    const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
+    return at::detail::empty_generic(sizes, arena(), cpu, like.scalar_type(), std::nullopt);
+  }
   return at::detail::empty_cpu(sizes, like.scalar_type());
+}
+
+// The values of an int32 or int64 tensor, in order.
+inline std::vector<int64_t> integers(const at::Tensor& tensor, const char* name) {
+  std::vector<int64_t> values(size_t(tensor.numel()));
+  const at::Tensor dense = tensor.contiguous();
+  if (tensor.scalar_type() == at::kInt) {
+    std::copy_n(dense.const_data_ptr<int32_t>(), values.size(), values.begin());
+  } else {
+    TORCH_CHECK(tensor.scalar_type() == at::kLong, name, " has dtype ", tensor.scalar_type(),
+                " instead of int32 or int64");
+    std::copy_n(dense.const_data_ptr<int64_t>(), values.size(), values.begin());
+  }
+  return values;
+}
+
+// The rows of a rotary table [max_position, rotary_dim] that `count` tokens turn by.
+inline std::vector<int64_t> checked_positions(const at::Tensor& positions, int64_t count,
+                                              const at::Tensor& table, int64_t head_size) {
+  std::vector<int64_t> rows = integers(positions, "positions");
+  TORCH_CHECK(int64_t(rows.size()) == count, "q and k have ", count, " rows for ", rows.size(),
+              " positions");
+  TORCH_CHECK(table.dim() == 2 && table.stride(1) == 1 && table.size(1) <= head_size &&
+                  table.size(1) % 2 == 0,
+              "cos_sin_cache has shape ", table.sizes(), " for head_size ", head_size);
+  for (int64_t position : rows)
+    TORCH_CHECK_INDEX(position >= 0 && position < table.size(0), "position ", position,
+                      " is outside the rotary cache of ", table.size(0));
+  return rows;
+}
+
+// Turns the rows by what `positions` holds at each run.
+inline void launch_rotary(RotaryArgs args, const at::Tensor& positions, const at::Tensor& table) {
+  launch([args, positions, table]() mutable {
+    const std::vector<int64_t> rows =
+        checked_positions(positions, args.rows, table, args.head_size);
+    args.positions = rows.data();
+    rotary_embedding(args);
+  });
 }
 
 // A tensor seen as rows of its last dimension at one stride; copied only when it cannot be.
@@ -35,6 +82,7 @@ struct Rows {
 
   explicit Rows(const at::Tensor& source) : tensor(source), width(source.size(-1)) {
     if (!collapse()) {
+      forbid_replay();
       tensor = source.contiguous();
       collapse();
     }

@@ -15,6 +15,7 @@ from rbln_backend.vllm_compat.surface import (
     KVCacheSpecRegistry,
     Request,
     SingleTypeKVCacheManager,
+    make_block_hash_with_group_id,
 )
 
 
@@ -42,24 +43,31 @@ class PagedManager(FullAttentionManager):
             self, request, num_tokens, retention_interval, replay_boundaries=replay_boundaries
         )
         unit = self.block_pool.hash_block_size
-        num_units = num_tokens // unit
-        if unit == self.block_size or num_units <= self._num_indexed.get(request.request_id, 0):
+        num_indexed = self._num_indexed.get(request.request_id, 0)
+        end = num_tokens // unit * unit
+        if unit == self.block_size or end <= num_indexed:
             return
-        self._num_indexed[request.request_id] = num_units
-        self._index_heads(request, first_block, num_units * unit)
-
-    def _index_heads(self, request: Request, first_block: int, num_tokens: int) -> None:
-        """Register every head of the blocks from ``first_block`` up to ``num_tokens``."""
-        unit = self.block_pool.hash_block_size
+        self._num_indexed[request.request_id] = end
         blocks = self.req_to_blocks[request.request_id]
-        for index in range(first_block, -(-num_tokens // self.block_size)):
-            start = index * self.block_size
-            # Longest first: registering a longer head drops the block's shorter ones.
-            for end in range(min(num_tokens, start + self.block_size), start, -unit):
-                if end % self.block_size:
-                    self.block_pool.cache_partial_block(
-                        request, blocks[index], end, self.kv_cache_group_id, self.block_size
-                    )
+        for index in range(first_block, -(-end // self.block_size)):
+            start, stop = index * self.block_size, min(end, (index + 1) * self.block_size)
+            # Upstream forgets the heads of a block when it registers the whole.
+            is_whole = stop % self.block_size == 0
+            known = start if is_whole else max(start, num_indexed)
+            self._index_heads(request, blocks[index], known, stop)
+
+    def _index_heads(self, request: Request, block: KVCacheBlock, known: int, stop: int) -> None:
+        """Register the heads of ``block`` that end after ``known``, up to ``stop`` tokens.
+
+        Upstream's ``cache_partial_block`` drops a block's shorter heads for each longer one, so
+        that a block of many units would have to be registered all over again for every unit.
+        """
+        unit = self.block_pool.hash_block_size
+        for end in range(known + unit, stop + 1, unit):
+            if end % self.block_size:
+                prefix = request.block_hashes[end // unit - 1]
+                key = make_block_hash_with_group_id(prefix, self.kv_cache_group_id)
+                self.block_pool._insert_block_hash(key, block, num_tokens=end)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_indexed.pop(request_id, None)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.emulator.memory import zeros_on_demand
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec, layer_specs
 from rbln_backend.kv_cache.transfers import WindowTransfers
@@ -31,7 +32,7 @@ class KvCaches:
 
     @classmethod
     def allocate(cls, config: KVCacheConfig, *, kv_outermost: bool) -> KvCaches:
-        """Zeroed caches; the operating system lends their pages on first use."""
+        """Zeroed caches; the operating system lends their memory on first use."""
         tensors: dict[str, Tensor] = {}
         paged: list[Tensor] = []
         windows: dict[int, list[WindowLayer]] = {}
@@ -90,5 +91,5 @@ def _allocate(spec: PagedSpec | WindowSpec, num_blocks: int, kv_outermost: bool)
         blocks, block_size = num_blocks, spec.block_size
     shape = kv_cache_shape(blocks, spec.num_kv_heads, block_size, spec.head_size)
     if kv_outermost:
-        return torch.zeros((shape[1], shape[0], *shape[2:]), dtype=spec.dtype).transpose(0, 1)
-    return torch.zeros(shape, dtype=spec.dtype)
+        return zeros_on_demand((shape[1], shape[0], *shape[2:]), spec.dtype).transpose(0, 1)
+    return zeros_on_demand(shape, spec.dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from rbln_backend.emulator.memory import zeros_on_demand
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import WindowSpec
 from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
@@ -25,7 +25,7 @@ class WindowLayer:
     def over(cls, cache: Tensor, spec: WindowSpec) -> WindowLayer:
         """With a zeroed log; its memory is taken as pages are written."""
         shape = kv_cache_shape(spec.log_pages, spec.num_kv_heads, spec.page_tokens, spec.head_size)
-        return cls(cache, torch.zeros(shape, dtype=spec.dtype))
+        return cls(cache, zeros_on_demand(shape, spec.dtype))
 
     def restore(self, move: WindowRestore) -> None:
         """The last ``window`` tokens before ``move.num_tokens`` go to the block, left-aligned."""

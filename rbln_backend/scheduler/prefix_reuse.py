@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import WindowSpec
 from rbln_backend.scheduler.kv_metrics import KvMetrics
@@ -62,8 +63,7 @@ class PrefixReuse:
             hash_block_size=unit,
             metrics_collector=scheduler.kv_metrics_collector,
         )
-        manager.coordinator = coordinator
-        manager.block_pool = coordinator.block_pool
+        scheduler.kv_cache_manager = RblnKvCacheManager(manager, coordinator)
         run_dir = Path(rbln.run_dir) if rbln.run_dir else None
         rank = f"scheduler{vllm_config.parallel_config.data_parallel_rank}"
         return cls(

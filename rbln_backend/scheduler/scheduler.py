@@ -63,8 +63,9 @@ class RblnScheduler(Scheduler):
         return outputs
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
-        if self._prefill_block_reason() is None:
-            output = self._schedule_prefill(throttle_prefills)
+        prefilling = self._prefilling()
+        if self._prefill_block_reason(len(prefilling)) is None:
+            output = self._schedule_prefill(prefilling[:1], throttle_prefills)
             if output.total_num_scheduled_tokens > 0:
                 self._decodes_owed = self._decode_steps_per_chunk
                 return output
@@ -72,15 +73,16 @@ class RblnScheduler(Scheduler):
                 return output
             # Nothing could be admitted (no KV blocks, or grammars still compiling): the step
             # belongs to the decodes, and what the first attempt reported must not be lost.
-            return _merge_reports(output, self._schedule_decode(throttle_prefills))
+            # The attempt may have preempted a request that was in its prefill.
+            later = self._schedule_decode(self._prefilling(), throttle_prefills)
+            return _merge_reports(output, later)
         self._decodes_owed = max(0, self._decodes_owed - 1)
-        return self._schedule_decode(throttle_prefills)
+        return self._schedule_decode(prefilling, throttle_prefills)
 
     def _prefilling(self) -> list[Request]:
         return [request for request in self.running if _is_prefill(request)]
 
-    def _prefill_block_reason(self) -> str | None:
-        num_prefilling = len(self._prefilling())
+    def _prefill_block_reason(self, num_prefilling: int) -> str | None:
         return prefill_block_reason(
             num_prefilling=num_prefilling,
             num_waiting=len(self.waiting) + len(self.skipped_waiting),
@@ -89,15 +91,19 @@ class RblnScheduler(Scheduler):
             decodes_owed=self._decodes_owed > 0 and len(self.running) > num_prefilling,
         )
 
-    def _schedule_prefill(self, throttle_prefills: bool) -> SchedulerOutput:
-        prefilling = self._prefilling()[:1]
+    def _schedule_prefill(
+        self, prefilling: list[Request], throttle_prefills: bool
+    ) -> SchedulerOutput:
         hidden = [request for request in self.running if request not in prefilling]
         with self._narrowed(prefilling, hidden, max_running=1):
             return super().schedule(throttle_prefills)
 
-    def _schedule_decode(self, throttle_prefills: bool) -> SchedulerOutput:
-        prefilling = self._prefilling()
-        decoding = [request for request in self.running if request not in prefilling]
+    def _schedule_decode(
+        self, prefilling: list[Request], throttle_prefills: bool
+    ) -> SchedulerOutput:
+        decoding = self.running
+        if prefilling:
+            decoding = [request for request in self.running if request not in prefilling]
         with self._narrowed(decoding, prefilling, max_running=len(decoding)):
             return super().schedule(throttle_prefills)
 

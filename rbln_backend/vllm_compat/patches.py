@@ -3,7 +3,9 @@
 | target | where | symptom without it | why it is safe | delete when |
 |---|---|---|---|---|
 | ``torch.accelerator.empty_cache``, ``empty_host_cache`` | ``apply_patches``, engine and worker processes | vLLM 0.30's ``cleanup_dist_env_and_memory`` calls them for every platform but its own CPU one; torch raises without an accelerator, so each clean shutdown logs a traceback | without an accelerator there is no cache to empty | vLLM asks the platform, or torch makes them no-ops |
+| ``DeltaMessage``, ``ChatCompletionResponseStreamChoice`` and ``ChatCompletionStreamResponse`` in ``vllm.entrypoints.openai.chat_completion.serving`` | ``server/stream_chunks.py``, API process only | three validated models per token, serialised: most of what vLLM's serving class costs | only chunks of plain text are made differently, to the same bytes (``tests/http/test_stream_chunks.py``); all others are vLLM's models | vLLM builds such chunks cheaply |
 | row ``VLLM_WORKER_MULTIPROC_METHOD`` of ``vllm.envs.environment_variables`` | ``server/engine_process.py``, API process only | the table refuses ``forkserver``, which vLLM's own launcher uses | the row is a getter; only the start method of the engine process is read through it | the table accepts ``forkserver`` |
+| vLLM's own change of ``torch._inductor.lowering.FALLBACK_ALLOW_LIST`` is not made | ``server/vllm_import.py``, API process and fork server | ``import vllm`` imports Inductor's lowerings for it: 140 modules, 0.7 CPU seconds per process | nothing here is compiled by Inductor, and vLLM skips the change where the import fails | vLLM makes the change when Inductor is imported |
 """  # noqa: E501
 
 from __future__ import annotations

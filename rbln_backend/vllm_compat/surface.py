@@ -7,17 +7,27 @@ which. What is replaced upstream stands in the ledger, ``patches`` in this packa
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 
 import vllm
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
 )
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import (
+    FastGELU,
+    GeluAndMul,
+    NewGELU,
+    QuickGELU,
+    ReLUSquaredActivation,
+    SiluAndMul,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -51,8 +61,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_request_block_hasher
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    KVCacheBlock,
+    get_request_block_hasher,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -79,10 +94,14 @@ from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata
 from vllm.v1.request import Request
 from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
-from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rbln_backend.config import RblnConfig
@@ -96,6 +115,25 @@ def share_logging() -> None:
     ours.handlers = theirs.handlers
     ours.setLevel(theirs.level)
     ours.propagate = False
+
+
+def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_rank: int) -> None:
+    """Make vLLM's process groups over gloo.
+
+    vLLM's own way to do it lies in a module that imports its GPU runner, Inductor included.
+    """
+    parallel = config.parallel_config
+    seconds = parallel.distributed_timeout_seconds
+    timeout = timedelta(seconds=seconds) if seconds is not None else None
+    init_distributed_environment(
+        parallel.world_size, rank, init_method, local_rank, "gloo", timeout
+    )
+    ensure_model_parallel_initialized(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+    )
 
 
 def configured(config: VllmConfig) -> RblnConfig:
@@ -122,12 +160,15 @@ __all__ = [
     "CustomOp",
     "DispatchPooler",
     "EngineCoreOutputs",
+    "FastGELU",
     "FullAttentionManager",
     "FullAttentionSpec",
+    "GeluAndMul",
     "GemmaRMSNorm",
     "GrammarOutput",
     "InputBatch",
     "KVCacheBlock",
+    "KVCacheBlocks",
     "KVCacheConfig",
     "KVCacheCoordinator",
     "KVCacheLayout",
@@ -138,21 +179,27 @@ __all__ = [
     "LateInteractionRunner",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
+    "LogitBiasLogitsProcessor",
     "LogprobsTensors",
+    "MinTokensLogitsProcessor",
     "MoERunner",
     "ModelRunnerOutput",
     "MultipleOf",
+    "NewGELU",
     "NewRequestData",
     "Pooler",
     "PoolingMetadata",
     "PoolingParams",
     "PoolingTask",
+    "QuickGELU",
     "RMSNorm",
+    "ReLUSquaredActivation",
     "Request",
     "RotaryEmbedding",
     "RoutedExperts",
     "Sampler",
     "SamplerOutput",
+    "SamplingMetadata",
     "Scheduler",
     "SchedulerOutput",
     "SequencePooler",
@@ -173,8 +220,9 @@ __all__ = [
     "get_model_loader",
     "get_request_block_hasher",
     "init_logger",
-    "init_worker_distributed_environment",
+    "init_process_groups",
     "initialize_model",
+    "make_block_hash_with_group_id",
     "set_current_vllm_config",
     "set_default_torch_dtype",
     "set_forward_context",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rbln_backend.compiler.artifact_store import ArtifactStore
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import KV, TensorTable
 from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.progress import ProgressWriter
@@ -31,7 +33,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_factory import GraphFactory, LayerMetadata
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, LayerMetadata
 from rbln_backend.worker.graph_set import GraphSet
 from rbln_backend.worker.group_inputs import kv_groups
 from rbln_backend.worker.host_pooler import HostPooler
@@ -41,6 +43,7 @@ from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.preflight import bucket_tables
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.request_batches import RequestBatches
+from rbln_backend.worker.sampler import GreedySampler
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
@@ -97,8 +100,7 @@ class EngineBuild:
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         specs = plan(self._graphs.tables, has_logits=self._generates)
-        graphs = warm_up.compile_all(specs, self._build_graph)
-        self._factory.release_originals()
+        graphs = warm_up.compile_all([self._request(spec) for spec in specs], self._factory)
         with torch.inference_mode():
             warm_up.run_all(graphs)
         for graph in graphs:
@@ -107,15 +109,15 @@ class EngineBuild:
         if self._store is not None:
             report_store_size(self._parts.board, self._store)
 
-    def _build_graph(self, spec: GraphSpec) -> tuple[CompiledGraph, str, float]:
+    def _request(self, spec: GraphSpec) -> GraphRequest:
         if spec.phase is Phase.LOGITS:
-            return self._factory.build(spec, self._lm_head.inputs, None)
+            return GraphRequest(spec, self._lm_head.inputs, None)
         step_inputs = self._graphs.inputs[spec]
-        return self._factory.build(spec, step_inputs.tensors, step_inputs.metadata)
+        return GraphRequest(spec, step_inputs.tensors, step_inputs.metadata)
 
     def _make_dispatch(self) -> GraphDispatch:
         def compile_late(spec: GraphSpec) -> CompiledGraph:
-            graph, _, seconds = self._build_graph(spec)
+            graph, _, seconds = self._factory.build(self._request(spec))
             logger.warning("[HOT PATH] graph %s was made in %.2f s while serving", spec, seconds)
             return graph
 
@@ -131,7 +133,7 @@ class EngineBuild:
 
     def _make_factory(self) -> GraphFactory:
         parts = self._parts
-        table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
+        table = TensorTable(pack, pack_consuming)
         table.add_model(parts.model)
         for name, layer in parts.attention_layers.items():
             if isinstance(layer.impl, EncoderAttentionImpl):
@@ -146,6 +148,7 @@ class EngineBuild:
             store=self._store,
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
+            capture_workers=_capture_workers(parts),
         )
 
     def _forward_context(self, metadata: LayerMetadata | None) -> AbstractContextManager[None]:
@@ -164,7 +167,9 @@ class EngineBuild:
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
             types = TokenTypes(self._parts.model)
             return PoolingRunner(steps=steps, pooler=pooler, token_types=types)
-        sampler = Sampler(logprobs_mode=config.model_config.logprobs_mode)
+        # The kernel that it calls belongs to the emulated device.
+        sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else Sampler
+        sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
         return RblnModelRunner(
             steps=steps,
@@ -188,6 +193,14 @@ class EngineBuild:
                 config, device, False, False, config.model_config.logits_processors or ()
             ),
         )
+
+
+def _capture_workers(parts: EngineParts) -> int:
+    """This rank's share of the cores; the SDK's compiler is not known to survive a fork."""
+    if parts.compiler.name != "emulated":
+        return 1
+    ranks = parts.vllm_config.parallel_config.world_size
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

@@ -1,11 +1,12 @@
-"""Makes one compiled graph: from the artifact store if it is there, else by capture."""
+"""Makes compiled graphs: from the artifact store if they are there, else by capture."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.vllm_compat.surface import init_logger
+from rbln_backend.worker.capture_pool import capture_in_children
 from rbln_backend.worker.graph_functions import graph_function
 
 logger = init_logger(__name__)
@@ -26,6 +28,26 @@ Result = Literal["compiled", "loaded"]
 LayerMetadata = Mapping[str, RblnAttentionMetadata]
 ForwardContext = Callable[[LayerMetadata | None], AbstractContextManager[Any]]
 PROGRAM_FILE = "program.json"
+
+
+class GraphRequest(NamedTuple):
+    """A graph to make: its shape, the buffers it reads, and what attention knows of the step."""
+
+    spec: GraphSpec
+    inputs: Mapping[str, Tensor]
+    metadata: LayerMetadata | None
+
+
+class Listener(Protocol):
+    """Hears how the graphs of a warm-up come about."""
+
+    def graph_started(self, spec: GraphSpec) -> None:
+        """Work on a graph begins."""
+        ...
+
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        """A graph was captured or loaded."""
+        ...
 
 
 class GraphFactory:
@@ -40,14 +62,16 @@ class GraphFactory:
         store: ArtifactStore | None,
         key_fields: Mapping[str, Any],
         forward_context: ForwardContext,
+        capture_workers: int = 1,
     ) -> None:
+        """``capture_workers``: processes that capture at once, when several graphs are missing."""
         self._model = model
         self._compiler = compiler
         self._table = table
         self._store = store
         self._key_fields = dict(key_fields)
         self._forward_context = forward_context
-        self._bound_names: set[str] = set()
+        self.capture_workers = capture_workers
 
     def key(self, spec: GraphSpec) -> CacheKey:
         return CacheKey(
@@ -59,35 +83,92 @@ class GraphFactory:
             }
         )
 
-    def build(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
-    ) -> tuple[CompiledGraph, Result, float]:
-        """The graph, how it was obtained and the seconds it took; raises ``CompileError``."""
+    def build(self, request: GraphRequest) -> tuple[CompiledGraph, Result, float]:
+        """One graph outside a warm-up, how it was obtained and the seconds it took.
+
+        Raises ``CompileError``.
+        """
         started = time.perf_counter()
-        program, result = self._obtain(spec, inputs, metadata)
-        tensors = self._table.resolve_all(program.bindings, inputs)
-        graph = self._compiler.load(program, spec, tensors)
-        self._bound_names.update(program.bindings)
-        return graph, result, time.perf_counter() - started
+        with self._lock(request.spec):
+            result: Result = "loaded"
+            program = self._stored(request.spec)
+            if program is None:
+                result, program = "compiled", self._capture(request)
+                self._save(request.spec, program)
+        return self.bind(request, program), result, time.perf_counter() - started
 
-    def release_originals(self) -> int:
-        """Free weights that every graph built so far reads in packed form; returns bytes."""
-        return self._table.release_packed_originals(self._bound_names)
+    def obtain_all(
+        self, requests: Sequence[GraphRequest], listener: Listener
+    ) -> dict[GraphSpec, Program]:
+        """The program of every request, from the store or captured; raises ``CompileError``."""
+        programs: dict[GraphSpec, Program] = {}
+        missing: dict[GraphSpec, GraphRequest] = {}
+        locks: dict[GraphSpec, ExitStack] = {}
+        # Of several processes that need a graph, one compiles and the others wait and load. Every
+        # process takes the locks in the order of its plan, so that none waits for another in turn.
+        with ExitStack() as held:
+            for request in requests:
+                lock = locks[request.spec] = held.enter_context(ExitStack())
+                lock.enter_context(self._lock(request.spec))
+                started = time.perf_counter()
+                program = self._stored(request.spec)
+                if program is None:
+                    missing[request.spec] = request
+                    continue
+                lock.close()
+                programs[request.spec] = program
+                listener.graph_started(request.spec)
+                listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
+            for spec, program, seconds in self._capture_all(missing, listener):
+                self._save(spec, program)
+                locks[spec].close()
+                programs[spec] = program
+                listener.graph_done(spec, "compiled", seconds)
+        return programs
 
-    def _obtain(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
-    ) -> tuple[Program, Result]:
+    def pack_weights(self, programs: Iterable[Program]) -> None:
+        """Give the weights the layout that ``programs``, all that will run, read them in."""
+        self._table.pack_weights(chain.from_iterable(program.bindings for program in programs))
+
+    def bind(self, request: GraphRequest, program: Program) -> CompiledGraph:
+        """Make ``program`` callable over the model's tensors and the request's buffers."""
+        tensors = self._table.resolve_all(program.bindings, request.inputs)
+        return self._compiler.load(program, request.spec, tensors)
+
+    def _capture_all(
+        self, missing: Mapping[GraphSpec, GraphRequest], listener: Listener
+    ) -> Iterator[tuple[GraphSpec, Program, float]]:
+        delivered = set()
+        if self.capture_workers > 1 and len(missing) > 1:
+            for captured in capture_in_children(
+                list(missing),
+                lambda spec: self._capture(missing[spec]).to_bytes(),
+                workers=self.capture_workers,
+                on_start=listener.graph_started,
+            ):
+                delivered.add(captured.spec)
+                yield captured.spec, Program.from_bytes(captured.data), captured.seconds
+        for spec in (spec for spec in missing if spec not in delivered):
+            listener.graph_started(spec)
+            started = time.perf_counter()
+            program = self._capture(missing[spec])
+            yield spec, program, time.perf_counter() - started
+
+    def _lock(self, spec: GraphSpec) -> AbstractContextManager[object]:
+        return nullcontext() if self._store is None else self._store.lock(self.key(spec))
+
+    def _stored(self, spec: GraphSpec) -> Program | None:
+        return None if self._store is None else self._load(self._store, self.key(spec))
+
+    def _save(self, spec: GraphSpec, program: Program) -> None:
         if self._store is None:
-            return self._capture(spec, inputs, metadata), "compiled"
-        key = self.key(spec)
-        # Of several processes that need a graph, one compiles and the others wait and load.
-        with self._store.lock(key):
-            stored = self._load(self._store, key)
-            if stored is not None:
-                return stored, "loaded"
-            program = self._capture(spec, inputs, metadata)
-            _save(self._store, key, spec, program)
-        return program, "compiled"
+            return
+        try:
+            data = program.to_bytes()
+        except CompileError as error:
+            logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
+            return
+        self._store.store(self.key(spec), {PROGRAM_FILE: data})
 
     def _load(self, store: ArtifactStore, key: CacheKey) -> Program | None:
         files = store.load(key)
@@ -102,19 +183,8 @@ class GraphFactory:
             return None
         return program
 
-    def _capture(
-        self, spec: GraphSpec, inputs: Mapping[str, Tensor], metadata: LayerMetadata | None
-    ) -> Program:
-        function, names = graph_function(spec.phase, self._model)
-        args = tuple(inputs[name] for name in names)
-        with self._forward_context(metadata):
-            return self._compiler.lower(capture(function, args, self._table, inputs))
-
-
-def _save(store: ArtifactStore, key: CacheKey, spec: GraphSpec, program: Program) -> None:
-    try:
-        data = program.to_bytes()
-    except CompileError as error:
-        logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
-        return
-    store.store(key, {PROGRAM_FILE: data})
+    def _capture(self, request: GraphRequest) -> Program:
+        function, names = graph_function(request.spec.phase, self._model)
+        args = tuple(request.inputs[name] for name in names)
+        with self._forward_context(request.metadata):
+            return self._compiler.lower(capture(function, args, self._table, request.inputs))

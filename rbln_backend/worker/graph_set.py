@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rbln_backend.bucketing.table import BucketTable
@@ -29,6 +29,7 @@ class GraphSet:
     tables: Mapping[Phase, BucketTable]
     inputs: Mapping[GraphSpec, StepInputs]
     dispatch: GraphDispatch
+    _selected: dict[tuple[Phase, int], StepGraph] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -47,5 +48,9 @@ class GraphSet:
 
     def select(self, phase: Phase, size: int) -> StepGraph:
         """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests."""
-        spec = GraphSpec.of(phase, self.tables[phase].find(size))
-        return StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
+        selected = self._selected.get((phase, size))
+        if selected is None:
+            spec = GraphSpec.of(phase, self.tables[phase].find(size))
+            selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
+            self._selected[(phase, size)] = selected
+        return selected

@@ -98,20 +98,25 @@ class PagedInputs:
         self.seq_idx: IntArray = seq_idx.numpy()
         self.block_tables: IntArray = tables.numpy()
         self._block_size = group.block_size
-        self._starts = np.arange(width, dtype=np.int64) * group.block_size
+        self._starts = np.arange(width, dtype=np.int32) * np.int32(group.block_size)
 
     def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:  # noqa: ARG002
-        fill = start - self._starts
-        np.clip(fill, 0, self._block_size, out=self.seq_idx[0], casting="unsafe")
+        self._fill_lengths(self.seq_idx, np.int32(start))
         self.block_tables[:] = block_row[: len(self.block_tables)]
 
     def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
         count, width = len(num_computed), self.block_tables.shape[1]
-        fill = num_computed[:, None] - self._starts
-        np.clip(fill, 0, self._block_size, out=self.seq_idx[:count], casting="unsafe")
-        self.seq_idx[count:] = 0
+        self._fill_lengths(self.seq_idx[:count], num_computed[:, None])
         self.block_tables[:count] = block_rows[:, :width]
-        self.block_tables[count:] = 0
+        if count < len(self.seq_idx):
+            self.seq_idx[count:] = 0
+            self.block_tables[count:] = 0
+
+    def _fill_lengths(self, out: IntArray, num_computed: IntArray | np.int32) -> None:
+        """What of ``num_computed`` tokens lies in each partition; ``out`` [n, P]."""
+        np.subtract(num_computed, self._starts, out=out)
+        np.minimum(out, self._block_size, out=out)
+        np.maximum(out, 0, out=out)
 
 
 class WindowInputs:
@@ -152,8 +157,9 @@ class WindowInputs:
         np.minimum(num_computed, self._window, out=self.cache_seq_len[:count, 0], casting="unsafe")
         self.cache_offset[:count] = self.cache_seq_len[:count] + 1
         self.block_tables[:count] = block_rows[:, :1]
-        for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
-            padded[count:] = 0
+        if count < len(self.cache_seq_len):
+            for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
+                padded[count:] = 0
 
 
 def by_layer(

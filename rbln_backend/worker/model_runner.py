@@ -90,6 +90,9 @@ class RblnModelRunner:
         collected: dict[str, LogprobsTensors | None] = {}
         for request_id in work.batch.req_ids:
             request = self._batches.requests[request_id]
+            params = request.sampling_params
+            if params is None or params.prompt_logprobs is None:
+                continue
             table = self._prompt_logprobs.collect(request, hidden, tokens_per_request)
             if table is not None:
                 collected[request_id] = table

@@ -24,7 +24,7 @@ from rbln_backend.vllm_compat.surface import (
     configured,
     destroy_distributed_environment,
     destroy_model_parallel,
-    init_worker_distributed_environment,
+    init_process_groups,
     set_current_vllm_config,
 )
 from rbln_backend.worker.host_pooler import HostPooler
@@ -76,7 +76,7 @@ def _process_groups(config: VllmConfig) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="rbln-check-") as folder:
         try:
             with set_current_vllm_config(config):
-                init_worker_distributed_environment(config, 0, f"file://{folder}/store", 0, "gloo")
+                init_process_groups(config, 0, f"file://{folder}/store", 0)
             yield
         finally:
             destroy_model_parallel()

@@ -65,12 +65,13 @@ class RequestBatches:
 
     def record(self, work: StepWork, token_ids: list[list[int]]) -> None:
         """Append the sampled tokens ``[num_reqs][1]`` to the requests of the step."""
-        for row, sampled in enumerate(token_ids):
-            request = self.requests[work.batch.req_ids[row]]
+        batch = work.batch
+        for row, (request_id, (token,)) in enumerate(zip(batch.req_ids, token_ids, strict=True)):
+            request = self.requests[request_id]
             end = request.num_tokens
-            work.batch.token_ids_cpu[row, end : end + len(sampled)] = sampled
-            work.batch.num_tokens_no_spec[row] = end + len(sampled)
-            request.output_token_ids.extend(sampled)
+            batch.token_ids_cpu[row, end] = token
+            batch.num_tokens_no_spec[row] = end + 1
+            request.output_token_ids.append(token)
 
     def _update_cached(self, scheduled: SchedulerOutput) -> None:
         cached = scheduled.scheduled_cached_reqs
@@ -100,12 +101,15 @@ class RequestBatches:
     def _phase(self, scheduled: SchedulerOutput) -> Phase | None:
         if not scheduled.num_scheduled_tokens:
             return None
-        for request_id in scheduled.num_scheduled_tokens:
-            request = self.requests[request_id]
-            if request.pooling_params is not None:
-                return Phase.POOLING
-            if is_prefill(request.num_computed_tokens, request.num_tokens):
-                return Phase.PREFILL
+        if len(scheduled.num_scheduled_tokens) > 1:
+            # Only decode steps have several requests.
+            return Phase.DECODE
+        (request_id,) = scheduled.num_scheduled_tokens
+        request = self.requests[request_id]
+        if request.pooling_params is not None:
+            return Phase.POOLING
+        if is_prefill(request.num_computed_tokens, request.num_tokens):
+            return Phase.PREFILL
         return Phase.DECODE
 
     def _drop_departed(self, scheduled: SchedulerOutput, phase: Phase | None) -> None:
@@ -113,10 +117,12 @@ class RequestBatches:
 
         The other phase's batch keeps its rows: its requests merely sit this step out.
         """
-        for batch, takes_chunk in ((self._prefill, True), (self._decode, False)):
-            departed = set(batch.req_id_to_index) & scheduled.finished_req_ids
-            if phase is not None and phase.takes_chunk is takes_chunk:
-                departed |= set(batch.req_id_to_index) - set(scheduled.num_scheduled_tokens)
+        takes_chunk = None if phase is None else phase.takes_chunk
+        for batch, is_prefill_batch in ((self._prefill, True), (self._decode, False)):
+            rows = batch.req_id_to_index.keys()
+            departed = rows & scheduled.finished_req_ids if scheduled.finished_req_ids else set()
+            if takes_chunk is is_prefill_batch:
+                departed |= rows - scheduled.num_scheduled_tokens.keys()
             for request_id in departed:
                 batch.remove_request(request_id)
 

@@ -85,8 +85,9 @@ class StepInputs:
         """
         count = len(token_ids)
         self.token_ids[:count, 0] = token_ids
-        self.token_ids[count:] = 0
         self.positions[:count, 0] = num_computed
-        self.positions[count:] = 0
+        if count < self.spec.bucket:
+            self.token_ids[count:] = 0
+            self.positions[count:] = 0
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill_decode(num_computed, rows)

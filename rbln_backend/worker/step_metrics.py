@@ -11,6 +11,7 @@ from rbln_backend.stats import CounterHandle, HistogramHandle, MetricsBoard
 
 @dataclass(frozen=True)
 class _Series:
+    batch_size: int
     steps: CounterHandle
     seconds: HistogramHandle
     useful_rows: CounterHandle
@@ -32,6 +33,7 @@ class StepMetrics:
         is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
+            batch_size=spec.batch_size,
             steps=self._board.counter("rbln_bucket_steps_total", **labels),
             seconds=self._board.histogram("rbln_bucket_step_seconds", **labels),
             useful_rows=self._board.counter("rbln_bucket_useful_rows_total", **labels),
@@ -52,7 +54,7 @@ class StepMetrics:
         series.steps.inc()
         series.seconds.observe(seconds)
         series.useful_rows.inc(num_reqs)
-        series.padded_rows.inc(spec.batch_size - num_reqs)
+        series.padded_rows.inc(series.batch_size - num_reqs)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(spec.bucket - num_tokens)

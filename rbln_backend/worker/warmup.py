@@ -1,15 +1,15 @@
-"""Executes the warm-up plan: compile or load each graph, then run it once."""
+"""Executes the warm-up plan: compile or load the graphs, pack the weights, run what is new once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.phase_timer import timed_phase
-
-Build = Callable[[GraphSpec], tuple[CompiledGraph, str, float]]
 
 
 class WarmUp:
@@ -18,31 +18,44 @@ class WarmUp:
     def __init__(self, progress: ProgressWriter, board: MetricsBoard) -> None:
         self._progress = progress
         self._board = board
-        self._made: dict[tuple[str, str], int] = {}
+        self._results: dict[GraphSpec, Result] = {}
 
-    def compile_all(self, specs: Sequence[GraphSpec], build: Build) -> list[CompiledGraph]:
-        """Every graph of the plan, in order; raises ``CompileError``."""
+    def compile_all(
+        self, requests: Sequence[GraphRequest], factory: GraphFactory
+    ) -> list[CompiledGraph]:
+        """Every graph of the plan, in its order; raises ``CompileError``."""
         self._progress.phase("compile")
-        self._progress.plan([str(spec) for spec in specs])
+        names = [str(request.spec) for request in requests]
+        self._progress.plan(names, workers=factory.capture_workers)
         with timed_phase(self._board, "compile"):
-            return [self._make(spec, build) for spec in specs]
+            programs = factory.obtain_all(requests, self)
+            self._progress.phase("compile", "packing weights")
+            factory.pack_weights(programs.values())
+            return [factory.bind(request, programs[request.spec]) for request in requests]
 
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
-        """First run of each graph over padding only: pages are touched, threads are started."""
+        """First run over padding only: pages are touched, threads are started.
+
+        Of the graphs that were loaded, the smallest of each phase is enough: they ran when they
+        were made, and a large model's long chunks would take seconds here.
+        """
         self._progress.phase("warmup")
+        warm = set()
         with timed_phase(self._board, "warmup"):
             for graph in graphs:
-                graph.run()
+                if self._results[graph.spec] == "compiled" or graph.spec.phase not in warm:
+                    graph.run()
+                warm.add(graph.spec.phase)
 
-    def _make(self, spec: GraphSpec, build: Build) -> CompiledGraph:
+    def graph_started(self, spec: GraphSpec) -> None:
+        """Tell that work on a graph begins."""
         self._progress.graph_started(str(spec))
-        graph, result, seconds = build(spec)
-        self._record(spec, result, seconds)
-        self._progress.graph_done(str(spec), result, seconds)
-        return graph
 
-    def _record(self, spec: GraphSpec, result: str, seconds: float) -> None:
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        """Tell and count a graph."""
+        self._results[spec] = result
         labels = {"kind": spec.phase_name, "result": result}
         self._board.histogram("rbln_compile_seconds", **labels).observe(seconds)
-        self._made[labels["kind"], result] = self._made.get((labels["kind"], result), 0) + 1
-        self._board.gauge("rbln_graphs", **labels).set(self._made[labels["kind"], result])
+        made = Counter((s.phase_name, r) for s, r in self._results.items())
+        self._board.gauge("rbln_graphs", **labels).set(made[spec.phase_name, result])
+        self._progress.graph_done(str(spec), result, seconds)

@@ -21,8 +21,9 @@ from rbln_backend.compiler.device import (
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import find_sdk
-from rbln_backend.emulator.build import set_threads
+from rbln_backend.description import DescriptionWriter
 from rbln_backend.emulator.layers import install_layers
+from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.kv_cache.layout import (
     explicit_budget_bytes,
     kv_budget_bytes,
@@ -45,7 +46,7 @@ from rbln_backend.vllm_compat.surface import (
     configured,
     get_model_loader,
     init_logger,
-    init_worker_distributed_environment,
+    init_process_groups,
     set_current_vllm_config,
     set_random_seed,
     share_logging,
@@ -57,6 +58,8 @@ from rbln_backend.worker.phase_timer import timed_phase
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.runtime import set_up_runtime
+from rbln_backend.worker.self_description import SelfDescription
 from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
 
 logger = init_logger(__name__)
@@ -97,6 +100,8 @@ class RblnWorker(WorkerBase):
         terminal = sys.stderr if is_driver_worker else None
         self._progress = ProgressWriter(run_dir, rank, terminal)
         self._board = MetricsBoard(run_dir, rank)
+        writer = DescriptionWriter(run_dir, rank)
+        self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: Profiler = NoProfiler()
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
@@ -106,6 +111,7 @@ class RblnWorker(WorkerBase):
     @_told
     def init_device(self) -> None:
         self._progress.phase("init")
+        self._description.started()
         apply_patches()
         self.device = torch.device("cpu")
         with timed_phase(self._board, "init"):
@@ -113,12 +119,8 @@ class RblnWorker(WorkerBase):
         set_random_seed(self.model_config.seed)
 
     def _init_device(self) -> None:
-        init_worker_distributed_environment(
-            self.vllm_config,
-            self.rank,
-            self.distributed_init_method,
-            self.local_rank,
-            self.current_platform.dist_backend,
+        init_process_groups(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank
         )
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
@@ -137,6 +139,7 @@ class RblnWorker(WorkerBase):
             )
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
+        self._description.has_weights(weight_bytes)
 
     def get_model(self) -> nn.Module:
         assert self._model is not None
@@ -166,11 +169,14 @@ class RblnWorker(WorkerBase):
         if explicit is not None:
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
         memory = psutil.virtual_memory()
+        # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
+        # both layouts, and a weight that needs padding is copied before it goes.
+        for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
         return kv_budget_bytes(
             total_bytes=memory.total,
-            available_bytes=memory.available,
+            available_bytes=memory.available - for_packing,
             utilization=self.cache_config.gpu_memory_utilization,
-            used_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            used_bytes=psutil.Process(os.getpid()).memory_info().rss + for_packing,
             bytes_per_block=bytes_per_block,
             blocks_per_request=blocks,
             max_num_seqs=self.scheduler_config.max_num_seqs,
@@ -189,12 +195,15 @@ class RblnWorker(WorkerBase):
             board=self._board,
         )
         self._build = EngineBuild(parts, kv_cache_config)
+        self._description.has_kv_caches(kv_cache_config)
 
     @_told
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
         started = time.perf_counter()
         self._runner = self._build.warm_up(self._progress)
+        keep_freed_memory()
+        self._description.is_ready()
         self._progress.phase("ready")
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
@@ -241,20 +250,22 @@ class RblnWorker(WorkerBase):
             sdk = find_sdk()
             if self._rbln.profiler and sdk is not None:
                 self._profiler = RebelProfiler(sdk)
-            return make_rebel_compiler(
+            rebel = make_rebel_compiler(
                 self._rbln, None if self._rbln.disable_compile_cache else root
             )
+            self._description.has_device(rebel)
+            return rebel
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = make_emulated_compiler(self._rbln)
-        # Read before the kernels take over: afterwards torch keeps to one thread.
-        threads = self._rbln.num_threads or torch.get_num_threads()
-        set_threads(threads)
+        ranks = self.parallel_config.local_world_size
+        runtime = set_up_runtime(self._rbln, self.local_rank, ranks)
+        self._description.has_kernels(compiler, kernels, runtime)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",
             kernels.name,
             kernels.isa,
-            threads,
+            runtime.threads,
             f"; {kernels.reason}" if kernels.reason else "",
         )
         install_layers()

@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.http.real_server import RealServer
 from tests.http.test_cached_tokens import whole_input
+from tests.http.test_server_info import whole_description
 
 pytestmark = pytest.mark.engine
 
@@ -55,6 +56,10 @@ def test_warm_up_was_told(server: RealServer) -> None:
     assert server.metric('rbln_serve_phase{phase="ready"}') == 1
     assert server.client.get("/health").status_code == 200
     assert server.client.get("/startupz").status_code == 200
+
+
+def test_the_server_describes_itself(server: RealServer) -> None:
+    whole_description(server)
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -117,12 +117,27 @@ def test_a_table_must_be_positive_and_ascending(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("chunk", "sizes"),
-    [(512, (32, 128, 512)), (256, (16, 64, 256)), (128, (32, 128)), (63, (63,)), (1, (1,))],
+    [
+        (512, (32, 128, 256, 512)),
+        (256, (16, 64, 128, 256)),
+        (128, (32, 64, 128)),
+        (127, (31, 127)),
+        (63, (63,)),
+        (1, (1,)),
+    ],
 )
-def test_derived_chunks_quarter_twice_and_stop_at_sixteen(
+def test_derived_chunks_are_a_half_a_quarter_and_a_sixteenth(
     chunk: int, sizes: tuple[int, ...]
 ) -> None:
     assert prefill_chunk_table(RblnConfig(), chunk).sizes == sizes
+
+
+def test_typical_short_prompts_are_a_quarter_padding_at_most() -> None:
+    table = prefill_chunk_table(RblnConfig(), 256)
+    lengths = range(5, 301)
+    chunks = [[256] * (n // 256) + [n % 256] * (n % 256 > 0) for n in lengths]
+    computed = sum(table.find(part) for parts in chunks for part in parts)
+    assert 1 - sum(lengths) / computed < 0.25
 
 
 def test_configured_chunks_are_taken_as_they_are() -> None:

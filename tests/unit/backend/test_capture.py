@@ -23,6 +23,13 @@ def captured(function: Callable[[Tensor], Tensor], model: nn.Module | None = Non
     return capture(function, (x,), table, {"x": x})
 
 
+def test_capturing_computes_nothing() -> None:
+    x, written = torch.randn(3, 4), torch.zeros(3, 4)
+    table = TensorTable(lambda weight: weight)
+    capture(lambda x, written: written.copy_(x), (x, written), table, {"x": x, "written": written})
+    assert not written.any()
+
+
 def operators(program: Program) -> list[str]:
     calls = [node for node in program.graph.nodes if node.op.startswith("call")]
     return [getattr(node.target, "__name__", str(node.target)) for node in calls]

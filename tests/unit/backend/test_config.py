@@ -41,6 +41,9 @@ FIELDS = [
     "force_npu_name",
     "profiler",
     "num_threads",
+    "thread_affinity",
+    "huge_pages",
+    "allocator",
     "run_dir",
 ]
 """The frozen set of options: adding one is a visible difference here."""
@@ -78,6 +81,13 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
         ({"decode_batch_bucket_step": True}, "decode_batch_bucket_step: True, must be an integer"),
         ({"decode_batch_bucket_limit": "4"}, "decode_batch_bucket_limit: '4', must be an integer"),
         ({"num_threads": -1}, "num_threads must be greater than 0, got -1"),
+        ({"huge_pages": "on"}, "Invalid huge_pages: 'on', Valid choices: auto, off"),
+        ({"allocator": "jemalloc"}, "Invalid allocator: 'jemalloc', Valid choices: auto, system"),
+        ({"thread_affinity": 3}, "Invalid thread_affinity: 3, must be a string"),
+        (
+            {"thread_affinity": "3-1"},
+            "Invalid thread_affinity: '3-1', must be `none` or a list such as 0-3,8: '3-1' is no",
+        ),
         ({"decode_batch_bucket_step": 1}, "step must be greater than 1, step: 1"),
         (
             {"decode_batch_bucket_strategy": "quadratic"},
@@ -118,7 +128,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_an_unknown_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match="'zzz'; known names: cache_max_bytes, cache_read_only"):
+    with pytest.raises(ConfigError, match="'zzz'; known names: allocator, cache_max_bytes"):
         RblnConfig.from_mapping({"zzz": 1})
 
 
@@ -182,6 +192,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"run_dir": "/run/rbln"},
         {"sampler": False},
         {"num_threads": 3},
+        {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
     ],
 )
 def test_settings_beside_the_graph_share_its_artifacts(options: dict[str, object]) -> None:

@@ -71,6 +71,7 @@ OURS = [
     "VLLM_RBLN_WINDOW_PREFIX_CACHE",
     "VLLM_RBLN_WINDOW_PREFIX_TOKENS",
     "XDG_CACHE_HOME",
+    "OMP_NUM_THREADS",
 ]
 
 
@@ -95,9 +96,10 @@ def test_each_row_targets_a_field_or_says_why_not() -> None:
         assert var.doc.endswith("."), var.name
 
 
-def test_every_option_but_run_dir_has_a_variable() -> None:
+def test_every_option_but_those_of_the_host_has_a_variable() -> None:
     reachable = {var.field for var in ENV_VARS}
-    assert {f.name for f in dataclasses.fields(RblnConfig)} - reachable == {"run_dir"}
+    without = {f.name for f in dataclasses.fields(RblnConfig)} - reachable
+    assert without == {"run_dir", "thread_affinity", "huge_pages", "allocator"}
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -189,6 +191,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("RBLN_TARGET_SOC", "RBLN-CA25", "force_npu_name", "RBLN-CA25"),
         ("RBLN_PROFILER", "true", "profiler", True),
         ("RBLN_NUM_THREADS", "6", "num_threads", 6),
+        ("OMP_NUM_THREADS", "3,2", "num_threads", 3),
         ("VLLM_RBLN_USE_VLLM_MODEL", "1", "use_vllm_model", True),
     ],
 )

@@ -29,7 +29,7 @@ def test_the_pages_are_not_stale() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-PAGES = ["configuration.md", "metrics.md", "models.md"]
+PAGES = ["configuration.md", "metrics.md", "models.md", "server_info.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.managers import register_specs
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.kv_cache.tensors import KvCaches
@@ -73,7 +74,7 @@ class World:
             "max_in_flight_tokens": shape.chunk,
             "scheduler_block_size": shape.block_size,
         }
-        self.manager = KVCacheManager(
+        upstream = KVCacheManager(
             **sizes, hash_block_size=shape.block_size, enable_caching=True, log_stats=True
         )
         self.coordinator = RblnKvCoordinator(
@@ -85,8 +86,7 @@ class World:
             dcp_world_size=1,
             pcp_world_size=1,
         )
-        self.manager.coordinator = self.coordinator
-        self.manager.block_pool = self.coordinator.block_pool
+        self.manager = RblnKvCacheManager(upstream, self.coordinator)
         self.caches = KvCaches.allocate(self.config, kv_outermost=False)
         for cache in self.caches.tensors.values():
             cache.fill_(float("nan"))
@@ -126,7 +126,8 @@ class World:
             request.append_output_token_ids(random.Random(request.num_tokens).randrange(3))
         left = request.num_tokens - request.num_computed_tokens
         count = min(self.shape.chunk, left)
-        while self.manager.allocate_slots(request, count) is None:
+        # As vLLM's scheduler asks for a running request.
+        while self.manager.allocate_slots(request, count, num_lookahead_tokens=0) is None:
             self.preempt(self.running[-1])
             if request not in self.running:
                 return

@@ -13,6 +13,7 @@ from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.packing import pack, pack_consuming, pack_reference
 from rbln_backend.errors import CompileError
 from tests.kernel_cache import share_kernels
 
@@ -116,18 +117,48 @@ def test_only_weights_the_kernels_can_multiply_by_are_packed() -> None:
 
 def test_packed_linears_compute_the_same(native_kernels: None) -> None:
     layer, table, x, program = captured()
-    table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
+    table = TensorTable(pack, pack_consuming)
     table.add_model(layer)
     lowered = lower_graph(program, pack_linear=True)
     assert "packed:projection.weight" in lowered.bindings
     assert "param:projection.weight" not in lowered.bindings
+    with torch.inference_mode():
+        expected = layer(x)
+    table.pack_weights(lowered.bindings)
     tensors = table.resolve_all(lowered.bindings, {"x": x})
     with torch.inference_mode():
         actual = fx.GraphModule({}, lowered.graph)(*tensors)
-        expected = layer(x)
     torch.testing.assert_close(actual[0], expected)
     # The plain copy goes once nothing reads it; its shape stays for a later capture.
-    freed = table.release_packed_originals(set(lowered.bindings))
-    assert freed == layer.projection.weight.numel() * 4
     assert layer.projection.weight.shape == (6, 4)
-    assert table.release_packed_originals(set(lowered.bindings)) == 0
+    assert layer.projection.weight.untyped_storage().nbytes() == 4
+    with pytest.raises(CompileError, match="only the packed form was kept"):
+        table.resolve("param:projection.weight", {})
+
+
+def test_a_weight_that_nobody_else_reads_is_packed_where_it_lies(native_kernels: None) -> None:
+    layer = nn.Linear(8, 32, bias=False)
+    table = TensorTable(pack, pack_consuming)
+    table.add_model(layer)
+    plain, address = layer.weight.detach().clone(), layer.weight.data_ptr()
+    table.pack_weights(["packed:weight", "input:x"])
+    packed = table.resolve("packed:weight", {})
+    assert packed.data_ptr() == address
+    assert torch.equal(packed, pack_reference(plain))
+
+
+@pytest.mark.parametrize("shared", ["read by a program", "a view of another parameter"])
+def test_a_weight_that_somebody_else_reads_is_copied(shared: str, native_kernels: None) -> None:
+    model = nn.Module()
+    model.head = nn.Linear(8, 32, bias=False)
+    programs = ["packed:head.weight"]
+    if shared == "read by a program":
+        programs.append("param:head.weight")
+    else:
+        model.embedding = nn.Parameter(model.head.weight.data.view(16, 16))
+    table = TensorTable(pack, pack_consuming)
+    table.add_model(model)
+    plain = model.head.weight.detach().clone()
+    table.pack_weights(programs)
+    assert torch.equal(table.resolve("packed:head.weight", {}), pack_reference(plain))
+    assert torch.equal(table.resolve("param:head.weight", {}), plain)

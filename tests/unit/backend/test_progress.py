@@ -34,7 +34,7 @@ def test_each_call_appends_one_line_of_the_schema(tmp_path: Path) -> None:
     assert all(isinstance(event.pop("time"), float) for event in events)
     assert events == [
         {"event": "phase", "name": "compile", "detail": "5 graphs"},
-        {"event": "plan", "graphs": ["decode-1"]},
+        {"event": "plan", "graphs": ["decode-1"], "workers": 1},
         {"event": "graph_started", "name": "decode-1"},
         {"event": "graph_done", "name": "decode-1", "result": "compiled", "seconds": 0.25},
     ]
@@ -196,6 +196,22 @@ def test_the_eta_is_the_mean_pace_less_the_time_since(tmp_path: Path) -> None:
     now[0] = updated + 99.0
     assert reader.poll().eta_s == 0.0
     writer.phase("ready")
+    assert reader.poll().eta_s == 0.0
+
+
+def test_the_eta_counts_the_workers_and_not_what_was_loaded(tmp_path: Path) -> None:
+    reader = ProgressReader(tmp_path, clock=lambda: 0.0)
+    writer = ProgressWriter(tmp_path, 0, None)
+    writer.phase("compile")
+    writer.plan(["a", "b", "c", "d", "e"], workers=2)
+    writer.graph_done("a", "loaded", 0.01)
+    writer.graph_done("b", "compiled", 8.0)
+    assert reader.poll().eta_s == pytest.approx(3 / 2 * 8.0)
+    writer.graph_done("d", "compiled", 8.0)
+    writer.graph_done("c", "compiled", 8.0)
+    # One graph takes its time, however many could be compiled.
+    assert reader.poll().eta_s == pytest.approx(8.0)
+    writer.graph_done("e", "compiled", 8.0)
     assert reader.poll().eta_s == 0.0
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build
+from rbln_backend.emulator import build, targets, variants
+from rbln_backend.emulator.targets import LEVELS
+from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import CompileError
 from tests.kernel_cache import SHARED
 
@@ -101,7 +103,7 @@ def run_process(cache_root: Path, mode: str, path: str) -> subprocess.CompletedP
         "began = time.monotonic()\n"
         f"kernels = load_kernels(Path({str(cache_root)!r}), {mode!r})\n"
         "seconds = time.monotonic() - began\n"
-        "out = torch.ops.rbln_emulator.silu_and_mul(torch.ones(1, 2))\n"
+        "out = torch.ops.rbln_emulator.activate(torch.ones(1, 1), 'silu', False)\n"
         "runtimes = {l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l.split()[-1]}\n"
         "print(json.dumps([kernels.name, kernels.reason, seconds, float(out), sorted(runtimes)]))"
     )
@@ -147,3 +149,33 @@ def test_an_unwritable_store_gets_a_private_build(compiler: Path, tmp_path: Path
     assert kernels.reason.startswith("built for this process")
     assert kernels.library is not None
     assert not kernels.library.exists()
+
+
+def test_a_library_built_ahead_spares_the_build(compiler: Path, tmp_path: Path) -> None:
+    levels = [level.name for level in LEVELS if level.runs_here()]
+    built = build_variants(tmp_path, ["portable", levels[0]])
+    assert len(built) == 2
+    assert compiler.read_text() == "link\nlink\n"
+    store = build.kernel_store(tmp_path)
+    assert build._find_built_ahead(store) == (
+        built[0],
+        f"built ahead for CPUs with {levels[0]}",
+    )
+    (built[0] / "librbln_emulator.so").write_bytes(b"damaged")
+    found = build._find_built_ahead(store)
+    assert found == (built[1], "built ahead for CPUs with portable")
+    build.find_or_build(store / build.build_key())
+    assert build._find_built_ahead(store) is None
+
+
+def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = frozenset("sse2 avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512_bf16".split())
+    monkeypatch.setattr(targets, "cpu_features", lambda: listed)
+    assert [level.name for level in LEVELS if level.runs_here()] == ["avx2", "portable"]
+    monkeypatch.setattr(targets.platform, "machine", lambda: "aarch64")
+    assert not any(level.runs_here() for level in LEVELS)
+
+
+def test_levels_are_chosen_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        variants.main(["--into", str(tmp_path), "--variants", "sse9"])

@@ -26,7 +26,12 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ("linear", (x.view(2, 3, 64)[:, 1:], packed, torch.randn(33).to(dtype), 33)),
         ("rms_norm", (x[::2], scale, 1e-5)),
         ("fused_add_rms_norm", (x, residual, scale, 1e-5)),
-        ("silu_and_mul", (x.T.contiguous().T,)),
+        ("layer_norm", (x[::2], scale, residual[0], 1e-5)),
+        *(
+            ("activate", (x.T.contiguous().T, function, gated))
+            for function in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu2")
+            for gated in (True, False)
+        ),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
     ]
 
@@ -57,6 +62,17 @@ def test_opcheck(dtype: torch.dtype) -> None:
         torch.library.opcheck(getattr(OPS, name).default, arguments)
     for name, arguments in attention_calls(dtype):
         torch.library.opcheck(getattr(ATTENTION, name).default, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_bodies_pack_where_the_weight_lies(dtype: torch.dtype) -> None:
+    weight = torch.randn(32, 64).to(dtype)
+    plain, native = weight.clone(), weight.clone()
+    torch.library.opcheck(OPS.pack_linear_weight_.default, (weight.clone(),))
+    fallback.pack_linear_weight_in_place(plain)
+    OPS.pack_linear_weight_(native)
+    assert torch.equal(plain, native)
+    assert not torch.equal(plain, weight)
 
 
 def tensors_of(result: object) -> list[Tensor]:

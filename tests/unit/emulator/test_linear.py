@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.packing import can_pack, pack_reference, unpack
+from rbln_backend.emulator.build import set_threads
+from rbln_backend.emulator.packing import (
+    can_pack,
+    fits_in_place,
+    pack_consuming,
+    pack_reference,
+    unpack,
+)
 from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 
 OPS = torch.ops.rbln_emulator
@@ -79,7 +86,7 @@ def test_strided_and_higher_dimensional_activations() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(1, 1), (16, 8), (33, 7), (40, 64)])
+@pytest.mark.parametrize(("columns", "depth"), [(1, 1), (16, 8), (33, 7), (40, 66), (160, 1026)])
 def test_packing_matches_its_reference(columns: int, depth: int, dtype: torch.dtype) -> None:
     weight = torch.randn(columns, depth).to(dtype)
     packed = OPS.pack_linear_weight(weight)
@@ -89,6 +96,24 @@ def test_packing_matches_its_reference(columns: int, depth: int, dtype: torch.dt
     assert torch.equal(
         OPS.pack_linear_weight(wide[:, :depth]), pack_reference(wide[:, :depth].contiguous())
     )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "depth"), [(16, 2), (48, 34), (160, 1026), (20, 6), (16, 7)])
+def test_packing_where_the_weight_lies(
+    columns: int, depth: int, dtype: torch.dtype, threads: int
+) -> None:
+    weight = torch.randn(columns, depth).to(dtype)
+    expected, address, fits = pack_reference(weight), weight.data_ptr(), fits_in_place(weight)
+    set_threads(threads)
+    packed = pack_consuming(weight)
+    assert torch.equal(packed, expected)
+    assert (packed.data_ptr() == address) == fits
+    assert fits == (columns % 16 == 0 and (depth % 2 == 0 or dtype != torch.bfloat16))
+    if not fits:
+        with pytest.raises(RuntimeError, match="needs padding"):
+            OPS.pack_linear_weight_(weight)
 
 
 def test_which_weights_can_be_packed() -> None:

@@ -1,10 +1,13 @@
-"""RMS norm, SiLU and rotary embedding: vLLM's rounding, odd sizes, strides, invariance."""
+"""Norms, activations and rotary embedding: vLLM's rounding, odd sizes, strides, invariance."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.ir.ops.layernorm import fused_add_rms_norm as vllm_fused_add_rms_norm
 from vllm.ir.ops.layernorm import rms_norm as vllm_rms_norm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -50,11 +53,43 @@ def test_norms_round_like_vllm(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
-    x = (torch.randn(9, 2 * width) * 4).to(dtype)
-    x[0] = torch.linspace(-120, 120, 2 * width).to(dtype)
-    gate, up = x.double().chunk(2, dim=-1)
-    assert_near(OPS.silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+def test_layer_norm(width: int, dtype: torch.dtype) -> None:
+    # A mean far from zero: a variance from plain squares would be lost in it.
+    x = (torch.randn(40, width) + 30).to(dtype)
+    weight, bias = (torch.randn(width).to(dtype) for _ in range(2))
+    for scale, shift in ((weight, bias), (weight, None), (None, None)):
+        wide = [None if t is None else t.double() for t in (scale, shift)]
+        expected = functional.layer_norm(x.double(), (width,), *wide, 1e-5)
+        assert_near(OPS.layer_norm(x, scale, shift, 1e-5), expected, scale=30)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: functional.relu(x).square(),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_activations(function: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x = (torch.randn(9, 2 * width) * 4).to(dtype)
+        x[0] = torch.linspace(-120, 120, 2 * width).to(dtype)
+        x[1, 0] = float("nan")
+        gate, up = x.double().chunk(2, dim=-1)
+        apply = FUNCTIONS[function]
+        for gated, expected in ((True, apply(gate) * up), (False, apply(x.double()))):
+            actual = OPS.activate(x, function, gated)
+            assert torch.equal(actual.isnan(), expected.isnan())
+            assert_near(actual.nan_to_num(), expected.nan_to_num())
+
+
+def test_an_activation_without_a_name_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="function 'selu' is none of silu, gelu, "):
+        OPS.activate(torch.ones(1, 2), "selu", False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,7 +130,9 @@ def test_rows_keep_their_bits_in_any_batch_stride_and_thread_count(dtype: torch.
         results = [
             OPS.rms_norm(part, weight, 1e-6),
             *OPS.fused_add_rms_norm(part, other, weight, 1e-6),
-            OPS.silu_and_mul(part),
+            OPS.activate(part, "silu", True),
+            OPS.activate(other, "gelu", False),
+            OPS.layer_norm(part, weight, None, 1e-6),
             *OPS.rotary_embedding(positions[rows], part, other, cache, 54, True),
         ]
         return torch.cat(results, dim=-1)
@@ -113,4 +150,6 @@ def test_leading_dimensions_that_do_not_collapse_are_copied() -> None:
     x = torch.randn(3, 4, 6, 10).permute(2, 0, 1, 3)
     weight = torch.randn(10)
     assert torch.equal(OPS.rms_norm(x, weight, 1e-6), OPS.rms_norm(x.contiguous(), weight, 1e-6))
-    assert torch.equal(OPS.silu_and_mul(x), OPS.silu_and_mul(x.contiguous()))
+    for gated in (True, False):
+        same = OPS.activate(x.contiguous(), "gelu", gated)
+        assert torch.equal(OPS.activate(x, "gelu", gated), same)

@@ -1,0 +1,103 @@
+"""The least time a step can take on this machine: its work over the measured limits.
+
+Only work that cannot be avoided counts: weights and keys and values once, multiplications that the
+model defines. Padding, activations and whatever an implementation adds are its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from benchmarks.machine import fma_peak, read_bandwidth
+
+_BYTES_PER_ELEMENT = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What all threads together reach on this machine, now."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, moved: int, flops: int) -> float:
+        """Return the least time to read `moved` bytes and do `flops` float32 operations."""
+        return max(moved / self.bytes_per_s, flops / self.flops_per_s)
+
+    def binding(self, moved: int, flops: int) -> str:
+        """Return which of the two needs that time: "memory" or "FMA"."""
+        by_memory = moved / self.bytes_per_s >= flops / self.flops_per_s
+        return "memory" if by_memory else "FMA"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes to read and floating-point operations (a multiply-add is two)."""
+
+    moved: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """What the steps of a dense decoder with full attention cannot avoid, in bfloat16.
+
+    `layer_weights` counts the elements of all layers' matrices, `head_weights` those of the LM
+    head; embedding rows are too few to count.
+    """
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layer_weights: int
+    head_weights: int
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> Self:
+        """Read the shape of a Llama or Mistral checkpoint; raises KeyError if it is another's."""
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        kv_heads = config["num_key_value_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+        return cls(
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            layer_weights=config["num_hidden_layers"]
+            * (attention + 3 * hidden * config["intermediate_size"]),
+            head_weights=hidden * config["vocab_size"],
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights that every decode step reads."""
+        return (self.layer_weights + self.head_weights) * _BYTES_PER_ELEMENT
+
+    def decode_step(self, batch: int, context: float) -> Work:
+        """Return the work of one token for each of `batch` requests of `context` tokens each."""
+        cached = 2 * self.layers * self.kv_heads * self.head_dim * context
+        pairs = self.layers * self.heads * self.head_dim * context
+        return Work(
+            moved=self.weight_bytes + int(batch * cached) * _BYTES_PER_ELEMENT,
+            flops=batch * (2 * (self.layer_weights + self.head_weights) + int(4 * pairs)),
+        )
+
+    def prefill(self, tokens: int) -> Work:
+        """Return the work of one prompt of `tokens` tokens, its first output token included."""
+        pairs = self.layers * self.heads * self.head_dim * tokens * (tokens + 1) // 2
+        return Work(
+            moved=self.weight_bytes,
+            flops=2 * (tokens * self.layer_weights + self.head_weights) + 4 * pairs,
+        )
+
+
+def measure_limits(weight_bytes: int) -> Limits:
+    """Measure, in about a second, the bandwidth on a buffer of `weight_bytes` and the FMA peak."""
+    return Limits(read_bandwidth(weight_bytes), fma_peak(len(os.sched_getaffinity(0))))

@@ -1,0 +1,107 @@
+"""Where large tensors live: on huge pages, in mappings that one step keeps for the next.
+
+Torch's allocator maps a buffer of more than 32 MiB anew at every step, on small pages;
+``memory.cpp`` is the allocator that does not. It comes with the native kernels' library; without
+them everything here leaves memory as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rbln_backend.emulator.build import native_library
+
+# More than the float32 logits of 256 rows over a vocabulary of 128k, and what sorting them takes.
+_KEPT_BYTES = 1 << 30
+_SYSTEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ROLLUP = Path("/proc/self/smaps_rollup")
+_NOT_NATIVE = "needs the native kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryChoice:
+    """What was chosen, and why if it is not what was asked for by default."""
+
+    allocator: Literal["mapped", "system"]
+    allocator_reason: str
+    huge_pages: Literal["advised", "off"]
+    huge_pages_reason: str
+
+
+def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
+    """Set up memory for what is allocated from here on; call it after ``load_kernels``.
+
+    ``mapped``: tensors of 2 MiB and more get mappings of their own, which ``keep_freed_memory``
+    can keep. ``huge_pages``: these, and KV caches, are advised to lie on huge pages.
+    """
+    library = native_library()
+    if library is None:
+        return MemoryChoice("system", _NOT_NATIVE, "off", _NOT_NATIVE)
+    system = _system_huge_pages()
+    advised = huge_pages and system in ("always", "madvise")
+    library.rbln_emulator_map_large_tensors(int(mapped))
+    library.rbln_emulator_use_huge_pages(int(advised))
+    return MemoryChoice(
+        "mapped" if mapped else "system",
+        "" if mapped else "requested",
+        "advised" if advised else "off",
+        f"{_SYSTEM_HUGE_PAGES} says {system}" if huge_pages else "requested",
+    )
+
+
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages under a contiguous CPU tensor, if huge pages were chosen.
+
+    Call it after the allocation and before anything is written. Tensors of the mapped allocator
+    need no call: this is for memory that comes from elsewhere.
+    """
+    library = native_library()
+    if library is not None:
+        address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+        library.rbln_emulator_advise_huge_pages(address, size)
+
+
+def keep_freed_memory(most_bytes: int = _KEPT_BYTES) -> None:
+    """Let large tensors of a step have the memory of the one before; call it once all is loaded."""
+    library = native_library()
+    if library is not None:
+        library.rbln_emulator_keep_freed_mappings(ctypes.c_size_t(most_bytes))
+
+
+def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros, on huge pages if chosen; the system lends each page when it is first used."""
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    advise_huge_pages(zeros)
+    return zeros
+
+
+def huge_page_bytes() -> int | None:
+    """Bytes of this process that lie on huge pages now; None where the kernel does not tell."""
+    try:
+        lines = _ROLLUP.read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")]
+    return 1024 * sizes[0] if sizes else None
+
+
+def _system_huge_pages() -> str:
+    """The kernel's setting: always, madvise or never."""
+    try:
+        text = _SYSTEM_HUGE_PAGES.read_text()
+    except OSError:
+        return "never"
+    return text.partition("[")[2].partition("]")[0]

@@ -1,0 +1,42 @@
+"""Recordings of kernel calls, kept by the native library; see ``replay.h``."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+
+class Recording:
+    """The native calls that a thread makes between creation and ``end``, to be made again."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._count = library.rbln_emulator_recorded_calls
+        self._count.argtypes, self._count.restype = (ctypes.c_int64,), ctypes.c_int64
+        self._replay = library.rbln_emulator_replay
+        self._replay.argtypes, self._replay.restype = (ctypes.c_int64,) * 3, ctypes.c_char_p
+        self._end = library.rbln_emulator_end_recording
+        begin = library.rbln_emulator_begin_recording
+        begin.restype = ctypes.c_int64
+        self._number: int = begin()
+        self._known = 0
+        drop = library.rbln_emulator_drop_recording
+        drop.argtypes = (ctypes.c_int64,)
+        weakref.finalize(self, drop, self._number)
+
+    def take_new(self) -> tuple[int, int] | None:
+        """The calls made since the last look, [first, end); None if there are none to repeat."""
+        known, self._known = self._known, int(self._count(self._known))
+        return (known, self._known) if self._known > known else None
+
+    def end(self) -> None:
+        """Calls are made as usual from now on."""
+        self._end()
+
+    def replay(self, first: int, end: int) -> None:
+        """Make the calls [first, end) again, without the interpreter's lock.
+
+        Raises ``RuntimeError`` as the ops do, say for a block that the cache does not have.
+        """
+        failure = self._replay(self._number, first, end)
+        if failure is not None:
+            raise RuntimeError(failure.decode())

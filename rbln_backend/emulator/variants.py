@@ -1,0 +1,44 @@
+"""Builds the kernels for CPUs other than this one, for an image or a folder that travels.
+
+``python -m rbln_backend.emulator.variants --into CACHE_ROOT`` puts one library per level where
+``build.load_kernels`` looks, which takes the best one that its host can run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rbln_backend.emulator.build import build_key, find_or_build, kernel_store
+from rbln_backend.emulator.targets import LEVELS
+
+logger = logging.getLogger(__name__)
+
+
+def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
+    """The libraries of the levels in ``names``, built where missing; raises ``CompileError``."""
+    store = kernel_store(cache_root)
+    store.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for level in (level for level in LEVELS if level.name in names):
+        entry, how = find_or_build(store / build_key(level), level)
+        logger.info("%s: %s, %s", level.name, entry, how)
+        entries.append(entry)
+    return entries
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    known = [level.name for level in LEVELS]
+    parser = argparse.ArgumentParser(description="Build the kernels for CPUs other than this one.")
+    parser.add_argument("--into", type=Path, required=True, help="cache root to build into")
+    parser.add_argument("--variants", nargs="+", default=["all"], choices=["all", *known])
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    build_variants(options.into, known if "all" in options.variants else options.variants)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Graphs captured in forked children, one per core: Dynamo is Python and keeps to one core.
+
+A child inherits the loaded model, sends programs as bytes and ends without cleaning up after its
+parent. Whatever befalls a child, the parent only misses the graphs that it did not deliver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.vllm_compat.surface import init_logger
+
+logger = init_logger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_PATIENCE_S = 120.0
+_INDEX = struct.Struct("=I")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A program's bytes and the seconds that its capture took."""
+
+    spec: GraphSpec
+    data: bytes
+    seconds: float
+
+
+def capture_in_children(
+    specs: Sequence[GraphSpec],
+    capture: Callable[[GraphSpec], bytes],
+    *,
+    workers: int,
+    on_start: Callable[[GraphSpec], None],
+    patience_s: float = _PATIENCE_S,
+) -> Generator[Captured, None, None]:
+    """Yield what ``workers`` forked children capture, in the order in which it is done.
+
+    A graph whose capture fails, whose child dies, or that shows no progress for ``patience_s``
+    seconds is not among them; nothing is raised.
+    """
+    queue = _filled_queue(len(specs))
+    children: dict[Connection, int] = {}
+    try:
+        for _ in range(min(workers, len(specs))):
+            reader, writer = Pipe(duplex=False)
+            children[reader] = _fork(queue, writer, specs, capture)
+            writer.close()
+        yield from _collect(list(children), specs, on_start, patience_s)
+    finally:
+        os.close(queue)
+        for reader, pid in children.items():
+            reader.close()
+            _end(pid)
+
+
+def _filled_queue(count: int) -> int:
+    """Return the reading end of a pipe that holds the numbers below ``count``, then its end."""
+    reader, writer = os.pipe()
+    os.write(writer, b"".join(_INDEX.pack(index) for index in range(count)))
+    os.close(writer)
+    return reader
+
+
+def _fork(
+    queue: int,
+    writer: Connection,
+    specs: Sequence[GraphSpec],
+    capture: Callable[[GraphSpec], bytes],
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    # No handler and no exit hook of the parent's may run here.
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _work(queue, writer, specs, capture)
+    except BaseException:
+        logger.exception("A graph is captured again by the engine process")
+    finally:
+        os._exit(0)
+
+
+def _work(
+    queue: int,
+    writer: Connection,
+    specs: Sequence[GraphSpec],
+    capture: Callable[[GraphSpec], bytes],
+) -> None:
+    while record := os.read(queue, _INDEX.size):
+        (index,) = _INDEX.unpack(record)
+        writer.send((index, 0.0, None))
+        started = time.perf_counter()
+        data = capture(specs[index])
+        writer.send((index, time.perf_counter() - started, data))
+
+
+def _collect(
+    readers: list[Connection],
+    specs: Sequence[GraphSpec],
+    on_start: Callable[[GraphSpec], None],
+    patience_s: float,
+) -> Iterator[Captured]:
+    while readers:
+        ready = wait(readers, patience_s)
+        if not ready:
+            logger.warning("Capturing stands still since %.0f s: going on alone", patience_s)
+            return
+        for reader in ready:
+            assert isinstance(reader, Connection)
+            try:
+                index, seconds, data = reader.recv()
+            except (EOFError, OSError):
+                readers.remove(reader)
+                continue
+            if data is None:
+                on_start(specs[index])
+            else:
+                yield Captured(specs[index], data, seconds)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)

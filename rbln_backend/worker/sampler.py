@@ -1,0 +1,68 @@
+"""vLLM's sampler with a short way for steps that take the likeliest token and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbln_backend.vllm_compat.surface import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+    Sampler,
+    SamplerOutput,
+    SamplingMetadata,
+)
+
+
+class GreedySampler(Sampler):
+    """Upstream's sampler; where it would only look for each row's largest logit, a kernel does.
+
+    Upstream first copies the logits to float32, which changes no order.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._seen: SamplingMetadata | None = None
+        self._is_plain = False
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> SamplerOutput:
+        if sampling_metadata is not self._seen:
+            # A batch keeps its metadata until a request joins or leaves.
+            self._seen = sampling_metadata
+            self._is_plain = _asks_for_largest(sampling_metadata)
+        if not self._is_plain or args or options or _is_biased(sampling_metadata):
+            return super().forward(logits, sampling_metadata, *args, **options)
+        sampled = torch.ops.rbln_emulator.greedy(logits)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+
+
+def _asks_for_largest(metadata: SamplingMetadata) -> bool:
+    """Whether nothing that lasts as long as the batch stands between logits and tokens."""
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.thinking_budget_state_holder is None
+        and all(
+            isinstance(processor, LogitBiasLogitsProcessor | MinTokensLogitsProcessor)
+            for processor in metadata.logitsprocs.non_argmax_invariant
+        )
+    )
+
+
+def _is_biased(metadata: SamplingMetadata) -> bool:
+    """Whether a request has a bias or a minimum length, which it may reach at any step."""
+    for processor in metadata.logitsprocs.non_argmax_invariant:
+        if isinstance(processor, LogitBiasLogitsProcessor):
+            if processor.biases:
+                return True
+        elif isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
+            return True
+    return False

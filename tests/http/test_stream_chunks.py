@@ -1,0 +1,102 @@
+"""Chunks of text are the same bytes as vLLM's own models make, and nothing else is touched."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion import serving
+
+from server.stream_chunks import ChunkMakers, TextChunk, install
+
+MODELS = {
+    name: getattr(serving, name)
+    for name in (
+        "DeltaMessage",
+        "ChatCompletionResponseStreamChoice",
+        "ChatCompletionStreamResponse",
+    )
+}
+OURS = ChunkMakers(*MODELS.values())
+PLAIN = {"logprobs": None, "finish_reason": None, "token_ids": None}
+
+
+def dump(
+    makers: Any,
+    delta: dict[str, Any],
+    choice: dict[str, Any],
+    later: dict[str, Any],
+    **options: Any,
+) -> tuple[str, type]:
+    """Make a chunk as vLLM's generator does; `makers` have the models' places."""
+    make_delta, make_choice, make_chunk = makers
+    chunk = make_chunk(
+        id="chatcmpl-1é",
+        object="chat.completion.chunk",
+        created=1_700_000_000,
+        choices=[make_choice(index=1, delta=make_delta(**delta), **choice)],
+        model='a "model"',
+    )
+    for name, value in later.items():
+        setattr(chunk, name, value)
+    return chunk.model_dump_json(**({"exclude_unset": True} | options)), type(chunk)
+
+
+def both(
+    delta: dict[str, Any], choice: dict[str, Any], later: dict[str, Any], **options: Any
+) -> tuple[str, str, type]:
+    theirs, _ = dump(MODELS.values(), delta, choice, later, **options)
+    ours, kind = dump((OURS.delta, OURS.choice, OURS.chunk), delta, choice, later, **options)
+    return ours, theirs, kind
+
+
+@pytest.mark.parametrize(
+    "text", ["", "word", 'say "hi"\\ \n\r\t', "\x00\x1f\x7f", "é漢字🙂", "\u2028</script>"]
+)
+def test_text_is_written_as_vllm_writes_it(text: str) -> None:
+    ours, theirs, kind = both({"content": text}, PLAIN, {})
+    assert ours == theirs
+    assert kind is TextChunk
+
+
+@pytest.mark.parametrize(
+    ("delta", "choice", "later"),
+    [
+        ({"role": "assistant", "content": ""}, PLAIN, {}),
+        ({"content": "x"}, {**PLAIN, "finish_reason": "stop", "stop_reason": 7}, {}),
+        ({"content": "x"}, {**PLAIN, "token_ids": [3]}, {}),
+        ({"content": "x"}, {"logprobs": None, "finish_reason": None}, {}),
+        ({"content": "x"}, PLAIN, {"system_fingerprint": "fp"}),
+        ({"reasoning": "x"}, PLAIN, {}),
+        ({}, PLAIN, {}),
+    ],
+)
+def test_anything_else_is_vllms_own(
+    delta: dict[str, Any], choice: dict[str, Any], later: dict[str, Any]
+) -> None:
+    ours, theirs, _ = both(delta, choice, later)
+    assert ours == theirs
+
+
+def test_usage_that_is_set_later_is_in_the_chunk() -> None:
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    ours, theirs, _ = both({"content": "x"}, PLAIN, {"usage": serving.UsageInfo(**usage)})
+    assert ours == theirs
+    assert '"total_tokens":3' in ours
+
+
+def test_other_options_of_the_dump_are_respected() -> None:
+    ours, theirs, _ = both({"content": "x"}, PLAIN, {}, exclude_none=True)
+    assert ours == theirs
+    assert "null" not in ours
+
+
+def test_the_makers_take_the_models_places_once() -> None:
+    module = ModuleType("serving")
+    vars(module).update(MODELS)
+    install(module)
+    first = module.DeltaMessage
+    install(module)
+    assert module.DeltaMessage == first
+    assert isinstance(module.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])

@@ -1,0 +1,118 @@
+"""Where the graphs of a warm-up come from: the store, children that capture, or this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.compiler.artifact_store import ArtifactStore, StoreEvent
+from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, LayerMetadata, Result
+
+THIS = os.getpid()
+SPECS = [GraphSpec.of(Phase.LOGITS, rows) for rows in (1, 2, 4)]
+
+
+class Model(nn.Module):
+    """An LM head without the rest of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Heard:
+    """What a listener was told, in order."""
+
+    def __init__(self) -> None:
+        self.started: list[GraphSpec] = []
+        self.done: dict[GraphSpec, Result] = {}
+
+    def graph_started(self, spec: GraphSpec) -> None:
+        self.started.append(spec)
+
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        assert spec in self.started
+        assert seconds >= 0.0
+        self.done[spec] = result
+
+
+@contextmanager
+def anywhere(_: LayerMetadata | None) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def deadly_in_children(_: LayerMetadata | None) -> Iterator[None]:
+    if os.getpid() != THIS:
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+
+@contextmanager
+def deadly_here(_: LayerMetadata | None) -> Iterator[None]:
+    assert os.getpid() != THIS
+    yield
+
+
+def factory(store: ArtifactStore | None, context: object, workers: int) -> GraphFactory:
+    model = Model()
+    table = TensorTable(lambda weight: weight)
+    table.add_model(model)
+    return GraphFactory(
+        model=model,
+        compiler=EmulatedCompiler({}, packed=False),
+        table=table,
+        store=store,
+        key_fields={},
+        forward_context=context,  # type: ignore[arg-type]  # three functions of one signature
+        capture_workers=workers,
+    )
+
+
+def requests() -> list[GraphRequest]:
+    return [GraphRequest(spec, {"hidden": torch.randn(spec.bucket, 4)}, None) for spec in SPECS]
+
+
+@pytest.mark.parametrize(
+    ("context", "workers"), [(anywhere, 1), (deadly_here, 2), (deadly_in_children, 2)]
+)
+@pytest.mark.parametrize("cached", [True, False])
+def test_missing_graphs_are_captured_whoever_does_it(
+    context: object, workers: int, cached: bool, tmp_path: Path
+) -> None:
+    events: list[StoreEvent] = []
+    store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=events.append) if cached else None
+    graphs, heard = factory(store, context, workers), Heard()
+    programs = graphs.obtain_all(requests(), heard)
+    assert heard.done == dict.fromkeys(SPECS, "compiled")
+    assert [e.kind for e in events if e.kind != "lock_wait"] == (
+        ["miss"] * 3 + ["stored"] * 3 if cached else []
+    )
+    request = requests()[1]
+    with torch.inference_mode():
+        (logits,) = graphs.bind(request, programs[request.spec]).run()
+    assert logits.shape == (2, 8)
+
+
+def test_stored_graphs_are_loaded_without_a_capture(tmp_path: Path) -> None:
+    store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=lambda _: None)
+    factory(store, anywhere, 1).obtain_all(requests()[:2], Heard())
+    heard = Heard()
+    programs = factory(store, anywhere, 2).obtain_all(requests(), heard)
+    assert heard.done == {SPECS[0]: "loaded", SPECS[1]: "loaded", SPECS[2]: "compiled"}
+    assert list(heard.started) == SPECS
+    assert set(programs) == set(SPECS)
