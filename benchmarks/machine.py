@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,44 +27,6 @@ _LSCPU_FIELDS = (
     "L3 cache",
     "Hypervisor vendor",
 )
-_BANDWIDTH_SECONDS = 0.5
-
-_PEAK_SOURCE = """
-#include <omp.h>
-#include <stdio.h>
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
-typedef float V __attribute__((vector_size(BYTES)));
-static float work(long n) {
-  V a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
-  V x = a * 0 + 0.999f, y = a * 0 + 0.001f;
-  while (n--) {
-    a = a * x + y; b = b * x + y; c = c * x + y; d = d * x + y; e = e * x + y;
-    f = f * x + y; g = g * x + y; h = h * x + y; i = i * x + y; j = j * x + y;
-    __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h));
-  }
-  a = a + b + c + d + e + f + g + h + i + j;
-  return a[0];
-}
-int main(void) {
-  double best = 0;
-  const long n = 2000000;
-  for (int pass = 0; pass < 15; ++pass) {
-    float sum = 0;
-    const double begin = omp_get_wtime();
-    #pragma omp parallel reduction(+ : sum)
-    sum += work(n);
-    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (omp_get_wtime() - begin);
-    if (rate > best && sum != 0) best = rate;
-  }
-  printf("%f\\n", best);
-}
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,36 +73,32 @@ def describe_machine() -> Machine:
 def read_bandwidth(size: int) -> float:
     """Bytes per second at which all cores together read one buffer of `size` bytes over and over.
 
-    The best pass of half a second: whatever disturbs a pass only makes it slower. A buffer that
-    fits in the last-level cache gives that cache's bandwidth, as weights of that size would.
+    The best pass of 0.8 seconds: whatever disturbs a pass only makes it slower. A buffer that fits
+    in the last-level cache gives that cache's bandwidth, as weights of that size would.
     """
-    import torch
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    # The maximum of integers is the reduction that costs the processor least per byte.
-    buffer = torch.ones(size // 8, dtype=torch.int64)
-    buffer.amax()
-    best = float("inf")
-    deadline = time.perf_counter() + _BANDWIDTH_SECONDS
-    while (started := time.perf_counter()) < deadline:
-        buffer.amax()
-        best = min(best, time.perf_counter() - started)
-    return buffer.nbytes / best
+    return _probe(len(os.sched_getaffinity(0)), "read", str(size))
 
 
 def fma_peak(threads: int) -> float:
-    """Return the FLOP/s of independent float32 FMAs on `threads` cores at once.
+    """Return the FLOP/s of independent float32 FMAs that `threads` cores at once can keep up."""
+    return _probe(threads, "fma")
 
-    The best of several passes of a few milliseconds each, after a C program of a second's build.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        source, program = Path(folder) / "peak.c", Path(folder) / "peak"
-        source.write_text(_PEAK_SOURCE)
-        flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
-        subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
-        limited = ["env", f"OMP_NUM_THREADS={threads}", str(program)]
-        done = subprocess.run(limited, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+
+def _probe(threads: int, *words: str) -> float:
+    command = ["env", f"OMP_NUM_THREADS={threads}", str(_probe_program()), *words]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@cache
+def _probe_program() -> Path:
+    """Build probe.c, which takes a second, for as long as this process lives."""
+    folder = tempfile.TemporaryDirectory(prefix="rbln-probe-")
+    atexit.register(folder.cleanup)
+    program = Path(folder.name) / "probe"
+    flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
+    source = Path(__file__).with_name("probe.c")
+    subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
+    return program
 
 
 def busy_cpu_seconds() -> float:

@@ -99,7 +99,8 @@ class RblnConfig:
     prefill_chunk_buckets: tuple[int, ...] | None = field(
         default=None,
         metadata=_about(
-            "Prefill chunk sizes in tokens; unset derives chunk, chunk/4 and chunk/16 down to 16."
+            "Prefill chunk sizes in tokens; unset derives the chunk and its halves, six sizes at most, "
+            "down to 16."
         ),
     )
     decode_steps_per_chunk: Count = field(

@@ -17,8 +17,8 @@ from rbln_backend.errors import BucketError
 MIN_DERIVED_CHUNK = 16
 """Smallest chunk in tokens worth its own graph when the chunks are derived."""
 
-MIN_DERIVED_HALF = 64
-"""Smallest half of the chunk, in tokens, worth a graph between the chunk and its quarter."""
+MAX_DERIVED_CHUNKS = 6
+"""Chunk sizes, the chunk included, that are derived at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,8 @@ def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:
 def prefill_chunk_table(config: RblnConfig, max_num_batched_tokens: int) -> BucketTable:
     """Return the prefill chunk sizes, in tokens; the largest is `max_num_batched_tokens`.
 
-    Unless configured they are the chunk, a half of at least 64 tokens, a quarter and a sixteenth
-    of it, none below 16 tokens except the chunk itself. For prompts of 5 to 300 tokens and a chunk
-    of 256, 22 % of the computed tokens are padding (31 % without the half).
+    Unless configured they are the chunk and its halves, at most six sizes and none below 16 tokens
+    except the chunk itself: no prompt longer than the smallest runs in twice its length.
     Raises `BucketError` when configured sizes do not end at `max_num_batched_tokens`.
     """
     if max_num_batched_tokens < 1:
@@ -86,10 +85,8 @@ def prefill_chunk_table(config: RblnConfig, max_num_batched_tokens: int) -> Buck
         )
     configured = config.prefill_chunk_buckets
     if configured is None:
-        derived = (max_num_batched_tokens // 16, max_num_batched_tokens // 4)
-        smaller = [size for size in derived if size >= MIN_DERIVED_CHUNK]
-        if max_num_batched_tokens // 2 >= MIN_DERIVED_HALF:
-            smaller.append(max_num_batched_tokens // 2)
+        halves = [max_num_batched_tokens >> n for n in range(1, MAX_DERIVED_CHUNKS)]
+        smaller = sorted(size for size in halves if size >= MIN_DERIVED_CHUNK)
         return BucketTable((*smaller, max_num_batched_tokens))
     if configured[-1] != max_num_batched_tokens:
         raise BucketError(

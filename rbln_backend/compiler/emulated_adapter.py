@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, fx
@@ -11,7 +12,9 @@ from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.recorder import Recorder, Step
-from rbln_backend.emulator.replay import Recording
+from rbln_backend.emulator.replay import Recording, StartRecording
+
+logger = logging.getLogger(__name__)
 
 
 class EmulatedGraph:
@@ -22,7 +25,7 @@ class EmulatedGraph:
         spec: GraphSpec,
         graph: fx.Graph,
         tensors: Sequence[Tensor],
-        record: Callable[[], Recording] | None,
+        record: StartRecording | None,
     ) -> None:
         self.spec = spec
         self._function: Callable[..., tuple[Tensor, ...]] = fx.GraphModule({}, graph).forward
@@ -39,6 +42,15 @@ class EmulatedGraph:
         if self._record is None:
             return self._function(*self._tensors)
         return self._first_run(self._record())
+
+    def prepare(self) -> None:
+        """Record the run, computing nothing; a graph that needs values waits for its first run."""
+        if self._record is None or self._steps:
+            return
+        try:
+            self._first_run(self._record(is_rehearsal=True))
+        except (RuntimeError, IndexError) as error:
+            logger.debug("Graph %s is recorded by its first run: %s", self.spec, error)
 
     def _first_run(self, recording: Recording) -> tuple[Tensor, ...]:
         recorder = Recorder(recording)
@@ -64,7 +76,7 @@ class EmulatedCompiler:
         fingerprint: Mapping[str, str | int | bool | None],
         *,
         packed: bool,
-        record: Callable[[], Recording] | None = None,
+        record: StartRecording | None = None,
     ) -> None:
         """``fingerprint`` identifies the kernel set; ``packed``: linear weights are repacked.
 

@@ -75,6 +75,10 @@ class CompiledGraph(Protocol):
         """Run once over the bound buffers; outputs may be overwritten by the next run."""
         ...
 
+    def prepare(self) -> None:
+        """Do what the first run does besides computing, so that it is as fast as any other."""
+        ...
+
 
 class Compiler(Protocol):
     """One device's compiler."""

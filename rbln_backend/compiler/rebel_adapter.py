@@ -51,6 +51,9 @@ class RebelGraph:
         outputs = self._runtime(*self._tensors)
         return outputs if isinstance(outputs, tuple) else tuple(outputs)
 
+    def prepare(self) -> None:
+        """The runtime was made when the graph was."""
+
 
 class RebelCompiler:
     """Hands captured graphs to ``rbln_backend`` with the documented options."""

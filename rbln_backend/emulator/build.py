@@ -186,10 +186,10 @@ def set_threads(threads: int) -> None:
     _Active.handle.rbln_emulator_set_threads(threads)
 
 
-def start_recording() -> Recording:
+def start_recording(*, is_rehearsal: bool = False) -> Recording:
     """Record the native calls of this thread from now on; the native kernels are active."""
     assert _Active.handle is not None
-    return Recording(_Active.handle)
+    return Recording(_Active.handle, is_rehearsal=is_rehearsal)
 
 
 def build_key(target: Target = NATIVE) -> str:

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 19;   // multiply-adds that a thread should claim at once
+constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kItemPanels = 2 * kTilePanels;
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
 
@@ -100,7 +100,7 @@ __attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const 
 // Depths of a block. Long ones cost the fewest interruptions, while their panels fit in L2; with
 // f32, whose few products per byte leave less time to fetch, short ones spread the fetching evenly.
 template <class T>
-inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 65536) / (kPanel * sizeof(T));
+inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 32768) / (kPanel * sizeof(T));
 
 // One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
 template <class T>
@@ -115,20 +115,21 @@ struct Item {
     const T* panels[P];
     for (int p = 0; p < P; ++p) panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
     continue_sums<T, R, P>(panels, x.group(g, begin), end - begin,
-                           ahead_of(panels, g - first, end - begin), begin == 0, sums);
+                           ahead_of(panels, g - first, begin, end), begin == 0, sums);
     if (end == x.depth)
       write_tile<T>(args, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, sums);
   }
 
-  // A lone group runs ahead of itself, several share the fetching of the next block.
+  // A lone group runs ahead of itself. Several share the fetching of what comes next: the next block
+  // of these panels, or the next item's first.
   template <int P>
-  Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t block) const {
-    constexpr int64_t kStep = Layout<T>::kStep, kStepBytes = kStep * kPanel * int64_t(sizeof(T));
-    const int64_t groups = last - first;
+  Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin, int64_t end) const {
+    constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
+    const int64_t groups = last - first, steps = (end - begin) / kStep;
+    const int64_t onward = end < x.depth ? end - begin : kItemPanels * x.depth - begin;
     Ahead<P> ahead;
-    ahead.step = kStepBytes / groups;
-    const int64_t start =
-        groups == 1 ? kAhead : block / kStep * (kStepBytes + nth * ahead.step);
+    ahead.step = kStep * kDepthBytes / groups;
+    const int64_t start = groups == 1 ? kAhead : onward * kDepthBytes + nth * steps * ahead.step;
     for (int p = 0; p < P; ++p)
       ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + start;
     return ahead;

@@ -69,11 +69,14 @@ std::vector<std::unique_ptr<Recording>>& recordings() {
 
 thread_local Recording* current = nullptr;
 thread_local bool forbidden = false;
+thread_local bool rehearsing = false;
 thread_local std::string failure;
 
 }  // namespace
 
 bool is_recording() { return current != nullptr; }
+
+bool is_computing() { return !rehearsing; }
 
 c10::Allocator* arena() {
   static auto* const shared = new Arena;
@@ -90,16 +93,20 @@ void forbid_replay() { forbidden = true; }
 
 // The calls below come one at a time: from the thread that runs graphs.
 
-// Starts a recording on this thread; returns its number.
-RBLN_EXPORT int64_t rbln_emulator_begin_recording() {
+// Starts a recording on this thread; returns its number. A rehearsal computes nothing.
+RBLN_EXPORT int64_t rbln_emulator_begin_recording(int is_rehearsal) {
   auto& all = rbln::recordings();
   all.push_back(std::make_unique<rbln::Recording>());
   rbln::current = all.back().get();
   rbln::forbidden = false;
+  rbln::rehearsing = is_rehearsal != 0;
   return int64_t(all.size()) - 1;
 }
 
-RBLN_EXPORT void rbln_emulator_end_recording() { rbln::current = nullptr; }
+RBLN_EXPORT void rbln_emulator_end_recording() {
+  rbln::current = nullptr;
+  rbln::rehearsing = false;
+}
 
 // The calls recorded so far. Those after the first `known` are dropped if one of them was forbidden.
 RBLN_EXPORT int64_t rbln_emulator_recorded_calls(int64_t known) {

@@ -16,6 +16,9 @@ namespace rbln {
 // Whether this thread records.
 bool is_recording();
 
+// Whether calls are made now: a rehearsal only keeps them.
+bool is_computing();
+
 // Where a recorded op's outputs live.
 c10::Allocator* arena();
 
@@ -25,11 +28,11 @@ void keep_call(std::function<void()> call);
 // For an op that computes with memory of its own: its calls cannot be made again.
 void forbid_replay();
 
-// Makes the call, now and at every replay. It may point into the arguments and results of its op,
+// Makes the call, now (but in a rehearsal) and at every replay. It may point into the arguments and results of its op,
 // and to nothing else that the op made.
 template <class Call>
 void launch(Call call) {
-  call();
+  if (is_computing()) call();
   if (is_recording()) keep_call(std::move(call));
 }
 

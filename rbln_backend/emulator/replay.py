@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from typing import Protocol
 
 
 class Recording:
-    """The native calls that a thread makes between creation and ``end``, to be made again."""
+    """The native calls that a thread makes between creation and ``end``, to be made again.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    In a rehearsal native calls are kept but not made: their results hold anything.
+    """
+
+    def __init__(self, library: ctypes.CDLL, *, is_rehearsal: bool = False) -> None:
         self._count = library.rbln_emulator_recorded_calls
         self._count.argtypes, self._count.restype = (ctypes.c_int64,), ctypes.c_int64
         self._replay = library.rbln_emulator_replay
         self._replay.argtypes, self._replay.restype = (ctypes.c_int64,) * 3, ctypes.c_char_p
         self._end = library.rbln_emulator_end_recording
         begin = library.rbln_emulator_begin_recording
-        begin.restype = ctypes.c_int64
-        self._number: int = begin()
+        begin.argtypes, begin.restype = (ctypes.c_int,), ctypes.c_int64
+        self._number: int = begin(is_rehearsal)
         self._known = 0
         drop = library.rbln_emulator_drop_recording
         drop.argtypes = (ctypes.c_int64,)
@@ -40,3 +44,9 @@ class Recording:
         failure = self._replay(self._number, first, end)
         if failure is not None:
             raise RuntimeError(failure.decode())
+
+
+class StartRecording(Protocol):
+    """Starts a recording on the calling thread."""
+
+    def __call__(self, *, is_rehearsal: bool = False) -> Recording: ...

@@ -54,7 +54,8 @@ class StepMetrics:
         series.steps.inc()
         series.seconds.observe(seconds)
         series.useful_rows.inc(num_reqs)
-        series.padded_rows.inc(series.batch_size - num_reqs)
+        if num_reqs < series.batch_size:
+            series.padded_rows.inc(series.batch_size - num_reqs)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(spec.bucket - num_tokens)

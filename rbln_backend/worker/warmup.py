@@ -36,8 +36,8 @@ class WarmUp:
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """First run over padding only: pages are touched, threads are started.
 
-        Of the graphs that were loaded, the smallest of each phase is enough: they ran when they
-        were made, and a large model's long chunks would take seconds here.
+        Of the graphs that were loaded the smallest of each phase runs, and the others prepare: they
+        ran when they were made, and a large model's long chunks would take seconds here.
         """
         self._progress.phase("warmup")
         warm = set()
@@ -45,6 +45,8 @@ class WarmUp:
             for graph in graphs:
                 if self._results[graph.spec] == "compiled" or graph.spec.phase not in warm:
                     graph.run()
+                else:
+                    graph.prepare()
                 warm.add(graph.spec.phase)
 
     def graph_started(self, spec: GraphSpec) -> None:

@@ -118,15 +118,14 @@ def test_a_table_must_be_positive_and_ascending(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("chunk", "sizes"),
     [
-        (512, (32, 128, 256, 512)),
-        (256, (16, 64, 128, 256)),
-        (128, (32, 64, 128)),
-        (127, (31, 127)),
-        (63, (63,)),
+        (2048, (64, 128, 256, 512, 1024, 2048)),
+        (256, (16, 32, 64, 128, 256)),
+        (127, (31, 63, 127)),
+        (31, (31,)),
         (1, (1,)),
     ],
 )
-def test_derived_chunks_are_a_half_a_quarter_and_a_sixteenth(
+def test_derived_chunks_are_halves_down_to_sixteen_tokens(
     chunk: int, sizes: tuple[int, ...]
 ) -> None:
     assert prefill_chunk_table(RblnConfig(), chunk).sizes == sizes

@@ -69,6 +69,17 @@ def test_later_runs_compute_what_an_interpreted_run_computes() -> None:
     assert len(graph._steps) > 3
 
 
+def test_a_graph_prepared_without_computing_runs_like_any_other() -> None:
+    prepared, interpreted = inputs(), inputs()
+    graph = graph_over(*prepared, recorded=True)
+    prepared[0].fill_(torch.nan)
+    graph.prepare()
+    assert graph._steps
+    prepared[0].copy_(interpreted[0])
+    expected = graph_over(*interpreted, recorded=False).run()
+    assert all(torch.equal(x, y) for x, y in zip(graph.run(), expected, strict=True))
+
+
 def test_runs_write_to_the_same_memory() -> None:
     graph = graph_over(*inputs(), recorded=True)
     first = [output.data_ptr() for output in graph.run()]

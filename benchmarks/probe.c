@@ -1,0 +1,90 @@
+// What all cores of a machine reach together: `probe fma` in FLOP/s, `probe read BYTES` in bytes/s.
+// OMP_NUM_THREADS chooses the threads. Prints one number.
+#include <omp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+typedef float F __attribute__((vector_size(BYTES)));
+typedef int64_t I __attribute__((vector_size(BYTES)));
+
+// Independent multiply-adds, more of them than any core has in flight. The empty instruction keeps
+// the compiler from finding that two chains are the same.
+static float multiply_add(long n) {
+  F a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a, i = a, j = a;
+  F x = a * 0 + 0.999f, y = a * 0 + 0.001f;
+  while (n--) {
+    a = a * x + y; b = b * x + y; c = c * x + y; d = d * x + y; e = e * x + y;
+    f = f * x + y; g = g * x + y; h = h * x + y; i = i * x + y; j = j * x + y;
+    __asm__("" : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h), "+x"(i),
+                 "+x"(j));
+  }
+  a = a + b + c + d + e + f + g + h + i + j;
+  return a[0];
+}
+
+// The best pass of the last half of 1.2 s: a core that was idle clocks higher for a moment than it
+// can while it computes a prompt.
+static double fma_rate(void) {
+  const long n = 1000000;
+  const double begin = omp_get_wtime();
+  double best = 0;
+  while (omp_get_wtime() < begin + 1.2) {
+    float sum = 0;
+    const double start = omp_get_wtime();
+#pragma omp parallel reduction(+ : sum)
+    sum += multiply_add(n);
+    const double now = omp_get_wtime();
+    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (now - start);
+    if (start > begin + 0.6 && rate > best && sum != 0) best = rate;
+  }
+  return best;
+}
+
+static int64_t combine(const I* data, size_t count) {
+  I a = {0}, b = a, c = a, d = a;
+  size_t i = 0;
+  for (; i + 4 <= count; i += 4) a |= data[i], b |= data[i + 1], c |= data[i + 2], d |= data[i + 3];
+  a |= b | c | d;
+  return a[0];
+}
+
+// The best pass of 0.8 s over one buffer, which every thread reads a run of.
+static double read_rate(size_t size) {
+  const size_t huge = (size_t)1 << 21, count = size / BYTES;
+  I* data = aligned_alloc(huge, (size + huge - 1) / huge * huge);
+  if (data == NULL) return 0;
+  const double begin = omp_get_wtime();
+  double best = 0;
+  int64_t seen = 0;
+#pragma omp parallel
+  {
+    const size_t t = omp_get_thread_num(), n = omp_get_num_threads();
+    memset(data + count * t / n, 1, (count * (t + 1) / n - count * t / n) * BYTES);
+  }
+  while (omp_get_wtime() < begin + 0.8 || best == 0) {
+    const double start = omp_get_wtime();
+#pragma omp parallel reduction(| : seen)
+    {
+      const size_t t = omp_get_thread_num(), n = omp_get_num_threads();
+      seen |= combine(data + count * t / n, count * (t + 1) / n - count * t / n);
+    }
+    const double rate = size / (omp_get_wtime() - start);
+    if (rate > best && seen != 0) best = rate;
+  }
+  return best;
+}
+
+int main(int count, char** words) {
+  const int reads = count == 3 && strcmp(words[1], "read") == 0;
+  if (!reads && (count != 2 || strcmp(words[1], "fma") != 0)) return 2;
+  printf("%f\n", reads ? read_rate(strtoull(words[2], NULL, 10)) : fma_rate());
+}
