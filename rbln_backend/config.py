@@ -99,8 +99,8 @@ class RblnConfig:
     prefill_chunk_buckets: tuple[int, ...] | None = field(
         default=None,
         metadata=_about(
-            "Prefill chunk sizes in tokens; unset derives the chunk and its halves, six sizes at most, "
-            "down to 16."
+            "Prefill chunk sizes in tokens; unset derives the chunk and its halves down to 16, six "
+            "sizes at most."
         ),
     )
     decode_steps_per_chunk: Count = field(

@@ -80,7 +80,7 @@ def test_the_worker_drives_the_documented_interface(
     prompt = make_prompts([90], seed=400)[0]
     token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
-    assert seen["calls"] == 6, "every graph of the warm-up plan, and none after"
+    assert seen["calls"] == 7, "every graph of the warm-up plan, and none after"
     assert seen["weights_inside"] > seen["caches"] > 0
     # Tokens, positions, token index, sequence indices, block table; and one cache per layer.
     assert seen["inputs"] == 5 + seen["caches"]

@@ -16,8 +16,8 @@ from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
 
-# prefill 16, 64; decode 1, 2, 4; the LM head.
-NUM_GRAPHS = 6
+# prefill 16, 32, 64; decode 1, 2, 4; the LM head.
+NUM_GRAPHS = 7
 PROMPT = make_prompts([70], seed=200)[0]
 
 

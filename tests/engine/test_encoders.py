@@ -20,7 +20,7 @@ from tests.pooling_reference import class_logits, hidden_states, pooled
 
 pytestmark = pytest.mark.engine
 
-# Both sides of each bucket (16, 64, 256); most leave padding in their graph.
+# Both sides of each bucket (16 to 256); most leave padding in their graph.
 LENGTHS = [1, 2, 15, 16, 17, 64, 65, 100, 255, 256]
 FAMILIES = ["Bert", "XLMRoberta", "ModernBert"]
 TOLERANCE = 1e-4

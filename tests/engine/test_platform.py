@@ -77,7 +77,7 @@ def test_a_profile_is_written(
     engine.generate([[5, 6, 7]], None)
     engine.core.profile(False)
     (trace,) = (tmp_path / "rbln" / "profile").glob("*.trace.json")
-    assert "causal_attention" in trace.read_text()
+    assert "rbln_emulator::self_attention" in trace.read_text()
 
 
 @pytest.mark.parametrize("arch", ["llama", "exaone4"])

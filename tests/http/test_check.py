@@ -50,7 +50,7 @@ def test_a_model_that_can_run_is_described(folder: Any) -> None:
     assert told["layers"] == "4"
     assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32"
     assert told["context"] == "256 tokens in blocks of 16"
-    assert told["prefill chunks"] == "16, 64"
+    assert told["prefill chunks"] == "16, 32, 64"
     assert told["decode buckets"] == "1, 2, 4"
     assert told["prefix caching"].startswith("on: ")
     assert told["device"] == "emulated"
