@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.machine import group_cpu_seconds
+from benchmarks.sleeping_process import SleepingProcess
 
 STARTUP_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
@@ -94,7 +94,7 @@ class EngineProcessError(Exception):
     """An engine did not start, answer or end as it should; the message has the end of its log."""
 
 
-class EngineProcess:
+class EngineProcess(SleepingProcess):
     """A long-lived engine_worker in its own session; starts on ``__enter__`` and then sleeps."""
 
     def __init__(self, side: Side, engine_args: Mapping[str, Any], log: Path) -> None:
@@ -124,23 +124,6 @@ class EngineProcess:
             self._end()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let the engine's processes run inside the ``with`` block."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
 
     def generate(
         self, prompts: list[list[int]], output_tokens: int
@@ -214,9 +197,6 @@ class EngineProcess:
         return EngineProcessError(
             "\n".join([f"engine {self.side.name!r} {what}; the end of {self._log}:", *tail])
         )
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
 
     def _end(self) -> None:
         """End the input, which ends a worker that is ready; then SIGTERM, then SIGKILL for all."""

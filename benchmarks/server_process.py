@@ -12,15 +12,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.engine_process import clean_environment
 from benchmarks.processes import CpuSeconds, Memory, cpu_seconds, descendants, memory
+from benchmarks.sleeping_process import SleepingProcess
 
 STARTUP_TIMEOUT_S = 900.0
 _EXIT_TIMEOUT_S = 15.0
@@ -66,7 +66,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
+class ServerProcess(SleepingProcess):
     """One server in a session of its own; ``__enter__`` returns when it has answered a request.
 
     `listening_s`, `ready_s` and `answered_s` are seconds from process start to the first accepted
@@ -103,23 +103,6 @@ class ServerProcess:
             self._end()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Let the server's processes run inside the ``with`` block."""
-        self._signal(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._signal(signal.SIGSTOP)
 
     def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
         """Return the body of a greedy, streamed completion."""
@@ -188,9 +171,6 @@ class ServerProcess:
             connection.close()
         if answer.status != 200:
             raise self.error(f"answered {answer.status}: {text[:300].decode(errors='replace')}")
-
-    def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
 
     def _end(self) -> None:
         """SIGTERM for the HTTP process, which ends its own, then SIGKILL for all."""
