@@ -114,6 +114,7 @@ class HttpComparison:
             port=free_port(),
             max_model_len=MAX_MODEL_LEN,
             kv_cache_bytes=KV_CACHE_BYTES,
+            chunk_tokens=self._subject.plan.chunk_tokens,
         )
         root = self._folder / f"{name}-{side.name}" if self._own_caches else None
         server = ServerProcess(side, serving, self._folder / f"{name}-http-{side.name}.log", root)

@@ -33,13 +33,17 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What a server is asked to serve; `text_model` has a tokenizer, `gguf` is the same model."""
+    """What a server is asked to serve; `text_model` has a tokenizer, `gguf` is the same model.
+
+    `chunk_tokens` is the prefill chunk of both vLLM flavours; None leaves each its default.
+    """
 
     text_model: Path
     gguf: Path
     port: int
     max_model_len: int
     kv_cache_bytes: int
+    chunk_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,11 +142,14 @@ def server_sides() -> dict[str, ServerSide]:
 
 def _vllm_flags(serving: Serving) -> list[str]:
     """Return what both vLLM flavours are given; the KV cache because several engines share RAM."""
-    return [
+    flags = [
         *(str(serving.text_model), "--host", "127.0.0.1", "--port", str(serving.port)),
         *("--dtype", "bfloat16", "--max-model-len", str(serving.max_model_len)),
         *("--kv-cache-memory-bytes", str(serving.kv_cache_bytes)),
     ]
+    if serving.chunk_tokens is not None:
+        flags += ["--max-num-batched-tokens", str(serving.chunk_tokens)]
+    return flags
 
 
 def _llama_server(serving: Serving) -> list[str]:
