@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
+from pydantic import SecretStr
 
 from rbln_backend.config import CHOICES, RblnConfig
 from rbln_backend.description import SECTIONS, KvGroupInfo
@@ -242,8 +243,11 @@ def _kind(annotation: object) -> str:
     """Say in words what a server setting takes."""
     if get_origin(annotation) is Literal:
         return ", ".join(_code(str(choice)) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_kind(get_args(annotation)[0])}"
     inner = [part for part in get_args(annotation) if part is not type(None)] or [annotation]
-    names = {str: "text", int: "integer", float: "number", bool: "boolean", Path: "path"}
+    names: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
+    names |= {Path: "path", SecretStr: "text that is never shown"}
     return " or ".join(names.get(part, str(part)) for part in inner)
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundError, describe
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
-from server.middleware import EdgeMiddleware
+from server.middleware import EdgeMiddleware, GateMiddleware
 from server.observability.metrics import ServerMetrics
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
@@ -54,6 +54,8 @@ def create_app(
     app.include_router(models_router(frontend))
     add_inference_routes(app, frontend, settings)
     app.add_exception_handler(HTTPException, _raise_ours)
+    # The last one added is the first to see a request.
+    app.add_middleware(GateMiddleware, lifecycle=lifecycle)
     app.add_middleware(EdgeMiddleware, lifecycle=lifecycle, metrics=metrics)
     return app
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from server import __version__
 from server.settings import ENV_PREFIX, ServerSettings, SettingsError, load_settings
@@ -30,7 +31,11 @@ Every flag of `vllm serve` that concerns the engine, chat templates, tools and L
 as well and means the same; --help=all lists them, --help=max-num-seqs explains one.
 """
 # Settings that vLLM has under the same name, so that its --config file may hold them.
-_SHARED_WITH_VLLM = ("host", "port", "ssl_keyfile", "ssl_certfile")
+_SHARED_WITH_VLLM = (
+    *("host", "port", "root_path", "api_key"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers", "enable_ssl_refresh"),
+    *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+)
 _BACKLOG = 2048
 
 
@@ -75,8 +80,18 @@ def _command_parser(command: str) -> argparse.ArgumentParser:
     for name, field in ServerSettings.model_fields.items():
         flag = "--" + name.replace("_", "-")
         about = f"{field.description} [{ENV_PREFIX}{name.upper()}, {field.default!r}]"
-        parser.add_argument(flag, metavar="X", help=about.replace("%", "%%"))
+        form = _form(field.default)
+        parser.add_argument(flag, **form, help=about.replace("%", "%%"))
     return parser
+
+
+def _form(default: object) -> dict[str, Any]:
+    """Return how argparse takes a setting: a switch, a flag that may be repeated, or a value."""
+    if isinstance(default, bool):
+        return {"action": argparse.BooleanOptionalAction}
+    if isinstance(default, tuple):
+        return {"action": "append", "metavar": "X"}
+    return {"metavar": "X"}
 
 
 def _serve(argv: Sequence[str], started_at: float) -> int:

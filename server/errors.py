@@ -11,12 +11,22 @@
     |   +-- UnknownFieldError
     |   +-- UnsupportedFieldError    a known field that this service does not act on
     |   +-- ContextLengthError
+    |   +-- InvalidSchemaError       a JSON schema that cannot guide an answer
+    |   +-- InvalidGrammarError      a regex, choice, grammar or structural tag that cannot
+    |   +-- InvalidAdapterError      a LoRA adapter that does not fit, or may not be read
+    |   +-- AdapterExistsError
+    |   +-- NoAdapterSlotError
+    |   +-- AuthenticationError      no key, or a wrong one
+    |   +-- PermissionDeniedError    a key that does not open this
+    |   +-- BodyTimeoutError         the body did not arrive in time
     |   +-- RouteNotFoundError
     |   +-- MethodNotAllowedError
     |   +-- ModelNotFoundError
     |   +-- NotFoundError
     |   +-- UnsupportedOperationError
     +-- OverloadedError              try again later, or elsewhere
+    +-- QueueTimeoutError            waited too long for its turn
+    +-- DeadlineError                the answer did not arrive in time
     +-- NotReadyError                still starting
     +-- DrainingError                going away
     +-- EngineFailedError            the engine process is gone
@@ -29,6 +39,7 @@ Invariant (tests/http/test_errors.py): every class of the tree has a row.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,7 +57,8 @@ class ErrorRow:
 class ServerError(Exception):
     """An error with a message for the client; `param` names the field in question.
 
-    `headers` go with the answer; `retry_after_s` is one of them.
+    `headers` go with the answer; `retry_after_s` becomes two of them, for whole seconds and for
+    milliseconds, which OpenAI's clients read first.
     """
 
     def __init__(
@@ -54,7 +66,7 @@ class ServerError(Exception):
         message: str,
         *,
         param: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -62,7 +74,8 @@ class ServerError(Exception):
         self.param = param
         self.headers = dict(headers or {})
         if retry_after_s is not None:
-            self.headers["retry-after"] = str(retry_after_s)
+            self.headers["retry-after"] = str(math.ceil(retry_after_s))
+            self.headers["retry-after-ms"] = str(round(retry_after_s * 1000))
 
     @property
     def row(self) -> ErrorRow:
@@ -121,6 +134,38 @@ class ContextLengthError(RequestError):
     """Prompt and answer do not fit into the model's context."""
 
 
+class InvalidSchemaError(RequestError):
+    """A JSON schema that is too large, cyclic, not supported, or slow to compile."""
+
+
+class InvalidGrammarError(RequestError):
+    """Another constraint of an answer that is too large, wrong, or slow to compile."""
+
+
+class InvalidAdapterError(RequestError):
+    """A LoRA adapter that does not fit the served model, or lies where none may be read."""
+
+
+class AdapterExistsError(RequestError):
+    """A LoRA adapter of this name is loaded."""
+
+
+class NoAdapterSlotError(RequestError):
+    """All slots for LoRA adapters are taken."""
+
+
+class AuthenticationError(RequestError):
+    """The request has no key, or one that is not known."""
+
+
+class PermissionDeniedError(RequestError):
+    """The request's key does not open this route."""
+
+
+class BodyTimeoutError(RequestError):
+    """The client took too long to send the body."""
+
+
 class RouteNotFoundError(RequestError):
     """No such path."""
 
@@ -143,6 +188,14 @@ class UnsupportedOperationError(RequestError):
 
 class OverloadedError(ServerError):
     """More work waits than is allowed to."""
+
+
+class QueueTimeoutError(ServerError):
+    """The request waited for its turn for longer than it may."""
+
+
+class DeadlineError(ServerError):
+    """The time that the request had is over."""
 
 
 class NotReadyError(ServerError):
@@ -175,12 +228,22 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     UnknownFieldError: ErrorRow(400, _INVALID, "unknown_field", "client_error"),
     UnsupportedFieldError: ErrorRow(400, _INVALID, "unsupported_field", "client_error"),
     ContextLengthError: ErrorRow(400, _INVALID, "context_length_exceeded", "client_error"),
+    InvalidSchemaError: ErrorRow(400, _INVALID, "invalid_json_schema", "client_error"),
+    InvalidGrammarError: ErrorRow(400, _INVALID, "invalid_grammar", "client_error"),
+    InvalidAdapterError: ErrorRow(400, _INVALID, "invalid_adapter", "client_error"),
+    AdapterExistsError: ErrorRow(400, _INVALID, "adapter_exists", "client_error"),
+    NoAdapterSlotError: ErrorRow(409, _INVALID, "no_adapter_slot", "client_error"),
+    AuthenticationError: ErrorRow(401, "authentication_error", "invalid_api_key", "client_error"),
+    PermissionDeniedError: ErrorRow(403, "permission_error", "permission_denied", "client_error"),
+    BodyTimeoutError: ErrorRow(408, _INVALID, "body_timeout", "client_error"),
     RouteNotFoundError: ErrorRow(404, _INVALID, "route_not_found", "client_error"),
     MethodNotAllowedError: ErrorRow(405, _INVALID, "method_not_allowed", "client_error"),
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
     NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
     UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
-    OverloadedError: ErrorRow(503, "overloaded_error", "overloaded", "rejected"),
+    OverloadedError: ErrorRow(429, "rate_limit_error", "overloaded", "rejected"),
+    QueueTimeoutError: ErrorRow(503, "service_unavailable", "queue_timeout", "timeout"),
+    DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
     NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),
     DrainingError: ErrorRow(503, "service_unavailable", "draining", "rejected"),
     EngineFailedError: ErrorRow(503, "service_unavailable", "engine_failed", "server_error"),

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import ServerError
 from server.frontend import Endpoint
-from server.middleware import RequestRecord
+from server.request_record import RequestRecord
 
 T = TypeVar("T")
 

@@ -69,17 +69,7 @@ _REFUSED_FLAGS: dict[str, str] = {
             "api_server_count",
             "data_parallel_multi_port_external_lb",
             "uds",
-            "ssl_ca_certs",
-            "ssl_cert_reqs",
-            "ssl_ciphers",
-            "enable_ssl_refresh",
-            "root_path",
             "middleware",
-            "api_key",
-            "allow_credentials",
-            "allowed_origins",
-            "allowed_methods",
-            "allowed_headers",
             "enable_offline_docs",
             "enable_tokenizer_info_endpoint",
             "enable_server_load_tracking",
@@ -117,12 +107,6 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         if getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
-    if envs.VLLM_API_KEY:
-        raise LaunchError(
-            "VLLM_API_KEY is set, but this server does not check keys; unset it or put an "
-            "authenticating proxy in front",
-            exit_code=2,
-        )
     args.host, args.port = settings.host, settings.port
     return args
 

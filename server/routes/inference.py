@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from server.errors import BodyTooLargeError, InvalidJsonError, MediaTypeError
 from server.frontend import Endpoint, Frontend, JsonObject
-from server.middleware import RequestRecord
+from server.request_record import record_of
 from server.settings import ServerSettings
 from server.streaming import ClientGoneError, SseResponse, commit, until_disconnect
 
@@ -37,7 +37,7 @@ def _handler(
         result = await frontend().handle(endpoint, body, request)
         if isinstance(result, bytes):
             return Response(result, media_type=_JSON)
-        record: RequestRecord = request.state.record
+        record = record_of(request.scope)
         record.stream = True
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
         return SseResponse(frames, endpoint, record)
@@ -47,7 +47,7 @@ def _handler(
         try:
             return await until_disconnect(request.receive, respond(body, request))
         except ClientGoneError:
-            request.state.record.outcome = "aborted"
+            record_of(request.scope).outcome = "aborted"
             return Response(status_code=_GONE)
 
     return handle

@@ -16,7 +16,6 @@ from fastapi.responses import JSONResponse
 
 from rbln_backend.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
-from server.middleware import SERVER_INFO
 from server.settings import ServerSettings
 
 SERVER_FIELDS: Mapping[str, str] = {
@@ -44,7 +43,7 @@ def server_info_router(
     router = APIRouter()
     ours = settings.model_dump(mode="json")
 
-    @router.get(SERVER_INFO)
+    @router.get("/v1/server_info")
     async def server_info() -> JSONResponse:
         ranks = read_descriptions(run_dir)
         told: Mapping[str, Any] = ranks[0] if ranks else {}

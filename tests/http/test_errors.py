@@ -33,7 +33,8 @@ def test_codes_are_unique_but_for_the_base_classes() -> None:
 
 
 def test_retry_after_is_a_header() -> None:
-    assert OverloadedError("busy", retry_after_s=3).headers == {"retry-after": "3"}
+    headers = OverloadedError("busy", retry_after_s=2.5).headers
+    assert headers == {"retry-after": "3", "retry-after-ms": "2500"}
 
 
 def test_error_frames_follow_each_dialect() -> None:

@@ -1,0 +1,75 @@
+"""Every route of the service: its label in metrics and logs, who may call it, and when.
+
+The middleware reads this table, so that a route that is missing here is guarded like the API and
+shares one label. Pure data.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from server.frontend import Endpoint
+
+
+class Scope(enum.Enum):
+    """Which key opens a route, once there are keys."""
+
+    PROBE = "probe"
+    """No key: orchestrators have none."""
+    METRICS = "metrics"
+    """An API or admin key, unless `open_metrics`."""
+    API = "api"
+    """An API key."""
+    ADAPTERS = "adapters"
+    """An admin key, or where there are none an API key."""
+    ADMIN = "admin"
+    """An admin key, or where there are none a client on this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route; `template` is its label. A `gated` one is refused unless the service is ready."""
+
+    template: str
+    scope: Scope
+    gated: bool = True
+    prefix: str = ""
+    """What the paths of a template with a parameter start with."""
+
+
+ROUTES: tuple[Route, ...] = (
+    *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
+    *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
+    *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
+    *(Route(endpoint.value, Scope.API) for endpoint in Endpoint),
+    Route("/v1/models", Scope.API),
+    Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
+    Route("/v1/structured_outputs/validate", Scope.API),
+    Route("/v1/lora_adapters", Scope.API),
+    Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
+    Route("/v1/load_lora_adapter", Scope.ADAPTERS),
+    Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
+    Route("/admin/drain", Scope.ADMIN, gated=False),
+    Route("/admin/undrain", Scope.ADMIN, gated=False),
+)
+OTHER = Route("other", Scope.API, gated=False)
+"""Paths that do not exist."""
+
+_BY_PATH = {route.template: route for route in ROUTES if not route.prefix}
+_BY_PREFIX = [route for route in ROUTES if route.prefix]
+
+
+def route_of(path: str) -> Route:
+    """Return the route of a path; unknown paths share one."""
+    found = _BY_PATH.get(path)
+    if found is None:
+        found = next((route for route in _BY_PREFIX if path.startswith(route.prefix)), OTHER)
+    return found
+
+
+def scope_of(route: Route, method: str) -> Scope:
+    """Return which key opens a route for a method: to remove an adapter is more than to look."""
+    if route.template == "/v1/lora_adapters/{name}" and method not in ("GET", "HEAD"):
+        return Scope.ADAPTERS
+    return route.scope

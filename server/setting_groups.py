@@ -1,0 +1,226 @@
+"""The HTTP server's settings by concern: what each is, its default, what it may be.
+
+`server.settings` joins the groups into one frozen object and reads it. A list is given as a JSON
+array or separated by commas; a flag of a list may be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode
+
+
+def _split(value: object) -> object:
+    """Return the items of a list as it stands in a flag or a variable."""
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in _items(part)]
+    return _items(value)
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, str):
+        return [value]
+    if value.lstrip().startswith("["):
+        try:
+            return list(json.loads(value))
+        except ValueError:
+            pass
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+
+
+class ListenSettings(BaseModel):
+    """Where the server listens, TLS, what browsers may do."""
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
+    root_path: str = Field(
+        "", description="Path prefix that a proxy in front takes off, such as /llm."
+    )
+    ssl_keyfile: Path | None = Field(None, description="TLS private key; with --ssl-certfile.")
+    ssl_certfile: Path | None = Field(None, description="TLS certificate chain.")
+    ssl_keyfile_password: SecretStr | None = Field(
+        None, description="Password of the TLS private key."
+    )
+    ssl_ca_certs: Path | None = Field(
+        None, description="Authorities that client certificates are checked against."
+    )
+    ssl_cert_reqs: Literal["none", "optional", "required"] = Field(
+        "none", description="Whether clients show a certificate of --ssl-ca-certs."
+    )
+    ssl_ciphers: str | None = Field(None, description="OpenSSL cipher list for TLS 1.2.")
+    enable_ssl_refresh: bool = Field(
+        False, description="Load the TLS certificate again when its file changes."
+    )
+    allowed_origins: Words = Field(
+        (), description="Origins whose pages may call this server (CORS); `*` is any. None: off."
+    )
+    allowed_methods: Words = Field(
+        ("GET", "POST", "DELETE"), description="Methods that such a page may use."
+    )
+    allowed_headers: Words = Field(
+        ("*",), description="Request headers that such a page may send; `*` is any."
+    )
+    allow_credentials: bool = Field(
+        False, description="Whether such a page may send cookies; not with the origin `*`."
+    )
+    keep_alive_s: int = Field(
+        75, ge=1, description="Seconds that an idle client connection is kept open."
+    )
+
+
+class AccessSettings(BaseModel):
+    """Who may call what."""
+
+    api_key: Secrets = Field(
+        (),
+        description="Keys that open the API; `name=key` names one in metrics and logs. Better in "
+        "a file or in RBLN_SERVE_API_KEY: flags show in the process list.",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="File of keys, one `name=key` or `name=sha256:<hex digest>` a line; read "
+        "again when it changes.",
+    )
+    admin_key: Secrets = Field(
+        (), description="Keys that open /admin and the loading of adapters; forms as --api-key."
+    )
+    admin_key_file: Path | None = Field(
+        None, description="File of such keys; read again when it changes."
+    )
+    open_metrics: bool = Field(
+        False, description="Serve /metrics and /version without a key even when keys are set."
+    )
+
+
+class AdmissionSettings(BaseModel):
+    """How much work is taken, and how large a request may be."""
+
+    max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Most answers, counting each of `n`, that run or wait at once; more get 429. "
+        "Unset: twice the engine's max_num_seqs.",
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens that may wait for their prefill; beyond it requests get 429. "
+        "Unset: four times the engine's max_model_len, or what max_num_seqs full chunks hold if "
+        "that is more.",
+    )
+    max_queue_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that a request may wait for its turn on the device; then 503. 0: "
+        "any time.",
+    )
+    max_request_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds that a request may take in all; a client's X-Request-Timeout-Ms may "
+        "ask for less. 0: any time.",
+    )
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds that a client may take to send a request's body."
+    )
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, description="Largest accepted request body in bytes."
+    )
+    max_json_depth: int = Field(
+        64, ge=4, le=190, description="Deepest nesting of objects and arrays in a request body."
+    )
+    max_messages: int = Field(4096, ge=1, description="Most messages in one chat request.")
+    max_prompts: int = Field(256, ge=1, description="Most prompts in one completion request.")
+    max_n: int = Field(
+        128, ge=1, description="Largest `n`; never more than the engine's max_num_seqs."
+    )
+    max_stop: int = Field(4, ge=1, le=64, description="Most `stop` strings of one request.")
+    max_logit_bias: int = Field(1024, ge=1, description="Most entries of `logit_bias`.")
+    unknown_fields: Literal["reject", "warn"] = Field(
+        "reject", description="What a request field that nothing acts on gets: 400 or a warning."
+    )
+    stream_commit_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that a stream's status waits for its first event, so that an error "
+        "found until then still gets its own status code.",
+    )
+
+
+class SchemaSettings(BaseModel):
+    """How large a grammar of a structured output may be, and how long its compilation takes."""
+
+    schema_max_bytes: int = Field(
+        64 * 1024, ge=256, description="Largest schema, regex or grammar in bytes."
+    )
+    schema_max_depth: int = Field(32, ge=2, le=128, description="Deepest nesting of a schema.")
+    schema_max_nodes: int = Field(
+        4096, ge=16, description="Most objects, arrays and values of a schema."
+    )
+    schema_max_enum: int = Field(1024, ge=1, description="Most values of one `enum` or `choice`.")
+    schema_max_pattern: int = Field(
+        1024, ge=16, description="Longest `pattern` or regex in characters."
+    )
+    schema_compile_timeout_s: float = Field(
+        5.0, gt=0, description="Seconds that a grammar may take to compile; then 400."
+    )
+    schema_workers: int = Field(
+        1, ge=1, le=16, description="Processes that try grammars before the engine gets them."
+    )
+    schema_cache_entries: int = Field(
+        1024, ge=1, description="Verdicts on grammars that are remembered."
+    )
+
+
+class AdapterSettings(BaseModel):
+    """Where LoRA adapters may be loaded from while serving."""
+
+    lora_root: Path | None = Field(
+        None,
+        description="Directory below which adapters may be loaded over HTTP. Unset: only what "
+        "--lora-modules names.",
+    )
+    lora_state_file: Path | None = Field(
+        None,
+        description="File that remembers the loaded adapters over a restart. Unset: "
+        "`adapters.json` in --lora-root, if it can be written.",
+    )
+
+
+class LifeSettings(BaseModel):
+    """Start, stop, failure, logs."""
+
+    drain_timeout_s: float = Field(
+        25.0, ge=0, description="Seconds that in-flight requests get to finish after SIGTERM."
+    )
+    death_linger_s: float = Field(
+        2.0,
+        ge=0,
+        description="Seconds to answer 503 with the reason after the engine died or could not "
+        "start, before exiting.",
+    )
+    step_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        description="Seconds without a finished step, while there is work, after which the engine "
+        "counts as hung and the process ends. 0: never.",
+    )
+    run_root: Path | None = Field(
+        None, description="Where the run directory is made; unset takes the system's."
+    )
+    engine_start: Literal["forkserver", "spawn"] = Field(
+        "forkserver",
+        description="How the engine process starts; `spawn` is slower and needs no fork server.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe messages of the server's own log."
+    )
+    log_format: Literal["text", "json"] = Field("text", description="Form of the server's log.")
