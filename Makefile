@@ -17,10 +17,10 @@ name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench docs models lock clean
+.PHONY: help install dev serve test lint bench dashboards docs models lock clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
 install: $(stamps)/project build/default-model/config.json ## Locked environment, this project, the default model
 
@@ -40,6 +40,9 @@ lint: dev ## ruff, mypy --strict and the import contracts
 
 bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks.compare
 	$(quiet) $(python) -m benchmarks.compare --save $(ARGS)
+
+dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
+	$(python) -m deploy.grafana.generate
 
 docs: dev ## Rewrite the generated pages of docs/
 	$(quiet) $(python) docs/generate.py

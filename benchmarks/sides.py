@@ -98,8 +98,11 @@ def server_sides() -> dict[str, ServerSide]:
     sides = [
         ServerSide(
             name=OURS.name,
-            note="`rbln-serve serve`, its defaults",
-            command=lambda s: [str(_BIN / "rbln-serve"), "serve", *_vllm_flags(s)],
+            note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets",
+            command=lambda s: [
+                *(str(_BIN / "rbln-serve"), "serve", *_vllm_flags(s)),
+                *("--max-in-flight", "100000", "--max-queued-tokens", "100000000"),
+            ],
             env=OURS.env,
             ready="/readyz",
             fields=_VLLM_FIELDS,

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md, metrics.md, models.md and server_info.md from the code.
+"""Writes docs/configuration.md, metrics.md, models.md, observability.md, server_info.md.
 
 What models.md says of each family was measured by docs/models.py.
 
@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
+from observability_page import (
+    ALERT_HEADER,
+    PANEL_HEADER,
+    PARAGRAPHS,
+    SET_UP,
+    alert_rows,
+    dashboard_parts,
+)
 from pydantic import SecretStr
 
 from rbln_backend.config import CHOICES, RblnConfig
@@ -53,6 +61,7 @@ def pages() -> dict[Path, str]:
         DOCS / "configuration.md": configuration_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
+        DOCS / "observability.md": observability_page(),
         DOCS / "server_info.md": server_info_page(),
     }
 
@@ -139,6 +148,28 @@ def models_page() -> str:
         "Further reasons come from vLLM: an architecture or a format of weights that it does not "
         "know, sizes that contradict each other, code of the model's own without "
         "`--trust-remote-code`.",
+    )
+
+
+def observability_page() -> str:
+    """Return the page of dashboards and alerts."""
+    parts = [
+        block
+        for heading, picture, rows in dashboard_parts()
+        for block in (heading, picture, _table(PANEL_HEADER, rows))
+    ]
+    return _page(
+        "# Observability",
+        NOTICE,
+        PARAGRAPHS[0],
+        SET_UP,
+        *PARAGRAPHS[1:],
+        "## Alerts",
+        "critical pages, warning is looked at on the same day, info is a hint. Each name leads to "
+        "its runbook; the expressions are in `deploy/prometheus/alerts.yml`.",
+        _table(ALERT_HEADER, alert_rows()),
+        "## Dashboards",
+        *parts,
     )
 
 

@@ -37,6 +37,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """The allowed values of the fields that have a closed set of them."""
 
+QUEUE_TIMEOUT = "queue_timeout"
+"""The stop reason of a request that waited for longer than `max_queue_ms`."""
+
 _GIB = 1024**3
 
 
@@ -101,6 +104,14 @@ class RblnConfig:
         metadata=_about(
             "Prefill chunk sizes in tokens; unset derives the chunk and its halves down to 16, six "
             "sizes at most."
+        ),
+    )
+    prefill_step_tokens: int | None = field(
+        default=None,
+        metadata=_about(
+            "What a prefill step costs besides its tokens, in tokens: a prompt is cut into smaller "
+            "chunks where padding would cost more. Unset: 16 on the emulated device; on an NPU the "
+            "largest chunk, which cuts nothing."
         ),
     )
     decode_steps_per_chunk: Count = field(
@@ -171,6 +182,12 @@ class RblnConfig:
             "`max_num_seqs` requests, within an eighth of the memory."
         ),
     )
+    record_usage: bool = field(
+        default=True,
+        metadata=_about(
+            "Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."
+        ),
+    )
     num_devices_per_local_rank: int = field(
         default=1, metadata=_about("NPUs that one rank splits its tensors over.", graph=True)
     )
@@ -206,6 +223,13 @@ class RblnConfig:
         metadata=_about(
             "`auto` keeps the memory of a step's large tensors for the next step; `system` is "
             "torch's own."
+        ),
+    )
+    max_queue_ms: Count = field(
+        default=0,
+        metadata=_about(
+            "Milliseconds that a request may wait to be scheduled for the first time; 0 is any "
+            "time. The HTTP server sets it to its `--max-queue-s`."
         ),
     )
     run_dir: str | None = field(

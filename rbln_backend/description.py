@@ -74,6 +74,9 @@ class BucketsInfo:
 
     decode: Annotated[list[int], "Requests of a decode step; none for a model that pools."]
     prefill: Annotated[list[int], "Tokens of a chunk."]
+    usage_file: Annotated[
+        str | None, "File that keeps how often each size ran, over restarts; null: none is kept."
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,15 @@ class KvInfo:
 
     bytes: Annotated[int, "Bytes of all groups."]
     groups: Annotated[list[KvGroupInfo], "The groups; none for a model without a cache."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraInfo:
+    """Room for LoRA adapters; null without `--enable-lora`."""
+
+    max_loras: Annotated[int, "Slots: adapters that can be loaded at once."]
+    max_lora_rank: Annotated[int, "Largest rank of an adapter."]
+    bytes: Annotated[int, "Bytes of all slots, filled or not."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +130,14 @@ SECTIONS: Mapping[str, type] = {
     "limits": LimitsInfo,
     "buckets": BucketsInfo,
     "kv": KvInfo,
+    "lora": LoraInfo,
     "cache": CacheInfo,
 }
 """The sections of a description that are objects of their own."""
 
 
 Section: TypeAlias = (
-    DeviceInfo | RuntimeInfo | ModelInfo | LimitsInfo | BucketsInfo | KvInfo | CacheInfo
+    DeviceInfo | RuntimeInfo | ModelInfo | LimitsInfo | BucketsInfo | KvInfo | LoraInfo | CacheInfo
 )
 
 

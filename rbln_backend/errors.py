@@ -4,6 +4,7 @@
     |-- ConfigError            (ValueError)    a setting is unknown, malformed or impossible
     |-- BucketError            (ValueError)    a bucket table is invalid, or no bucket fits
     |-- UnsupportedModelError  (ValueError)    the model cannot run here, with the reason
+    |-- AdapterError           (ValueError)    a LoRA adapter does not fit the model or has no slot
     |-- DeviceMemoryError      (MemoryError)   weights or KV cache do not fit on the device
     |-- CompileError           (RuntimeError)  a graph could not be compiled or built
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
@@ -31,6 +32,10 @@ class BucketError(RblnError, ValueError):
 
 class UnsupportedModelError(RblnError, ValueError):
     """The model, its quantisation or its layers cannot run on this device."""
+
+
+class AdapterError(RblnError, ValueError):
+    """A LoRA adapter cannot be read, does not fit the served model, or finds no free slot."""
 
 
 class DeviceMemoryError(RblnError, MemoryError):

@@ -40,6 +40,8 @@ class ModelReport:
     num_graphs: int
     prefix_caching: bool
     prefix_caching_reason: str
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -61,6 +63,7 @@ class ModelReport:
             ("decode buckets", _sizes(self.decode_buckets)),
             ("graphs", str(self.num_graphs)),
             ("prefix caching", self._prefix_caching()),
+            *self._adapters(),
             ("device", self.device),
         ]
 
@@ -73,6 +76,11 @@ class ModelReport:
             *(("KV cache", self._group(group)) for group in self.kv_groups),
             ("context", f"{self.max_model_len} tokens in blocks of {self.block_size}"),
         ]
+
+    def _adapters(self) -> list[tuple[str, str]]:
+        if not self.max_loras:
+            return []
+        return [("adapters", f"{self.max_loras} slots for ranks up to {self.max_lora_rank}")]
 
     def _weights(self) -> str:
         packed = f", {self.quantization}" if self.quantization else ""

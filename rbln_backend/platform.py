@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.logger import init_logger
@@ -18,7 +18,10 @@ from rbln_backend.unsupported import (
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     KV_TRANSFER,
-    LORA,
+    LORA_DTYPE,
+    LORA_ON_NPU,
+    LORA_POOLING,
+    LORA_TARGET,
     MLA,
     MULTI_RANK,
     MULTIMODAL,
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from rbln_backend.grammar.trial import GrammarTrial
+
 logger = init_logger(__name__)
 
 # Defaults of the command line: a chunk that keeps the time between tokens short, and a batch
@@ -43,6 +48,12 @@ DEFAULT_BLOCK_SIZE = 128
 # Fine enough that a shared prompt costs at most a handful of tokens again, coarse enough that
 # hashing and logging them does not show.
 DEFAULT_REUSE_UNIT = 16
+DEFAULT_STEP_TOKENS = 16
+
+# Follows schemas, regular expressions, grammars and the tags of tool calls, all of them compiled.
+GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
+
+_NOT_ADAPTED = ("embed_tokens", "lm_head", "experts")
 
 
 class RblnPlatform(Platform):
@@ -126,6 +137,10 @@ class RblnPlatform(Platform):
         return "rbln_backend.attention.backend.RblnAttentionBackend"
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "rbln_backend.lora.punica.RblnPunicaWrapper"
+
+    @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         if parser is not None:
             parser.set_defaults(
@@ -147,6 +162,8 @@ class RblnPlatform(Platform):
         model = _model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
+        _settle_lora(vllm_config, rbln)
+        _settle_grammars(vllm_config)
 
     @classmethod
     def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
@@ -154,6 +171,13 @@ class RblnPlatform(Platform):
         from rbln_backend.worker.preflight import inspect_model
 
         return inspect_model(vllm_config)
+
+    @classmethod
+    def grammar_trial(cls, vllm_config: VllmConfig) -> GrammarTrial:
+        """Return what tries grammars as the engine compiles them; asked by the server."""
+        from rbln_backend.grammar.trial import GrammarTrial
+
+        return GrammarTrial(vllm_config)
 
     @classmethod
     def refuse_model(cls, model_config: ModelConfig) -> None:
@@ -216,7 +240,6 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     _refuse_first(
         {
             MULTI_RANK: model_parallel,
-            LORA: vllm_config.lora_config is not None,
             SPECULATION: vllm_config.speculative_config is not None,
             KV_TRANSFER: vllm_config.kv_transfer_config is not None,
         }
@@ -252,6 +275,43 @@ def _refuse_first(present: Mapping[Feature, bool]) -> None:
     for feature, is_present in present.items():
         if is_present:
             raise feature.refusal()
+
+
+def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Refuse adapters that the slots cannot hold; they compute in the model's dtype."""
+    lora, model = vllm_config.lora_config, _model_config(vllm_config)
+    if lora is None or model is None:
+        return
+    from rbln_backend.compiler.device import choose_device
+
+    asked = [name for name in lora.target_modules or () if name in _NOT_ADAPTED]
+    wanted = lora.lora_dtype
+    _refuse_first(
+        {
+            LORA_ON_NPU: choose_device(rbln) == "rebel",
+            LORA_POOLING: model.runner_type == "pooling",
+            LORA_TARGET: bool(asked),
+            LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
+        }
+    )
+    assert isinstance(model.dtype, torch.dtype)
+    lora.lora_dtype = model.dtype
+    if lora.max_cpu_loras not in (None, lora.max_loras):
+        # An adapter is in a slot or not there at all.
+        logger.warning("--max-cpu-loras has no effect: adapters lie in --max-loras slots")
+        lora.max_cpu_loras = lora.max_loras
+
+
+def _settle_grammars(vllm_config: VllmConfig) -> None:
+    """One grammar backend for all requests; upstream would take the one of the first request."""
+    grammars = vllm_config.structured_outputs_config
+    if grammars.backend == "auto":
+        grammars.backend = GRAMMAR_BACKEND
+    if grammars.backend != GRAMMAR_BACKEND:
+        raise ConfigError(
+            f"--structured-outputs-config.backend must be auto or {GRAMMAR_BACKEND}, the one "
+            f"grammar backend of this platform, got {grammars.backend!r}"
+        )
 
 
 def _set_classes(vllm_config: VllmConfig) -> None:
@@ -293,7 +353,7 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
 
 
 def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    """Settle where prefixes can be reused, for the scheduler and every worker alike."""
+    """Settle where prefixes can be reused and how prompts are cut, for all processes alike."""
     from rbln_backend.compiler.device import choose_device
     from rbln_backend.kv_cache.layout import reuse_unit
 
@@ -306,6 +366,10 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         block_size=vllm_config.cache_config.block_size,
         enabled=rbln.sub_block_cache,
     )
-    settled = dataclasses.replace(rbln, sub_block_size=unit)
+    step_tokens = rbln.prefill_step_tokens
+    if step_tokens is None:
+        # Where an NPU's time goes in a step is not known here.
+        step_tokens = DEFAULT_STEP_TOKENS if is_emulated else chunk
+    settled = dataclasses.replace(rbln, sub_block_size=unit, prefill_step_tokens=step_tokens)
     assert isinstance(vllm_config.additional_config, dict)
     vllm_config.additional_config["rbln"] = settled.to_dict()

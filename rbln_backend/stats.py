@@ -179,7 +179,7 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_device_memory_bytes",
         "gauge",
-        "Device memory in use by kind (weights, kv), all ranks together.",
+        "Device memory in use by kind (weights, kv, lora), all ranks together.",
         ("kind",),
         across_ranks="sum",
     ),

@@ -63,11 +63,35 @@ MULTI_RANK = Feature(
     "which drives one device with one rank",
     "drop the flag",
 )
-LORA = Feature(
-    "LoRA adapters (--enable-lora)",
-    "--enable-lora",
-    "whose graphs have no adapter inputs",
+LORA_ON_NPU = Feature(
+    "LoRA adapters on an NPU",
+    "--enable-lora, on an NPU",
+    "whose op for adapters belongs to the emulated device",
     "drop --enable-lora, or merge the adapter into the checkpoint",
+)
+LORA_POOLING = Feature(
+    "LoRA adapters of models that pool",
+    "--enable-lora with an embedding or reranking model",
+    "whose adapters are those of models that generate",
+    "drop --enable-lora, or merge the adapter into the checkpoint",
+)
+LORA_MODEL = Feature(
+    "LoRA adapters of models that vLLM does not adapt",
+    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM",
+    "which takes over the layers that vLLM wraps",
+    "drop --enable-lora, or merge the adapter into the checkpoint",
+)
+LORA_TARGET = Feature(
+    "LoRA adapters of embeddings, LM heads and experts",
+    "--lora-target-modules embed_tokens, lm_head or experts",
+    "which adapts the linear layers of attention and MLPs",
+    "train the adapter on the projections of attention and MLPs",
+)
+LORA_DTYPE = Feature(
+    "LoRA adapters in another dtype than the model",
+    "--lora-dtype",
+    "whose op adds products to sums of one dtype",
+    "drop --lora-dtype",
 )
 SPECULATION = Feature(
     "speculative decoding",
@@ -173,7 +197,11 @@ FEATURES: tuple[Feature, ...] = (
     QUANTIZED_EXPERTS,
     QUANTIZATION,
     MULTI_RANK,
-    LORA,
+    LORA_ON_NPU,
+    LORA_POOLING,
+    LORA_MODEL,
+    LORA_TARGET,
+    LORA_DTYPE,
     SPECULATION,
     KV_TRANSFER,
 )

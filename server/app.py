@@ -11,24 +11,34 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
+from server.admission import Admission
+from server.auth import Access
 from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundError, describe
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
 from server.middleware import EdgeMiddleware, GateMiddleware
 from server.observability.metrics import ServerMetrics
+from server.routes.admin import admin_router
+from server.routes.console import console_router
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
+from server.routes.lora import lora_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
+from server.routes.openapi import openapi_router
 from server.routes.server_info import server_info_router
+from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
 
 
 def create_app(
     settings: ServerSettings,
     lifecycle: Lifecycle,
+    admission: Admission,
     metrics: ServerMetrics,
     frontend: Callable[[], Frontend],
     versions: Mapping[str, str],
@@ -44,20 +54,57 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with background():
+        async with access.following_files(), background():
             yield
 
-    app = FastAPI(title="rbln-serve", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    access = Access(settings)
+    app = FastAPI(
+        title="rbln-serve",
+        lifespan=lifespan,
+        root_path=settings.root_path,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.include_router(health_router(lifecycle, versions))
-    app.include_router(metrics_router(metrics, lifecycle))
+    app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend))
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir))
     app.include_router(models_router(frontend))
-    add_inference_routes(app, frontend, settings)
+    app.include_router(structured_outputs_router(frontend, settings))
+    app.include_router(lora_router(frontend, settings, metrics))
+    app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
+    app.include_router(admin_router(settings, lifecycle))
+    app.include_router(console_router())
+    add_inference_routes(app, frontend, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     # The last one added is the first to see a request.
-    app.add_middleware(GateMiddleware, lifecycle=lifecycle)
-    app.add_middleware(EdgeMiddleware, lifecycle=lifecycle, metrics=metrics)
+    app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
+    if settings.allowed_origins:
+        _allow_origins(app, settings)
+    app.add_middleware(
+        EdgeMiddleware,
+        lifecycle=lifecycle,
+        metrics=metrics,
+        tracing=lambda: frontend().tracing if lifecycle.started else None,
+    )
     return app
+
+
+def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    """Let pages of other origins call, and read the errors that the gate answers with."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+    )
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods that a path takes; the framework knows those of its first route."""
+    matching = (r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+    return {method for route in matching for method in getattr(route, "methods", ())}
 
 
 async def _raise_ours(request: Request, error: Exception) -> Response:
@@ -67,7 +114,7 @@ async def _raise_ours(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         raise RouteNotFoundError(f"There is no route {where}.")
     if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "")
+        allow = ", ".join(sorted(_methods(request)))
         raise MethodNotAllowedError(
             f"{where} is not allowed; this path takes {allow}.", headers={"allow": allow}
         )

@@ -55,7 +55,7 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
 def _inspect(argv: Sequence[str], settings: ServerSettings) -> ModelReport:
     """Raises `LaunchError`, whatever is wrong."""
     _quiet_engine_logs(settings)
-    from server.vllm_frontend import parse_arguments
+    from server.vllm_flags import parse_arguments
 
     args = parse_arguments(argv, settings)
     try:

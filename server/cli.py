@@ -1,4 +1,4 @@
-"""The command line: `rbln-serve serve|check MODEL [our flags] [vLLM's flags, verbatim]`.
+"""The command line: `rbln-serve serve|check MODEL [our flags] [vLLM's flags, verbatim]`, `tune`.
 
 Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
 is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
@@ -33,9 +33,11 @@ as well and means the same; --help=all lists them, --help=max-num-seqs explains 
 # Settings that vLLM has under the same name, so that its --config file may hold them.
 _SHARED_WITH_VLLM = (
     *("host", "port", "root_path", "api_key"),
-    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers", "enable_ssl_refresh"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    "enable_ssl_refresh",
     *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
 )
+_SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password")
 _BACKLOG = 2048
 
 
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _serve(args[1:], started_at)
     if args[:1] == ["check"]:
         return _check(args[1:])
+    if args[:1] == ["tune"]:
+        return _tune(args[1:])
     parser.parse_args(args)
     parser.print_help()
     return 2
@@ -61,6 +65,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
     commands.add_parser("check", help="say whether a model can be served", add_help=False)
+    commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
     return parser
 
 
@@ -99,7 +104,40 @@ def _serve(argv: Sequence[str], started_at: float) -> int:
     flags, rest = _split(parser, argv)
     if _helped(parser, flags):
         return 0
-    return _run(_settings(parser, flags, rest), rest, started_at)
+    settings = _settings(parser, flags, rest)
+    _check_secrets(parser, settings)
+    _hide_secrets(argv)
+    return _run(settings, rest, started_at)
+
+
+def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
+    """End the process with 2 when keys or certificates are wrong, before anything listens."""
+    from server.auth import Access
+    from server.tls import Tls
+
+    try:
+        Access(settings)
+        if settings.ssl_certfile is not None:
+            Tls(settings)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def _hide_secrets(argv: Sequence[str]) -> None:
+    """Take what secret flags say off the process's title, which every user of the host can read."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") not in _SECRET_FLAGS:
+            continue
+        if equals:
+            words[index] = f"{flag}=***"
+        elif index + 1 < len(words):
+            words[index + 1] = "***"
+    if words != list(argv):
+        import setproctitle
+
+        setproctitle.setproctitle(" ".join((_PROG, "serve", *words)))
 
 
 def _check(argv: Sequence[str]) -> int:
@@ -117,12 +155,52 @@ def _check(argv: Sequence[str]) -> int:
     return check(rest, settings, as_json=as_json)
 
 
+def _tune(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROG} tune",
+        description="Suggest buckets for what servers of this cache root have run.",
+    )
+    parser.add_argument("--cache-root", type=Path, help="the servers' [VLLM_CACHE_ROOT]")
+    parser.add_argument("--model", metavar="TEXT", help="only models whose name contains TEXT")
+    for phase in ("decode", "prefill"):
+        about = f"most graphs for {phase} steps"
+        parser.add_argument(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
+    args = parser.parse_args(argv)
+    from rbln_backend.envs import resolve
+    from server.tune import tune
+
+    limits = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
+    return tune(
+        args.cache_root or Path(resolve(None).config.cache_root),
+        args.model,
+        {phase: limit for phase, limit in limits.items() if limit is not None},
+        as_json=args.json,
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
+
+
 def _split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[dict[str, object], list[str]]:
     """Return our flags by name, and the words that are MODEL or vLLM's."""
-    ours, rest = parser.parse_known_args(argv)
+    ours, rest = parser.parse_known_args([_dashed(word) for word in argv])
     return vars(ours), rest
+
+
+def _dashed(word: str) -> str:
+    """Return a flag of ours as it is spelt; vLLM's users may write `--api_key` as well."""
+    flag, equals, value = word.partition("=")
+    spelt = flag.replace("_", "-")
+    name = spelt.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    known = flag.startswith("--") and name in ServerSettings.model_fields
+    return f"{spelt}{equals}{value}" if known else word
 
 
 def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
@@ -133,7 +211,7 @@ def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
     if topic == "":
         parser.print_help()
     else:
-        from server.vllm_frontend import print_help
+        from server.vllm_flags import print_help
 
         print_help(str(topic))
     return True

@@ -22,11 +22,13 @@ from rbln_backend.progress import ProgressReader
 from server import __version__
 from server.engine_config import engine_config
 from server.engine_process import (
+    allow_stop_strings,
     choose_start_method,
     end_engine_processes,
     engine_processes,
 )
-from server.engine_socket import receive_directly
+from server.engine_socket import EngineSocket, receive_directly
+from server.engine_watch import HangWatch
 from server.frontend import Frontend
 from server.launch_errors import launch_error
 from server.self_test import self_test
@@ -36,7 +38,7 @@ from server.vllm_import import import_vllm
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from server.gated_engine import GatedLLM
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,9 +47,11 @@ T = TypeVar("T")
 class VllmEngine:
     """A running AsyncLLM with its front end."""
 
-    def __init__(self, engine: AsyncLLM, frontend: Frontend) -> None:
+    def __init__(self, engine: GatedLLM, frontend: Frontend, watch: HangWatch) -> None:
         self._engine = engine
         self._frontend = frontend
+        self._watch = watch
+        self._hang: str | None = None
         self._processes = engine_processes()
 
     @property
@@ -56,11 +60,23 @@ class VllmEngine:
         return self._frontend
 
     def failure(self) -> str | None:
-        """Return why the engine is dead, None while it lives."""
+        """Return why the engine is dead, None while it lives; one that hangs is killed first."""
+        if self._hang is not None:
+            return self._hang
         for process in self._processes:
             if process.exitcode is not None:
                 return f"engine process {process.name} ended with exit code {process.exitcode}"
-        return "the engine reported a fatal error" if self._engine.errored else None
+        if self._engine.errored:
+            return "the engine reported a fatal error"
+        if (silent_s := self._watch.hung_for_s()) is not None:
+            self._hang = (
+                f"the engine has hung for {silent_s:.0f} s, the limit of --step-timeout-s, and was "
+                "killed"
+            )
+            # Whoever waits for an answer of it learns of its end by its end.
+            for process in self._processes:
+                process.kill()
+        return self._hang
 
     async def shutdown(self, timeout_s: float) -> None:
         """Stop the engine process; it is killed after `timeout_s` seconds."""
@@ -78,7 +94,7 @@ class VllmLauncher:
         self._settings = settings
         self._run_dir = run_dir
         self._model = ""
-        self._built: Future[tuple[Namespace, AsyncLLM]] | None = None
+        self._built: Future[tuple[Namespace, GatedLLM, EngineSocket]] | None = None
 
     @property
     def building(self) -> bool:
@@ -101,13 +117,16 @@ class VllmLauncher:
         gc.disable()
         try:
             self._built = in_daemon_thread(self._build)
-            args, engine = await asyncio.wrap_future(self._built)
+            args, engine, socket = await asyncio.wrap_future(self._built)
             tasks = await engine.get_supported_tasks()
             from server.vllm_frontend import build_frontend
 
             frontend = await build_frontend(engine, args, tasks, self._settings)
             await self_test(engine, tasks)
-            return VllmEngine(engine, frontend)
+            watch = HangWatch(
+                self._settings.step_timeout_s, lambda: socket.num_messages, engine.is_sleeping
+            )
+            return VllmEngine(engine, frontend, watch)
         except Exception as error:
             # The boundary of start-up: whatever failed in there ends the process with a reason.
             logger.debug("Start-up failed", exc_info=True)
@@ -121,29 +140,35 @@ class VllmLauncher:
         """End the engine processes of a launch that is under way."""
         await asyncio.wrap_future(in_daemon_thread(end_engine_processes))
 
-    def _build(self) -> tuple[Namespace, AsyncLLM]:
+    def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
         import_vllm()
-        from server.vllm_frontend import import_serving, parse_arguments
+        allow_stop_strings(self._settings.max_stop)
+        from server.vllm_flags import parse_arguments
+        from server.vllm_frontend import import_serving
 
         args = parse_arguments(self._argv, self._settings)
         self._model = args.model
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
         from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from server.engine_outputs import tell_queue_timeouts
+        from server.gated_engine import GatedLLM
 
         choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
         # The engine process loads the model while this one imports what serves it.
         serving = in_daemon_thread(import_serving)
-        engine = AsyncLLM.from_vllm_config(
+        engine = GatedLLM.from_vllm_config(
             vllm_config,
             usage_context=UsageContext.OPENAI_API_SERVER,
             enable_log_requests=engine_args.enable_log_requests,
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
             disable_log_stats=engine_args.disable_log_stats,
         )
-        receive_directly(engine)
+        assert isinstance(engine, GatedLLM)
+        socket = receive_directly(engine)
+        tell_queue_timeouts(engine, self._settings.max_queue_s)
         serving.result()
-        return args, engine
+        return args, engine, socket
 
 
 def in_daemon_thread(work: Callable[[], T]) -> Future[T]:

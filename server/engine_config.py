@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 
+_BACKLOG_CONTEXTS = 4
+_LEAST_BACKLOG = 16384
+
+
 def engine_config(
     args: Namespace, settings: ServerSettings, run_dir: Path | None
 ) -> tuple[AsyncEngineArgs, VllmConfig]:
@@ -33,16 +37,42 @@ def engine_config(
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if run_dir is not None:
-        engine_args.additional_config = _with_run_dir(engine_args.additional_config, run_dir)
+        ours = {"run_dir": str(run_dir), "max_queue_ms": math.ceil(settings.max_queue_s * 1000)}
+        engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
     # An engine that gets the signal together with us must drain as we do.
     engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
     context = UsageContext.OPENAI_API_SERVER
     try:
-        return engine_args, engine_args.create_engine_config(usage_context=context)
+        config = engine_args.create_engine_config(usage_context=context)
+        _limit_backlog(config, settings)
+        return engine_args, config
     except ValueError as error:
         if not isinstance(error, RblnError):
             _refuse_model(engine_args)
         raise
+
+
+def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
+    """Bound the prompt tokens that wait for their prefill, through vLLM's own limit."""
+    scheduler = config.scheduler_config
+    given, wanted = scheduler.max_num_queued_tokens, settings.max_queued_tokens
+    if given is not None and wanted not in (None, given):
+        raise LaunchError(
+            f"--max-num-queued-tokens {given} and --max-queued-tokens {wanted} are the same limit; "
+            "give one of them",
+            exit_code=2,
+        )
+    if given is None:
+        scheduler.max_num_queued_tokens = wanted or _default_backlog(config)
+
+
+def _default_backlog(config: VllmConfig) -> int | None:
+    """A prompt that is pooled is short, and many of them come in one request."""
+    model, scheduler = config.model_config, config.scheduler_config
+    if model.runner_type == "pooling":
+        return None
+    chunks = scheduler.max_num_seqs * scheduler.max_num_batched_tokens
+    return max(_BACKLOG_CONTEXTS * model.max_model_len, chunks, _LEAST_BACKLOG)
 
 
 def _refuse_model(engine_args: AsyncEngineArgs) -> None:
@@ -60,10 +90,10 @@ def _refuse_model(engine_args: AsyncEngineArgs) -> None:
     refuse(model_config)
 
 
-def _with_run_dir(additional: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    ours = additional.get("rbln", {})
-    if not isinstance(ours, dict):
+def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    given = additional.get("rbln", {})
+    if not isinstance(given, dict):
         raise LaunchError(
-            f"--additional-config: 'rbln' must be an object, got {ours!r}", exit_code=2
+            f"--additional-config: 'rbln' must be an object, got {given!r}", exit_code=2
         )
-    return {**additional, "rbln": {**ours, "run_dir": str(run_dir)}}
+    return {**additional, "rbln": {**given, **ours}}

@@ -34,6 +34,16 @@ def choose_start_method(method: StartMethod) -> None:
     envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: method
 
 
+def allow_stop_strings(number: int) -> None:
+    """Let requests have as many `stop` strings as this server allows.
+
+    vLLM's request models take their limit from its table of variables as they are imported.
+    """
+    from vllm import envs
+
+    envs.environment_variables["VLLM_MAX_STOP_STRINGS"] = lambda: number
+
+
 def engine_processes() -> list[multiprocessing.process.BaseProcess]:
     """Return this process's children that were started as engine processes."""
     return list(multiprocessing.active_children())

@@ -30,6 +30,8 @@ class EngineSocket(zmq.asyncio.Socket):
     _source: zmq.asyncio.Socket
     _plain: zmq.Socket[Any]
     _descriptor = -1
+    num_messages = 0
+    """How many came so far."""
     _loop: asyncio.AbstractEventLoop | None = None
     _waiter: asyncio.Future[None] | None = None
 
@@ -53,6 +55,7 @@ class EngineSocket(zmq.asyncio.Socket):
             # The parts of a message arrive together.
             while frames[-1].more:
                 frames.append(self._plain.recv(flags | _NO_WAIT, False, track))
+            self.num_messages += 1
             return [frame.bytes for frame in frames] if copy else frames
 
     def close(self, linger: int | None = None) -> None:
@@ -77,8 +80,10 @@ class EngineSocket(zmq.asyncio.Socket):
             self._waiter.set_result(None)
 
 
-def receive_directly(engine: AsyncLLM) -> None:
-    """Let a new engine's client receive through an `EngineSocket`; before its first request."""
+def receive_directly(engine: AsyncLLM) -> EngineSocket:
+    """Let a new engine's client receive through this socket; before its first request."""
     resources = engine.engine_core.resources
     assert resources.output_queue_task is None, "the client receives already"
-    resources.output_socket = EngineSocket(resources.output_socket)
+    socket = EngineSocket(resources.output_socket)
+    resources.output_socket = socket
+    return socket

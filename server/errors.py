@@ -58,8 +58,11 @@ class ServerError(Exception):
     """An error with a message for the client; `param` names the field in question.
 
     `headers` go with the answer; `retry_after_s` becomes two of them, for whole seconds and for
-    milliseconds, which OpenAI's clients read first.
+    milliseconds, which OpenAI's clients read first. `rejection` names the limit that refused work,
+    for the metrics.
     """
+
+    rejection: str | None = None
 
     def __init__(
         self,
@@ -74,8 +77,12 @@ class ServerError(Exception):
         self.param = param
         self.headers = dict(headers or {})
         if retry_after_s is not None:
-            self.headers["retry-after"] = str(math.ceil(retry_after_s))
-            self.headers["retry-after-ms"] = str(round(retry_after_s * 1000))
+            self.retry_in(retry_after_s)
+
+    def retry_in(self, seconds: float) -> None:
+        """Tell the client when to try again."""
+        self.headers["retry-after"] = str(math.ceil(seconds))
+        self.headers["retry-after-ms"] = str(round(seconds * 1000))
 
     @property
     def row(self) -> ErrorRow:
@@ -187,11 +194,24 @@ class UnsupportedOperationError(RequestError):
 
 
 class OverloadedError(ServerError):
-    """More work waits than is allowed to."""
+    """More work waits than is allowed to; `rejection` is one of `REJECTIONS`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rejection: str = "engine",
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.rejection = rejection
 
 
 class QueueTimeoutError(ServerError):
     """The request waited for its turn for longer than it may."""
+
+    rejection = "queue_timeout"
 
 
 class DeadlineError(ServerError):
@@ -213,6 +233,12 @@ class EngineFailedError(ServerError):
 class InternalError(ServerError):
     """A fault of ours; the log has the details under the request id."""
 
+
+REJECTIONS = (
+    *("in_flight", "queued_tokens", "queued_requests", "grammars", "engine", "queue_timeout"),
+)
+"""What work is refused for: permits, vLLM's two limits, the grammar gate's queue, vLLM without
+saying which, time in queue."""
 
 _INVALID = "invalid_request_error"
 

@@ -8,12 +8,26 @@ every failure as a `ServerError`, before the first frame wherever it can know th
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
+if TYPE_CHECKING:
+    from server.lora.registry import AdapterRegistry
+    from server.observability.tracing import Tracing
+    from server.structured_outputs.gate import GrammarGate
+
 JsonObject = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine takes: sequences in one step, and prompt tokens that wait (None: any)."""
+
+    max_num_seqs: int
+    max_queued_tokens: int | None
 
 
 class Endpoint(enum.Enum):
@@ -67,8 +81,41 @@ _POOLING_ENDPOINTS = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireSchemas:
+    """JSON schemas of the endpoints that the served model offers.
+
+    References point into `#/components/schemas/`, which is what `definitions` is for.
+    """
+
+    requests: Mapping[Endpoint, JsonObject]
+    answers: Mapping[Endpoint, JsonObject]
+    definitions: Mapping[str, JsonObject]
+    streaming: Collection[Endpoint]
+    """The endpoints that can answer with a stream of events."""
+
+
 class Frontend(Protocol):
     """Turns request bodies into answers; usable from the moment the service is ready."""
+
+    @property
+    def keep_alive_s(self) -> float:
+        """Seconds of silence after which a stream gets a comment; 0: it never does."""
+        ...
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """What makes spans of requests, None when nobody collects them."""
+        ...
+
+    def schemas(self) -> WireSchemas:
+        """Return what the offered endpoints take and answer; takes about a second."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine behind it takes."""
+        ...
 
     async def handle(
         self, endpoint: Endpoint, body: JsonObject, request: Request
@@ -82,6 +129,16 @@ class Frontend(Protocol):
 
     async def models(self) -> list[JsonObject]:
         """Return the served models as OpenAI's model objects."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterRegistry | None:
+        """The LoRA adapters, None when they are switched off."""
+        ...
+
+    @property
+    def grammars(self) -> GrammarGate | None:
+        """The gate of structured outputs, None when the model does not generate text."""
         ...
 
 

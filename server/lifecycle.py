@@ -1,8 +1,9 @@
 """The service's life: starting (init, load, compile, warmup), ready, draining, dead.
 
 Every probe, the request gate and the drain read this one object. Invariants: phases only move
-forward; after `ready` was reached once, `started` stays true; the number of requests in flight
-is what entered `track` and did not leave it.
+forward, but for a drain that was asked for while the process stays and can be taken back; after
+`ready` was reached once, `started` stays true; the number of requests in flight is what entered
+`track` and did not leave it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Lifecycle:
         self.reason: str | None = None
         self.ready_after_s: float | None = None
         self.in_flight = 0
+        self._ending = False
         self._started_at = started_at
         self._progress: ProgressSnapshot | None = None
         self._idle = asyncio.Event()
@@ -63,7 +65,7 @@ class Lifecycle:
 
     @property
     def accepting(self) -> bool:
-        """Whether the process is not on its way out."""
+        """Whether clients do well to keep their connections."""
         return self.phase < Phase.DRAINING
 
     @property
@@ -96,9 +98,27 @@ class Lifecycle:
             self.ready_after_s = self.uptime_s
 
     def begin_drain(self, reason: str) -> None:
-        """Stop taking new work; `reason` is shown by the probes."""
-        if self.phase < Phase.DRAINING:
-            self.phase, self.reason = Phase.DRAINING, reason
+        """Stop taking new work for good; `reason` is shown by the probes."""
+        if self.phase <= Phase.DRAINING and not self._ending:
+            self.phase, self.reason, self._ending = Phase.DRAINING, reason, True
+
+    def ask_for_drain(self, reason: str) -> None:
+        """Stop taking new work until `take_drain_back`; again, or at the end, changes nothing.
+
+        Raises the `ServerError` of a service that is not ready.
+        """
+        if self.phase is Phase.DRAINING:
+            return
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        self.phase, self.reason = Phase.DRAINING, reason
+
+    def take_drain_back(self) -> None:
+        """Take new work again. Raises the `ServerError` of a service that cannot."""
+        if self.phase is Phase.DRAINING and not self._ending:
+            self.phase, self.reason = Phase.READY, None
+        if (refusal := self.refusal()) is not None:
+            raise refusal
 
     def mark_dead(self, reason: str) -> None:
         """The engine is gone; `reason` is shown by the probes."""
@@ -110,8 +130,9 @@ class Lifecycle:
         if self.phase is Phase.READY:
             return None
         if self.phase is Phase.DRAINING:
+            what = "shutting down" if self._ending else "being drained"
             return DrainingError(
-                f"The server is shutting down ({self.reason}) and takes no new requests.",
+                f"The server is {what} ({self.reason}) and takes no new requests.",
                 retry_after_s=_DEFAULT_RETRY_S,
             )
         if self.phase is Phase.DEAD:

@@ -10,18 +10,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.admission import Admission
+from server.auth import Access
 from server.errors import InternalError, ServerError
 from server.frontend import Endpoint
 from server.lifecycle import Lifecycle
-from server.observability.logging import request_id_var
+from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request_id import HEADER, request_id_of, with_request_id
-from server.request_record import RequestRecord, record_of
+from server.request_record import RequestRecord, record_of, record_var
 from server.route_table import Scope as KeyScope
-from server.route_table import route_of
+from server.route_table import route_of, route_path
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from server.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +42,19 @@ _QUIET = (KeyScope.PROBE, KeyScope.METRICS)
 
 
 class EdgeMiddleware:
-    """The outermost layer: request ids, and one line and one count for each request."""
+    """The outermost layer: request ids, and one line, one count and one span for each request."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        metrics: ServerMetrics,
+        tracing: Callable[[], Tracing | None],
+    ) -> None:
         self._app = app
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other kinds of scope pass through."""
@@ -47,14 +63,24 @@ class EdgeMiddleware:
             return
         request_id = request_id_of(scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], request_id)
-        token = request_id_var.set(request_id)
-        record = RequestRecord(route_of(scope["path"]), scope["method"], time.perf_counter())
+        record = RequestRecord(route_of(route_path(scope)), scope["method"], time.perf_counter())
         scope.setdefault("state", {})["record"] = record
+        # Until the task ends, which is this request's alone.
+        request_id_var.set(request_id)
+        record_var.set(record)
+        tracing = self._tracing() if record.route.gated else None
+        span = _begin(tracing, scope, record, request_id) if tracing is not None else None
         try:
             await self._app(scope, receive, self._stamped(send, record, request_id))
         finally:
+            for end in record.on_end:
+                end()
             self._finish(record)
-            request_id_var.reset(token)
+            if tracing is not None and span is not None:
+                _end(tracing, span, record)
+            # They hold the engine's side of the request, which is looked up by weak references to
+            # it: what a record keeps would stay for ever.
+            record.meters.clear()
 
     def _stamped(self, send: Send, record: RequestRecord, request_id: str) -> Send:
         """Return a `send` that notes the status and adds our headers."""
@@ -68,6 +94,8 @@ class EdgeMiddleware:
                     # Clients should come back over a new connection, to another server.
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers
+            else:
+                record.sent_bytes += len(message.get("body", b""))
             await send(message)
 
         return stamped
@@ -85,16 +113,68 @@ class EdgeMiddleware:
             stream=record.stream,
             seconds=seconds,
         )
+        if record.rejection is not None:
+            self._metrics.observe_rejection(record.rejection)
+        prompt, completion = record.tokens()
+        if record.key is not None:
+            self._metrics.observe_key(record.key, outcome, prompt, completion)
         level = logging.DEBUG if record.route.scope in _QUIET else logging.INFO
-        logger.log(level, "%s %s %d %s %.3f s", record.method, route, code, outcome, seconds)
+        if not logger.isEnabledFor(level):
+            return
+        fields = {
+            "method": record.method,
+            "route": route,
+            "code": code,
+            "outcome": outcome,
+            "seconds": round(seconds, 6),
+            "stream": record.stream,
+            "bytes": record.sent_bytes,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "key": record.key,
+        }
+        logger.log(
+            level,
+            "%s %s %d %s %.3f s",
+            *(record.method, route, code, outcome, seconds),
+            extra={FIELDS: fields},
+        )
+
+
+def _begin(tracing: Tracing, scope: Scope, record: RequestRecord, request_id: str) -> Span:
+    """Begin the request's span and have the engine's spans lie below it."""
+    attributes = {
+        "http.request.method": record.method,
+        "http.route": record.route.template,
+        "http.request.header.x-request-id": request_id,
+    }
+    name = f"{record.method} {record.route.template}"
+    span, scope["headers"] = tracing.begin(scope["headers"], name, attributes)
+    return span
+
+
+def _end(tracing: Tracing, span: Span, record: RequestRecord) -> None:
+    prompt, completion = record.tokens()
+    attributes: dict[str, str | int] = {
+        "rbln_serve.outcome": record.final_outcome(),
+        "gen_ai.usage.prompt_tokens": prompt,
+        "gen_ai.usage.completion_tokens": completion,
+    }
+    if record.key is not None:
+        attributes["rbln_serve.key"] = record.key
+    tracing.end(span, record.status or _CLIENT_GONE, attributes)
 
 
 class GateMiddleware:
     """Lets a request through to its route, or answers why not; errors become envelopes here."""
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, app: ASGIApp, lifecycle: Lifecycle, admission: Admission, access: Access
+    ) -> None:
         self._app = app
         self._lifecycle = lifecycle
+        self._access = access
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other kinds of scope pass through."""
@@ -105,32 +185,36 @@ class GateMiddleware:
         try:
             await self._pass(record, scope, receive, send)
         except ServerError as error:
-            record.outcome = error.row.outcome
+            record.note(error)
             if not record.status:
-                await send_error(error, scope, send, record)
+                await send_error(error, send, record)
         except Exception:
             # The boundary of a request: a fault here must not take the process down.
             logger.exception("%s %s failed", record.method, record.route.template)
             record.outcome = "server_error"
             if not record.status:
-                await send_error(InternalError("Internal error."), scope, send, record)
+                await send_error(InternalError("Internal error."), send, record)
 
     async def _pass(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
+        record.key = self._access.admit(record.route, scope)
         if not record.route.gated:
             await self._app(scope, receive, send)
             return
         if (refusal := self._lifecycle.refusal()) is not None:
             raise refusal
+        if record.route.admitted:
+            # Before the request is routed, read or parsed: most of an overload ends here.
+            self._admission.check()
         with self._lifecycle.track():
             await self._app(scope, receive, send)
 
 
-async def send_error(error: ServerError, scope: Scope, send: Send, record: RequestRecord) -> None:
+async def send_error(error: ServerError, send: Send, record: RequestRecord) -> None:
     """Answer with the error's status and envelope, and note its outcome."""
-    record.outcome = error.row.outcome
-    endpoint = _ENDPOINTS.get(scope["path"])
+    record.note(error)
+    endpoint = _ENDPOINTS.get(record.route.template)
     body = error.body(anthropic=endpoint is not None and endpoint.anthropic)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]

@@ -105,6 +105,19 @@ def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = 
             check_nested(getattr(model, names[key], None), value, policy, child)
 
 
+def never_taken() -> frozenset[str]:
+    """Return the request models' fields that are refused whenever they ask for something."""
+    return _INERT
+
+
+def taken_anyway() -> dict[str, JsonObject]:
+    """Return the JSON schemas of fields that are taken without being the request model's."""
+    granted: dict[str, JsonObject] = {
+        name: {"enum": [*values, None]} for name, values in _GRANTED.items()
+    }
+    return granted | {name: {"description": "Has no effect."} for name in sorted(_LABELS)}
+
+
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     """Return the error for a field that nothing knows, with the likely remedy."""
     name = path.rpartition(".")[2]

@@ -6,6 +6,8 @@ what it holds, so that a complaint about it is about that form alone. Pure funct
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from server.frontend import Endpoint, JsonObject
 
 _SAME: dict[Endpoint, Endpoint] = {
@@ -29,6 +31,12 @@ def request_form(endpoint: Endpoint, body: JsonObject) -> str:
     if endpoint is Endpoint.SCORE:
         return next((form for field, form in _SCORED_PAIRS if field in body), name)
     return name
+
+
+def forms_of(endpoint: Endpoint, known: Iterable[str]) -> list[str]:
+    """Return the names of those `known` forms that are the endpoint's."""
+    name = _SAME.get(endpoint, endpoint).name.lower()
+    return [form for form in known if form == name or form.startswith(f"{name}_")]
 
 
 def _conversation_suffix(body: JsonObject) -> str:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
+
 from server.errors import (
     ContextLengthError,
     InvalidValueError,
     MissingFieldError,
     UnsupportedFieldError,
+    describe,
 )
 from server.frontend import JsonObject
 
+PRIORITY_HEADER = "X-Vllm-Priority"
+_MAX_PRIORITY = 2**31
+_MAX_BIAS = 100
+_STOP_FIELDS = ("stop", "stop_sequences")
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -26,6 +33,8 @@ class Limits:
     max_n: int
     max_messages: int
     max_prompts: int
+    max_stop: int
+    max_logit_bias: int
     max_model_len: int
     vocab_size: int
     has_priorities: bool
@@ -38,12 +47,11 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
         raise InvalidValueError(
             f"'n' must be 1 to {limits.max_n} on this server, got {n}.", param="n"
         )
-    if body.get("priority") and not limits.has_priorities:
-        raise UnsupportedFieldError(
-            "'priority' has no effect: this server was not started with "
-            "--scheduling-policy priority.",
-            param="priority",
-        )
+    check_priority(body.get("priority"), "priority", limits)
+    for name in _STOP_FIELDS:
+        _check_number(body.get(name), name, limits.max_stop)
+    _check_number(body.get("logit_bias"), "logit_bias", limits.max_logit_bias)
+    _check_biases(body.get("logit_bias"))
     for name in MAX_TOKENS_FIELDS:
         value = body.get(name)
         if isinstance(value, int) and value > limits.max_model_len:
@@ -55,6 +63,57 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
     _check_messages(body.get("messages"), limits)
     _check_prompt(body, limits)
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
+
+
+def _check_biases(biases: object) -> None:
+    """OpenAI's bounds; vLLM would cut what is beyond them off without a word."""
+    for token, bias in biases.items() if isinstance(biases, dict) else ():
+        if isinstance(bias, int | float) and abs(bias) > _MAX_BIAS:
+            raise InvalidValueError(
+                f"'logit_bias' must be -{_MAX_BIAS} to {_MAX_BIAS}, got {bias} for token "
+                f"{describe(token)}.",
+                param="logit_bias",
+            )
+
+
+def check_priority_header(headers: Headers, limits: Limits) -> None:
+    """Raise the `RequestError` of a header that vLLM would take for a priority, or ignore."""
+    given = headers.get(PRIORITY_HEADER)
+    if given is None:
+        return
+    try:
+        value = int(given)
+    except ValueError:
+        raise InvalidValueError(
+            f"The header {PRIORITY_HEADER} must be an integer, got {describe(given)}.",
+            param=PRIORITY_HEADER,
+        ) from None
+    check_priority(value, PRIORITY_HEADER, limits)
+
+
+def check_priority(value: object, name: str, limits: Limits) -> None:
+    """Raise the `RequestError` of a priority that has no effect, or is not a small integer."""
+    if not isinstance(value, int) or not value:
+        return
+    if not limits.has_priorities:
+        raise UnsupportedFieldError(
+            f"'{name}' has no effect: this server was not started with "
+            "--scheduling-policy priority.",
+            param=name,
+        )
+    if abs(value) > _MAX_PRIORITY:
+        raise InvalidValueError(
+            f"'{name}' must be -{_MAX_PRIORITY} to {_MAX_PRIORITY}, got {describe(value)}.",
+            param=name,
+        )
+
+
+def _check_number(value: object, name: str, limit: int) -> None:
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise InvalidValueError(
+            f"'{name}' must have at most {limit} items on this server, got {len(value)}.",
+            param=name,
+        )
 
 
 def _check_messages(messages: object, limits: Limits) -> None:

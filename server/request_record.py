@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from server.deadline import Deadline
+from server.errors import ServerError
 from server.route_table import Route
+
+Meter = Callable[[], tuple[int, int]]
+"""Tells what one of the engine's requests has used so far: prompt and completion tokens."""
 
 
 @dataclass(slots=True)
@@ -14,7 +21,10 @@ class RequestRecord:
     """One request from its head to the last byte of its answer.
 
     `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys.
-    `answer_headers` go with the answer, whatever it is.
+    `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
+    sent, or nothing more will be. `sent_bytes` are those of the answer's body. Every request that
+    the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
+    vLLM's classes do not pass that on.
     """
 
     route: Route
@@ -25,6 +35,21 @@ class RequestRecord:
     outcome: str | None = None
     key: str | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    deadline: Deadline | None = None
+    failure: ServerError | None = None
+    rejection: str | None = None
+    sent_bytes: int = 0
+    meters: list[Meter] = field(default_factory=list)
+
+    def tokens(self) -> tuple[int, int]:
+        """Return how many prompt and completion tokens the engine has worked on for it."""
+        used = [meter() for meter in self.meters]
+        return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
+
+    def note(self, error: ServerError) -> None:
+        """Remember how the request failed."""
+        self.outcome, self.rejection = error.row.outcome, error.rejection
 
     def final_outcome(self) -> str:
         """Return the outcome that a handler gave, else what the status says."""
@@ -37,6 +62,10 @@ class RequestRecord:
         if self.status >= 500:
             return "server_error"
         return "client_error" if self.status >= 400 else "ok"
+
+
+record_var: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+"""The record of the request that the current task works for."""
 
 
 def record_of(scope: Scope) -> RequestRecord:

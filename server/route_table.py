@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from starlette.types import Scope as AsgiScope
+
 from server.frontend import Endpoint
 
 
@@ -16,7 +18,7 @@ class Scope(enum.Enum):
     """Which key opens a route, once there are keys."""
 
     PROBE = "probe"
-    """No key: orchestrators have none."""
+    """No key: orchestrators have none, and the console's page asks for one."""
     METRICS = "metrics"
     """An API or admin key, unless `open_metrics`."""
     API = "api"
@@ -36,13 +38,17 @@ class Route:
     gated: bool = True
     prefix: str = ""
     """What the paths of a template with a parameter start with."""
+    admitted: bool = False
+    """Whether it is refused while as many answers run and wait as may."""
 
 
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
+    Route("/", Scope.PROBE, gated=False),
+    Route("/console/{file}", Scope.PROBE, gated=False, prefix="/console/"),
     *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
-    *(Route(endpoint.value, Scope.API) for endpoint in Endpoint),
+    *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
     Route("/v1/models", Scope.API),
     Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),
@@ -66,6 +72,14 @@ def route_of(path: str) -> Route:
     if found is None:
         found = next((route for route in _BY_PREFIX if path.startswith(route.prefix)), OTHER)
     return found
+
+
+def route_path(scope: AsgiScope) -> str:
+    """Return the path that the router goes by: a proxy may have left `root_path` in front."""
+    path: str = scope["path"]
+    root_path: str = scope.get("root_path", "")
+    rest = path.removeprefix(root_path)
+    return rest if rest == "" or rest.startswith("/") else path
 
 
 def scope_of(route: Route, method: str) -> Scope:

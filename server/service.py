@@ -18,11 +18,13 @@ from pathlib import Path
 import uvicorn
 
 from rbln_backend.progress import ProgressReader
+from server.admission import Admission
 from server.app import create_app
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
+from server.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,14 @@ class Service:
         self,
         settings: ServerSettings,
         lifecycle: Lifecycle,
+        admission: Admission,
         launcher: EngineLauncher,
         run_dir: Path,
         url: str,
     ) -> None:
         self._settings = settings
         self._lifecycle = lifecycle
+        self._admission = admission
         self._launcher = launcher
         self._progress = ProgressReader(run_dir)
         self._url = url
@@ -121,6 +125,7 @@ class Service:
 
     async def _serve(self, engine: RunningEngine, stop: asyncio.Task[bool]) -> int:
         models = ", ".join(str(card["id"]) for card in await engine.frontend.models())
+        self._admission.open(engine.frontend.capacity)
         self._lifecycle.mark_ready()
         ready_after_s = self._lifecycle.ready_after_s
         logger.info("ready: %s serves %s after %.1f s", self._url, models, ready_after_s)
@@ -183,19 +188,25 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_config(app: object, settings: ServerSettings) -> uvicorn.Config:
+def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvicorn.Config:
     """Return uvicorn's configuration; logging and access lines are ours."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,
+        # Who asks is who is connected; what a proxy says of others is believed for nothing.
+        proxy_headers=False,
         timeout_keep_alive=settings.keep_alive_s,
         # The drain is over by then; what is left gets cancelled.
         timeout_graceful_shutdown=1,
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
+
+
+async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
+    async with contextlib.nullcontext() if tls is None else tls.following_files():
+        await server.serve(sockets=[listener])
 
 
 async def serve(
@@ -210,15 +221,17 @@ async def serve(
     `started_at` is the process start on `time.monotonic`'s clock.
     """
     lifecycle = Lifecycle(started_at)
+    admission = Admission(settings.max_in_flight)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
     scheme = "https" if settings.ssl_certfile else "http"
     host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
     url = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    service = Service(settings, lifecycle, launcher, run_dir, url)
+    service = Service(settings, lifecycle, admission, launcher, run_dir, url)
     app = create_app(
         settings,
         lifecycle,
+        admission,
         metrics,
         service.frontend,
         launcher.versions(),
@@ -228,8 +241,9 @@ async def serve(
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, service.stop, name.name)
-    server = HttpServer(http_config(app, settings))
-    http = asyncio.create_task(server.serve(sockets=[listener]))
+    tls = Tls(settings) if settings.ssl_certfile else None
+    server = HttpServer(http_config(app, settings, tls))
+    http = asyncio.create_task(_serve_http(server, listener, tls))
     logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
     end = asyncio.create_task(service.until_end())
     # The HTTP side ends first only when it could not start.

@@ -36,13 +36,23 @@ Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 
 
+def _in_words(value: object) -> object:
+    """Return the wish behind a number of Python's `ssl`, which is how vLLM's flag has it."""
+    return {"0": "none", "1": "optional", "2": "required"}.get(str(value), value)
+
+
+CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValidator(_in_words)]
+
+
 class ListenSettings(BaseModel):
     """Where the server listens, TLS, what browsers may do."""
 
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
     root_path: str = Field(
-        "", description="Path prefix that a proxy in front takes off, such as /llm."
+        "",
+        pattern=r"^(/[^/?#\s]+)*$",
+        description="Path prefix below which a proxy in front serves this, such as /llm.",
     )
     ssl_keyfile: Path | None = Field(None, description="TLS private key; with --ssl-certfile.")
     ssl_certfile: Path | None = Field(None, description="TLS certificate chain.")
@@ -52,7 +62,7 @@ class ListenSettings(BaseModel):
     ssl_ca_certs: Path | None = Field(
         None, description="Authorities that client certificates are checked against."
     )
-    ssl_cert_reqs: Literal["none", "optional", "required"] = Field(
+    ssl_cert_reqs: CertificateWish = Field(
         "none", description="Whether clients show a certificate of --ssl-ca-certs."
     )
     ssl_ciphers: str | None = Field(None, description="OpenSSL cipher list for TLS 1.2.")
@@ -107,14 +117,14 @@ class AdmissionSettings(BaseModel):
         None,
         ge=1,
         description="Most answers, counting each of `n`, that run or wait at once; more get 429. "
-        "Unset: twice the engine's max_num_seqs.",
+        "Unset: what the engine runs, its max_num_seqs, and as many again, at least 32, that wait.",
     )
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
         description="Prompt tokens that may wait for their prefill; beyond it requests get 429. "
-        "Unset: four times the engine's max_model_len, or what max_num_seqs full chunks hold if "
-        "that is more.",
+        "Unset: the largest of 16384, four times the engine's max_model_len, and what max_num_seqs "
+        "full chunks hold; any number where the model pools.",
     )
     max_queue_s: float = Field(
         60.0,
@@ -192,6 +202,11 @@ class AdapterSettings(BaseModel):
         None,
         description="File that remembers the loaded adapters over a restart. Unset: "
         "`adapters.json` in --lora-root, if it can be written.",
+    )
+    lora_base_names: Words = Field(
+        (),
+        description="Further names that an adapter's base_model_name_or_path may end with; `*` is "
+        "any. MODEL's own and its served names always may.",
     )
 
 

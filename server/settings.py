@@ -8,6 +8,7 @@ else from the default declared in `setting_groups`. What the engine does is vLLM
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 
@@ -55,7 +56,8 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
     named = _names()
     below = {k: v for k, v in config_file.items() if f"{ENV_PREFIX}{k.upper()}" not in named}
     if (key := os.environ.get(_VLLM_KEY)) and f"{ENV_PREFIX}API_KEY" not in named:
-        below.setdefault("api_key", key)
+        # One key as it stands, commas and all.
+        below.setdefault("api_key", json.dumps([key]))
     try:
         settings = ServerSettings(**{**below, **flags})  # type: ignore[arg-type]
     except ValidationError as error:

@@ -1,9 +1,9 @@
-"""The chunk of a chat stream that carries a piece of text, without a model for each of its parts.
+"""The chunk of a stream that carries a piece of text, without a model for each of its parts.
 
-vLLM makes three pydantic models of every token and serialises them: most of what its serving class
-costs per token. Nearly all chunks of all streams differ in one string alone. The makers here take
-the place of those models in vLLM's serving module; whatever is more than a piece of text still
-becomes vLLM's own. Frames are the same to the byte (tests/http/test_stream_chunks.py).
+vLLM makes two or three pydantic models of every token and serialises them: most of what its serving
+classes cost per token. Nearly all chunks of all streams differ in one string alone. The makers here
+take the place of those models in vLLM's serving modules; whatever is more than a piece of text
+still becomes vLLM's own. Frames are the same to the byte (tests/http/test_stream_chunks.py).
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-_IDLE = ("logprobs", "finish_reason", "token_ids")
-_CHOICE = {"index", "delta", *_IDLE}
 _CHUNK = {"id", "object", "created", "choices", "model"}
-# Fields that are set on a finished chunk.
-_LATER = ("usage", "system_fingerprint")
+_OPTIONS = {"exclude_unset": True}
+"""How vLLM asks for the JSON of a stream's chunks."""
+# Fields of a choice that are null while it is only text.
+_CHAT_IDLE = ("logprobs", "finish_reason", "token_ids")
+_COMPLETION_IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
 
 
-def install(serving: ModuleType) -> None:
+def install_chat(serving: ModuleType) -> None:
     """Put the makers in the place of the models in `serving`, vLLM's module; idempotent."""
     if isinstance(serving.DeltaMessage, type):
-        makers = ChunkMakers(
+        makers = ChatMakers(
             serving.DeltaMessage,
             serving.ChatCompletionResponseStreamChoice,
             serving.ChatCompletionStreamResponse,
@@ -33,6 +34,16 @@ def install(serving: ModuleType) -> None:
         serving.DeltaMessage = makers.delta  # type: ignore[attr-defined]
         serving.ChatCompletionResponseStreamChoice = makers.choice  # type: ignore[attr-defined]
         serving.ChatCompletionStreamResponse = makers.chunk  # type: ignore[attr-defined]
+
+
+def install_completion(serving: ModuleType) -> None:
+    """Put the makers in the place of the models in `serving`, vLLM's module; idempotent."""
+    if isinstance(serving.CompletionStreamResponse, type):
+        makers = CompletionMakers(
+            serving.CompletionResponseStreamChoice, serving.CompletionStreamResponse
+        )
+        serving.CompletionResponseStreamChoice = makers.choice  # type: ignore[attr-defined]
+        serving.CompletionStreamResponse = makers.chunk  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -47,15 +58,15 @@ class TextDelta:
 
 @dataclass(slots=True)
 class TextChoice:
-    """A choice with a delta of text that does not end it."""
+    """A choice with a piece of text that does not end it."""
 
     index: int
-    delta: TextDelta
+    text: str
     finish_reason: None = None
 
 
-class ChunkMakers:
-    """Called as the models are: with keywords."""
+class ChatMakers:
+    """Called as the models of chat are: with keywords."""
 
     def __init__(self, delta: Any, choice: Any, chunk: Any) -> None:
         self._delta, self._choice, self._chunk = delta, choice, chunk
@@ -71,55 +82,117 @@ class ChunkMakers:
         delta = fields["delta"]
         if type(delta) is not TextDelta:
             return self._choice(**fields)
-        if fields.keys() == _CHOICE and all(fields[name] is None for name in _IDLE):
-            return TextChoice(fields["index"], delta)
+        if _is_text(fields, _CHAT_IDLE):
+            return TextChoice(fields["index"], delta.content)
         return self._choice(**{**fields, "delta": self._delta(content=delta.content)})
 
     def chunk(self, **fields: Any) -> Any:
         """Make a ChatCompletionStreamResponse."""
-        if fields.keys() == _CHUNK and [type(c) for c in fields["choices"]] == [TextChoice]:
-            return TextChunk(self, fields)
-        return self.whole(fields)
+        return _chunk(self, fields)
 
     def whole(self, fields: dict[str, Any]) -> Any:
         """Make vLLM's own chunk of fields that may hold choices of ours."""
-        choices = [
-            self._choice(
-                index=choice.index,
-                delta=self._delta(content=choice.delta.content),
-                **dict.fromkeys(_IDLE),
-            )
-            if type(choice) is TextChoice
-            else choice
-            for choice in fields["choices"]
-        ]
-        return self._chunk(**{**fields, "choices": choices})
+        return self._chunk(**{**fields, "choices": [self._own(c) for c in fields["choices"]]})
+
+    def piece(self, text: str) -> str:
+        """Return the JSON of a choice behind its index."""
+        return f'"delta":{{"content":{text}}},{_CHAT_TAIL}'
+
+    def _own(self, choice: Any) -> Any:
+        if type(choice) is not TextChoice:
+            return choice
+        delta = self._delta(content=choice.text)
+        return self._choice(index=choice.index, delta=delta, **dict.fromkeys(_CHAT_IDLE))
+
+
+class CompletionMakers:
+    """Called as the models of completions are: with keywords."""
+
+    def __init__(self, choice: Any, chunk: Any) -> None:
+        self._choice, self._chunk = choice, chunk
+
+    def choice(self, **fields: Any) -> Any:
+        """Make a CompletionResponseStreamChoice."""
+        if _is_text(fields, _COMPLETION_IDLE):
+            return TextChoice(fields["index"], fields["text"])
+        return self._choice(**fields)
+
+    def chunk(self, **fields: Any) -> Any:
+        """Make a CompletionStreamResponse."""
+        return _chunk(self, fields)
+
+    def whole(self, fields: dict[str, Any]) -> Any:
+        """Make vLLM's own chunk of fields that may hold choices of ours."""
+        return self._chunk(**{**fields, "choices": [self._own(c) for c in fields["choices"]]})
+
+    def piece(self, text: str) -> str:
+        """Return the JSON of a choice behind its index."""
+        return f'"text":{text},{_COMPLETION_TAIL}'
+
+    def _own(self, choice: Any) -> Any:
+        if type(choice) is not TextChoice:
+            return choice
+        idle = dict.fromkeys(_COMPLETION_IDLE)
+        return self._choice(index=choice.index, text=choice.text, **idle)
+
+
+def _is_text(fields: dict[str, Any], idle: tuple[str, ...]) -> bool:
+    """Whether a choice has an index, a text and nothing else but nulls; all of them are given."""
+    if len(fields) != len(idle) + 2:
+        return False
+    for name in idle:  # noqa: SIM110 (for each token; a generator would cost more than all of it)
+        # A name that is missing is something else.
+        if fields.get(name, name) is not None:
+            return False
+    return True
+
+
+class _Makers(Protocol):
+    def whole(self, fields: dict[str, Any]) -> Any: ...
+    def piece(self, text: str) -> str: ...
+
+
+def _chunk(makers: _Makers, fields: dict[str, Any]) -> Any:
+    if fields.keys() == _CHUNK and [type(c) for c in fields["choices"]] == [TextChoice]:
+        return TextChunk(makers, fields)
+    return makers.whole(fields)
 
 
 class TextChunk:
-    """A chunk with one TextChoice."""
+    """A chunk with one TextChoice; vLLM may set the two public attributes afterwards."""
 
-    __slots__ = ("_fields", "_makers", *_LATER)
+    __slots__ = ("_fields", "_makers", "system_fingerprint", "usage")
 
-    def __init__(self, makers: ChunkMakers, fields: dict[str, Any]) -> None:
+    def __init__(self, makers: _Makers, fields: dict[str, Any]) -> None:
         self._makers, self._fields = makers, fields
+        self.usage: Any = None
+        self.system_fingerprint: str | None = None
 
     def model_dump_json(self, **options: Any) -> str:
         """Return what vLLM's model would."""
-        later = {name: getattr(self, name) for name in _LATER if hasattr(self, name)}
         fields = self._fields
-        if later or options != {"exclude_unset": True}:
-            whole = self._makers.whole(fields)
-            for name, value in later.items():
-                setattr(whole, name, value)
-            return str(whole.model_dump_json(**options))
+        if options != _OPTIONS or self.usage is not None or self.system_fingerprint is not None:
+            return self._whole_json(options)
         choice: TextChoice = fields["choices"][0]
         head = _head(fields["id"], fields["object"], fields["created"], fields["model"])
-        text = to_json(choice.delta.content).decode()
-        return f'{head}{choice.index},"delta":{{"content":{text}}},{_TAIL}'
+        text = to_json(choice.text).decode()
+        return f"{head}{choice.index},{self._makers.piece(text)}"
+
+    def _whole_json(self, options: dict[str, Any]) -> str:
+        whole = self._makers.whole(self._fields)
+        for name in ("usage", "system_fingerprint"):
+            if (value := getattr(self, name)) is not None:
+                setattr(whole, name, value)
+        return str(whole.model_dump_json(**options))
 
 
-_TAIL = '"logprobs":null,"finish_reason":null,"token_ids":null}]}'
+def _tail(names: tuple[str, ...]) -> str:
+    """Return how a chunk ends whose choice is only text: nulls, in the order of vLLM's fields."""
+    return ",".join(f'"{name}":null' for name in names) + "}]}"
+
+
+_CHAT_TAIL = _tail(_CHAT_IDLE)
+_COMPLETION_TAIL = _tail(_COMPLETION_IDLE)
 
 
 @lru_cache(maxsize=1024)

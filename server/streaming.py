@@ -11,13 +11,14 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ServerError
+from server.deadline import Deadline
+from server.errors import DeadlineError, ServerError
 from server.frontend import Endpoint
 from server.request_record import RequestRecord
 
@@ -29,6 +30,9 @@ _SSE_HEADERS = [
     # Tells nginx and its like not to collect a stream before passing it on.
     (b"x-accel-buffering", b"no"),
 ]
+_COMMENT = ": keep-alive\n\n"
+_END = {"type": "http.response.body", "body": b"", "more_body": False}
+_LAST_WORDS_S = 5.0
 
 
 class ClientGoneError(Exception):
@@ -39,18 +43,25 @@ class StreamEndedError(Exception):
     """The generator ended while a task waited for its next frame."""
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline | None = None
+) -> T:
     """Run `work` to its end; cancel it and raise `ClientGoneError` when the client goes.
 
-    The request's body must have been read: everything that arrives now is a disconnect.
+    The request's body must have been read: everything that arrives now is a disconnect. Raises
+    the deadline's `DeadlineError` when that is over first.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        seconds = None if deadline is None else deadline.remaining_s
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=first)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        if gone.done() or deadline is None:
+            raise ClientGoneError
+        raise deadline.error()
     finally:
         gone.cancel()
         task.cancel()
@@ -144,29 +155,65 @@ class HeldStream:
 class SseResponse(Response):
     """An answer that sends SSE frames as they come."""
 
-    def __init__(self, frames: HeldStream, endpoint: Endpoint, record: RequestRecord) -> None:
+    def __init__(
+        self,
+        frames: HeldStream,
+        endpoint: Endpoint,
+        record: RequestRecord,
+        keep_alive_s: float = 0.0,
+    ) -> None:
+        """`keep_alive_s` seconds of silence are broken by a comment; 0: never."""
         super().__init__()
         self._frames = frames
         self._endpoint = endpoint
         self._record = record
+        self._keep_alive_s = keep_alive_s
+        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a disconnect closes its source."""
         async with aclosing(self._frames):
             try:
-                await until_disconnect(receive, self._pump(send))
+                await until_disconnect(receive, self._pump(send), self._record.deadline)
             except ClientGoneError:
                 self._record.outcome = "aborted"
+            except DeadlineError as error:
+                await self._end_late(error, send)
+
+    async def _end_late(self, error: DeadlineError, send: Send) -> None:
+        if not self._record.status:
+            # Nothing was sent yet: it is a plain refusal.
+            raise error
+        self._record.note(error)
+        # A client that does not read any more does not get to hold the connection, either.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await send(_chunk(error_frame(error, self._endpoint)))
+                await send(_END)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        comments = asyncio.ensure_future(self._break_silence(send)) if self._keep_alive_s else None
         try:
             async for frame in self._frames:
+                self._sent += 1
                 await send(_chunk(frame))
         except ServerError as error:
-            self._record.outcome = error.row.outcome
+            self._record.note(error)
             await send(_chunk(error_frame(error, self._endpoint)))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if comments is not None:
+                comments.cancel()
+                await asyncio.wait({comments})
+        await send(_END)
+
+    async def _break_silence(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent between two looks, half the time apart."""
+        while True:
+            seen = self._sent
+            await asyncio.sleep(self._keep_alive_s / 2)
+            if self._sent == seen:
+                await send(_chunk(_COMMENT))
 
 
 def _chunk(frame: str) -> dict[str, Any]:

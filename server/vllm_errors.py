@@ -14,6 +14,8 @@ from jinja2 import TemplateError
 from pydantic import ValidationError
 from vllm.exceptions import (
     GracefulHTTPError,
+    MaxQueuedTokensError,
+    QueueOverflowError,
     VLLMClientError,
     VLLMNotFoundError,
     VLLMUnprocessableEntityError,
@@ -71,7 +73,7 @@ def from_payload(info: Mapping[str, Any], body: JsonObject) -> ServerError:
     """Return our error for the `error` object of one of vLLM's responses or SSE frames."""
     message, status, param = str(info["message"]), int(info["code"]), info.get("param")
     if status == 503:
-        return OverloadedError(message, retry_after_s=_OVERLOAD_RETRY_S)
+        return OverloadedError(message)
     if status >= 500 and status != 501:
         return InternalError(message)
     if status == 404:
@@ -126,9 +128,20 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
     (
-        (GracefulHTTPError,),
-        lambda error, _: OverloadedError(error.message, retry_after_s=_OVERLOAD_RETRY_S),
+        (MaxQueuedTokensError,),
+        lambda *_: OverloadedError(
+            "As many prompt tokens wait for their prefill as may (--max-queued-tokens).",
+            rejection="queued_tokens",
+        ),
     ),
+    (
+        (QueueOverflowError,),
+        lambda *_: OverloadedError(
+            "As many requests wait or run as may (--max-num-queued-reqs).",
+            rejection="queued_requests",
+        ),
+    ),
+    ((GracefulHTTPError,), lambda error, _: OverloadedError(error.message)),
     (
         (VLLMValidationError, VLLMUnprocessableEntityError),
         lambda error, body: _invalid(str(error.args[0]), error.parameter, body),

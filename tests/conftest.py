@@ -28,8 +28,12 @@ def checkpoints() -> CheckpointCache:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests/unit/emulator; an option can be made by this conftest alone."""
+    """For tests/unit/emulator and tests/conformance; only this conftest can make options."""
     parser.addoption("--kernel-variant", help="avx512_bf16, avx512 or portable; see kernel_cache")
+    parser.addoption("--base-url", help="tests/conformance: the server to test, not one of ours")
+    parser.addoption("--api-key", help="tests/conformance: a key of that server")
+    parser.addoption("--model", help="tests/conformance: a model of it; unset, its first")
+    parser.addoption("--conformance-report", help="tests/conformance: write results to this file")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,11 +54,15 @@ _SOURCES = (
     "greedy",
     "moe",
     "moe_tensors",
+    "lora",
+    "lora_tensors",
     "replay",
     "team",
     "memory",
 )
-_OVER_TENSORS = ("library", "attention_tensors", "moe_tensors", "replay", "memory")
+_OVER_TENSORS = (
+    *("library", "attention_tensors", "moe_tensors", "lora_tensors", "replay", "memory"),
+)
 _LIBRARY = "librbln_emulator.so"
 _RECORD = "library.json"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.

@@ -149,6 +149,24 @@ def _normed_heads(x: Tensor, weight: Tensor | None, head_size: int, eps: float) 
     return rms_norm(x.unflatten(-1, (-1, head_size)), weight, eps).flatten(-2)
 
 
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    a: Tensor,
+    b: list[Tensor],
+    rank: int,
+    out_features: list[int],
+) -> None:
+    of_row = slots.repeat_interleave(x.shape[0] // slots.numel())
+    for slot in set(slots.tolist()) - {-1}:
+        rows = (of_row == slot).nonzero().flatten()
+        hidden = linear(x[rows], a[slot], None, rank * len(b)).split(rank, dim=-1)
+        parts = zip(hidden, b, out_features, strict=True)
+        delta = torch.cat([linear(h, stack[slot], None, size) for h, stack, size in parts], dim=-1)
+        y[rows] += delta
+
+
 BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "rbln_emulator": {
         "pack_linear_weight": pack_linear_weight,
@@ -163,6 +181,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "self_attention": self_attention,
         "moe_route": moe_route,
         "moe": moe,
+        "add_lora_": add_lora,
     },
     "rbln_custom_ops": fallback_attention.BODIES,
 }

@@ -2,7 +2,7 @@
 
 Importing this module defines the ops, whatever implements them later (``build.load_kernels``). All
 outputs are fresh and contiguous; inputs may be strided and are never written, but for KV caches
-and by the op whose name ends in ``_``. Element types are
+and by the ops whose names end in ``_``. Element types are
 float32, bfloat16 and float16 with float32 accumulation.
 """
 
@@ -56,6 +56,13 @@ SCHEMAS = {
     "moe": (
         "(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor? w13_bias, Tensor w2,"
         " Tensor? w2_bias, int intermediate_size, str activation) -> Tensor"
+    ),
+    # y [T, sum of out_features] += the low-rank part of x [T, K], for the adapter of each row.
+    # slots int32 [R]: each owns T / R rows; -1 adds nothing. a stacks S packed matrices of
+    # [len(b) * rank, K]; each of b, one per slice of y, S packed matrices of [out_features, rank].
+    "add_lora_": (
+        "(Tensor(a!) y, Tensor x, Tensor slots, Tensor a, Tensor[] b, int rank,"
+        " int[] out_features) -> ()"
     ),
 }
 
@@ -115,6 +122,10 @@ def _moe(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _add_lora(y: Tensor, *_: object) -> None:
+    """The shape stays."""
+
+
 _FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
     "pack_linear_weight_": _pack_linear_weight_in_place,
@@ -128,6 +139,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "self_attention": _self_attention,
     "moe_route": _moe_route,
     "moe": _moe,
+    "add_lora_": _add_lora,
 }
 
 

@@ -5,6 +5,8 @@ One step is either one chunk of one request's prefill, or one token of each deco
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 
 def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False) -> bool:
     """Whether a request still needs a prefill chunk.
@@ -14,6 +16,11 @@ def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False
     its last token takes a chunk, too.
     """
     return pools or num_computed_tokens < num_tokens - 1
+
+
+def adapter_fits(adapter: int | None, running: Set[int], max_adapters: int) -> bool:
+    """Whether a request with this adapter may join those whose adapters are ``running``."""
+    return adapter is None or adapter in running or len(running) < max_adapters
 
 
 def prefill_block_reason(

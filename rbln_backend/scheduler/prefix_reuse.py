@@ -28,13 +28,15 @@ from rbln_backend.vllm_compat.surface import (
 logger = init_logger(__name__)
 
 Hasher = Callable[[Request], list[BlockHash]]
+# Makes the hasher of one request.
+Hashers = Callable[[Request], Hasher]
 
 
 class PrefixReuse:
     """Everything that an engine's scheduler needs besides upstream's own prefix cache."""
 
     def __init__(
-        self, coordinator: RblnKvCoordinator, hasher: Hasher | None, metrics: KvMetrics
+        self, coordinator: RblnKvCoordinator, hasher: Hashers | None, metrics: KvMetrics
     ) -> None:
         self._coordinator = coordinator
         self._hasher = hasher
@@ -68,7 +70,7 @@ class PrefixReuse:
         rank = f"scheduler{vllm_config.parallel_config.data_parallel_rank}"
         return cls(
             coordinator,
-            _hasher(vllm_config, unit) if caches else None,
+            hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
             KvMetrics(MetricsBoard(run_dir, rank), coordinator),
         )
 
@@ -76,7 +78,7 @@ class PrefixReuse:
         """Give a new request hashes at our granularity."""
         if self._hasher is None:
             return
-        request._block_hasher = self._hasher
+        request._block_hasher = self._hasher(request)
         request.block_hashes.clear()
         request.update_block_hashes()
 
@@ -89,10 +91,22 @@ class PrefixReuse:
         self._metrics.update()
 
 
-def _hasher(vllm_config: VllmConfig, unit: int) -> Hasher:
-    algorithm = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-    hasher: Hasher = get_request_block_hasher(unit, algorithm)
-    return hasher
+def hashers(algorithm_name: str, unit: int) -> Hashers:
+    """Hash prefixes in steps of ``unit`` tokens, apart for every adapter that was ever loaded.
+
+    Upstream's hashes know an adapter by its name alone, under which other weights may come later.
+    """
+    algorithm = get_hash_fn_by_name(algorithm_name)
+    plain: Hasher = get_request_block_hasher(unit, algorithm)
+
+    def hasher_of(request: Request) -> Hasher:
+        if request.lora_request is None:
+            return plain
+        number = request.lora_request.lora_int_id
+        own: Hasher = get_request_block_hasher(unit, lambda value: algorithm((number, value)))
+        return own
+
+    return hasher_of
 
 
 def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.table import prefill_chunk_table
+from rbln_backend.grammar.backend import pin_backend
+from rbln_backend.scheduler.constraints import adapter_fits, is_prefill, prefill_block_reason
+from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
     KVCacheConfig,
     ModelRunnerOutput,
     Request,
+    RequestStatus,
     Scheduler,
     SchedulerOutput,
     VllmConfig,
@@ -27,9 +34,10 @@ class RblnScheduler(Scheduler):
 
     * a request in the middle of its prefill goes on before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
-    * a prefill step sees no decoding request, and admits at most one waiting request with the
-      whole token budget;
-    * a decode step admits nobody.
+    * a prefill step sees no decoding request, and admits at most one waiting request;
+    * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
+    * a decode step admits nobody;
+    * all running requests together use at most ``max_loras`` adapters.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
     only hides requests from, or caps, one call of ``Scheduler.schedule``.
@@ -45,14 +53,20 @@ class RblnScheduler(Scheduler):
             # context would wait for it without end (vllm-project/vllm#47971).
             self.num_sampled_tokens_per_step = 0
         self._reuse = PrefixReuse.install(self, vllm_config)
+        pin_backend(self.structured_output_manager, vllm_config)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
+        self._chunks = _chunk_plan(vllm_config)
+        self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
+        self._expired: list[Request] = []
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
         super().add_request(request)
+        self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._end_late_requests()
         return self._reuse.finish(self._schedule_step(throttle_prefills))
 
     def update_from_output(
@@ -60,7 +74,16 @@ class RblnScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._reuse.report()
+        if self._expired:
+            report_expired(self._expired, outputs)
+            self._expired.clear()
         return outputs
+
+    def _end_late_requests(self) -> None:
+        """End what has waited too long for its first turn; who was preempted has had one."""
+        late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
+        if late:
+            self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
         prefilling = self._prefilling()
@@ -95,7 +118,11 @@ class RblnScheduler(Scheduler):
         self, prefilling: list[Request], throttle_prefills: bool
     ) -> SchedulerOutput:
         hidden = [request for request in self.running if request not in prefilling]
-        with self._narrowed(prefilling, hidden, max_running=1):
+        with (
+            self._held_back(self._without_adapter_room()),
+            self._narrowed(prefilling, hidden, max_running=1),
+            self._cut(prefilling),
+        ):
             return super().schedule(throttle_prefills)
 
     def _schedule_decode(
@@ -106,6 +133,55 @@ class RblnScheduler(Scheduler):
             decoding = [request for request in self.running if request not in prefilling]
         with self._narrowed(decoding, prefilling, max_running=len(decoding)):
             return super().schedule(throttle_prefills)
+
+    def _without_adapter_room(self) -> list[Request]:
+        """Waiting requests whose adapters would be too many beside those of all that run.
+
+        Upstream looks for them among what it sees of the running requests, and skips them, too.
+        """
+        if self.lora_config is None:
+            return []
+        running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        limit = self.lora_config.max_loras
+        if len(running) < limit:
+            return []
+        waiting = chain(self.skipped_waiting, self.waiting)
+        return [r for r in waiting if not adapter_fits(_adapter(r), running, limit)]
+
+    @contextmanager
+    def _cut(self, prefilling: list[Request]) -> Iterator[None]:
+        """Give the step as many tokens as its request's next chunk should take.
+
+        What a waiting request will get from the prefix cache is not known yet: its first chunk is
+        planned as if it got nothing.
+        """
+        request = prefilling[0] if prefilling else self._next_waiting()
+        if self._chunks is None or request is None:
+            yield
+            return
+        whole_budget = self.max_num_scheduled_tokens
+        left = request.num_tokens - request.num_computed_tokens
+        self.max_num_scheduled_tokens = self._chunks.next_chunk(left)
+        try:
+            yield
+        finally:
+            self.max_num_scheduled_tokens = whole_budget
+
+    def _next_waiting(self) -> Request | None:
+        queue = self._select_waiting_queue_for_scheduling()
+        return None if queue is None else queue.peek_request()
+
+    @contextmanager
+    def _held_back(self, requests: list[Request]) -> Iterator[None]:
+        """Let upstream not see waiting ``requests``; they keep their places, as skipped ones do."""
+        if requests:
+            self.skipped_waiting.remove_requests(requests)
+            self.waiting.remove_requests(requests)
+        try:
+            yield
+        finally:
+            for request in reversed(requests):
+                self.skipped_waiting.prepend_request(request)
 
     @contextmanager
     def _narrowed(
@@ -123,9 +199,23 @@ class RblnScheduler(Scheduler):
             self.running = hidden + self.running if before_prefill else self.running + hidden
 
 
+def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
+    """None for models that pool: the prompts of encoders cannot be cut."""
+    if config.model_config.runner_type == "pooling":
+        return None
+    rbln = configured(config)
+    assert rbln.prefill_step_tokens is not None
+    table = prefill_chunk_table(rbln, config.scheduler_config.max_num_batched_tokens)
+    return ChunkPlan(table, rbln.prefill_step_tokens)
+
+
 def _is_prefill(request: Request) -> bool:
     pools = request.pooling_params is not None
     return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
+
+
+def _adapter(request: Request) -> int | None:
+    return request.lora_request.lora_int_id if request.lora_request else None
 
 
 def _merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:

@@ -10,7 +10,7 @@ import logging
 from datetime import timedelta
 
 import vllm
-from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -74,7 +74,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SingleTypeKVCacheManager,
 )
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -92,7 +92,7 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
@@ -159,6 +159,7 @@ __all__ = [
     "CompilationTimes",
     "CustomOp",
     "DispatchPooler",
+    "EngineCoreOutput",
     "EngineCoreOutputs",
     "FastGELU",
     "FullAttentionManager",
@@ -183,6 +184,7 @@ __all__ = [
     "LogprobsTensors",
     "MinTokensLogitsProcessor",
     "MoERunner",
+    "ModelConfig",
     "ModelRunnerOutput",
     "MultipleOf",
     "NewGELU",
@@ -195,6 +197,7 @@ __all__ = [
     "RMSNorm",
     "ReLUSquaredActivation",
     "Request",
+    "RequestStatus",
     "RotaryEmbedding",
     "RoutedExperts",
     "Sampler",

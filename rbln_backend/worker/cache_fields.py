@@ -20,7 +20,7 @@ from rbln_backend.worker.group_inputs import KvGroup
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 # Sources whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
-    *("attention", "compiler", "emulator"),
+    *("attention", "compiler", "emulator", "lora"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
 
@@ -48,10 +48,19 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "rank": parallel.rank,
         },
         "rbln": rbln.graph_fields(),
+        "lora": _adapter_fields(config),
         "torch": torch.__version__,
         "vllm": VLLM_VERSION,
         "backend_sources": sources_digest(),
     }
+
+
+def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
+    lora = config.lora_config
+    if lora is None:
+        return None
+    targets = None if lora.target_modules is None else sorted(lora.target_modules)
+    return {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
 
 
 def sources_digest() -> str:

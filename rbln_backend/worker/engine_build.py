@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.artifact_store import ArtifactStore
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
-from rbln_backend.compiler.tensor_table import KV, TensorTable
+from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
@@ -31,9 +32,10 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
     set_forward_context,
 )
+from rbln_backend.worker.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, LayerMetadata
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest
 from rbln_backend.worker.graph_set import GraphSet
 from rbln_backend.worker.group_inputs import kv_groups
 from rbln_backend.worker.host_pooler import HostPooler
@@ -48,10 +50,15 @@ from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
 from rbln_backend.worker.token_types import TokenTypes
+from rbln_backend.worker.usage_recorder import UsageRecorder, open_recorder
 from rbln_backend.worker.warmup import WarmUp
 from rbln_backend.worker.warmup_plan import plan
 
 logger = init_logger(__name__)
+
+
+if TYPE_CHECKING:
+    from rbln_backend.lora.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class EngineParts:
     compiler: Compiler
     attention_layers: Mapping[str, Any]
     board: MetricsBoard
+    adapters: Adapters | None = None
 
 
 class EngineBuild:
@@ -81,11 +89,25 @@ class EngineBuild:
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
-        self._graphs = GraphSet.allocate(tables, dispatch, self._groups, encoder_layers)
+        self._graphs = GraphSet.allocate(
+            *(tables, dispatch, self._groups, encoder_layers),
+            has_adapters=parts.adapters is not None,
+        )
         dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
         self._store = _artifact_store(rbln, parts.board)
         self._factory = self._make_factory()
+        self._usage = self._open_usage(tables)
+
+    @property
+    def usage_file(self) -> Path | None:
+        """Where it is kept how often each size ran."""
+        return None if self._usage is None else self._usage.path
+
+    def close(self) -> None:
+        """Write down what is only in memory."""
+        if self._usage is not None:
+            self._usage.close()
 
     def warm_up(self, progress: ProgressWriter) -> RblnModelRunner | PoolingRunner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
@@ -141,6 +163,9 @@ class EngineBuild:
             table.add(f"scale:{name}", layer.impl.scale_tensor)
         for name, cache in self._kv_caches.tensors.items():
             table.add(f"{KV}{name}", cache)
+        if parts.adapters is not None:
+            for name, stack in parts.adapters.tensors().items():
+                table.add(f"{ADAPTERS}{name}", stack)
         return GraphFactory(
             model=parts.model,
             compiler=parts.compiler,
@@ -151,16 +176,29 @@ class EngineBuild:
             capture_workers=_capture_workers(parts),
         )
 
-    def _forward_context(self, metadata: LayerMetadata | None) -> AbstractContextManager[None]:
-        return set_forward_context(metadata, self._parts.vllm_config, slot_mapping={})
+    def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
+        if self._parts.adapters is not None:
+            self._parts.adapters.read_by(request.inputs)
+        return set_forward_context(request.metadata, self._parts.vllm_config, slot_mapping={})
+
+    def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:
+        """One rank counts: all of them run the same sizes."""
+        config, rbln = self._parts.vllm_config, self._parts.rbln
+        writes = rbln.record_usage and not rbln.cache_read_only
+        if not writes or not self._generates or config.parallel_config.rank != 0:
+            return None
+        root = Path(rbln.cache_root) / "rbln" / "usage"
+        return open_recorder(root, config.model_config, self._parts.compiler.fingerprint(), tables)
 
     def _make_runner(self) -> RblnModelRunner | PoolingRunner:
         config = self._parts.vllm_config
+        batches = RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs)
         steps = StepRunner(
-            batches=RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs),
+            batches=batches,
+            adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
-            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs)),
+            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs), self._usage),
         )
         if not self._generates:
             caching = bool(config.cache_config.enable_prefix_caching)
@@ -176,6 +214,12 @@ class EngineBuild:
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
         )
+
+    def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
+        if self._parts.adapters is None:
+            return NoAdapterRows()
+        self._parts.adapters.serve(batches.adapter_ids)
+        return SlotRows(self._parts.adapters)
 
     def _input_batch(self, rows: int) -> InputBatch:
         config, device = self._parts.vllm_config, torch.device("cpu")

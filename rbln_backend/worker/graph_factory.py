@@ -26,7 +26,6 @@ logger = init_logger(__name__)
 
 Result = Literal["compiled", "loaded"]
 LayerMetadata = Mapping[str, RblnAttentionMetadata]
-ForwardContext = Callable[[LayerMetadata | None], AbstractContextManager[Any]]
 PROGRAM_FILE = "program.json"
 
 
@@ -36,6 +35,10 @@ class GraphRequest(NamedTuple):
     spec: GraphSpec
     inputs: Mapping[str, Tensor]
     metadata: LayerMetadata | None
+
+
+ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
+"""Makes what the model looks up while it is captured."""
 
 
 class Listener(Protocol):
@@ -186,5 +189,5 @@ class GraphFactory:
     def _capture(self, request: GraphRequest) -> Program:
         function, names = graph_function(request.spec.phase, self._model)
         args = tuple(request.inputs[name] for name in names)
-        with self._forward_context(request.metadata):
+        with self._forward_context(request):
             return self._compiler.lower(capture(function, args, self._table, request.inputs))

@@ -38,10 +38,12 @@ class GraphSet:
         dispatch: GraphDispatch,
         groups: Sequence[KvGroup],
         encoder_layers: Sequence[str] = (),
+        *,
+        has_adapters: bool = False,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
         inputs = {
-            spec: StepInputs.allocate(spec, groups, encoder_layers)
+            spec: StepInputs.allocate(spec, groups, encoder_layers, has_adapters=has_adapters)
             for spec in plan(tables, has_logits=False)
         }
         return cls(tables, inputs, dispatch)

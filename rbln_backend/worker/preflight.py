@@ -18,7 +18,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.model_report import CacheGroup, ModelReport
-from rbln_backend.unsupported import EXPERTS_ON_NPU
+from rbln_backend.unsupported import EXPERTS_ON_NPU, LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
@@ -51,6 +51,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         specs = check_layers(skeleton, config, rbln)
     model, scheduled = config.model_config, plan(tables, has_logits=generates(config))
     caching, reason = _prefix_caching(config, rbln, specs)
+    lora = config.lora_config
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
@@ -67,6 +68,8 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         num_graphs=len(scheduled),
         prefix_caching=caching,
         prefix_caching_reason=reason,
+        max_loras=lora.max_loras if lora else 0,
+        max_lora_rank=lora.max_lora_rank if lora else 0,
     )
 
 
@@ -93,6 +96,12 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         )
     if skeleton.has_experts and choose_device(rbln) == "rebel":
         raise EXPERTS_ON_NPU.refusal("device 'rebel'")
+    if config.lora_config is not None:
+        # vLLM's part of it takes a while to import.
+        from rbln_backend.vllm_compat.lora import supports_lora
+
+        if not supports_lora(skeleton.model):
+            raise LORA_MODEL.refusal(config.model_config.architecture)
     if not generates(config):
         # Raises where a prefix hit would hide tokens from the pooler.
         HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))

@@ -63,6 +63,11 @@ class RequestBatches:
         num_tokens = scheduled.total_num_scheduled_tokens
         return StepWork(phase, batch, batch.num_reqs, num_tokens, self._samples(scheduled, phase))
 
+    def adapter_ids(self) -> set[int]:
+        """The adapters of the requests that are in a batch."""
+        both = (self._prefill, self._decode)
+        return {number for batch in both for number in batch.lora_id_to_lora_request}
+
     def record(self, work: StepWork, token_ids: list[list[int]]) -> None:
         """Append the sampled tokens ``[num_reqs][1]`` to the requests of the step."""
         batch = work.batch
@@ -113,14 +118,15 @@ class RequestBatches:
         return Phase.DECODE
 
     def _drop_departed(self, scheduled: SchedulerOutput, phase: Phase | None) -> None:
-        """Free rows of finished requests, and of those that left the batch of this phase.
+        """Free rows of finished and preempted requests, and of those that left this phase's batch.
 
         The other phase's batch keeps its rows: its requests merely sit this step out.
         """
         takes_chunk = None if phase is None else phase.takes_chunk
+        gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
         for batch, is_prefill_batch in ((self._prefill, True), (self._decode, False)):
             rows = batch.req_id_to_index.keys()
-            departed = rows & scheduled.finished_req_ids if scheduled.finished_req_ids else set()
+            departed = rows & gone if gone else set()
             if takes_chunk is is_prefill_batch:
                 departed |= rows - scheduled.num_scheduled_tokens.keys()
             for request_id in departed:

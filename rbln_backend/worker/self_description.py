@@ -15,6 +15,7 @@ from rbln_backend.description import (
     KvGroupInfo,
     KvInfo,
     LimitsInfo,
+    LoraInfo,
     ModelInfo,
     RuntimeInfo,
 )
@@ -45,7 +46,7 @@ class SelfDescription:
         self._writer.tell("settings", self._rbln.to_dict())
         self._writer.tell("model", _model_info(self._config, None))
         self._writer.tell("limits", _limits_info(self._config))
-        self._writer.tell("buckets", _buckets_info(self._config, self._rbln))
+        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Tell of a device that is not emulated."""
@@ -61,6 +62,17 @@ class SelfDescription:
         """Tell that the model is loaded."""
         self._writer.tell("model", _model_info(self._config, num_bytes))
         self._writer.tell("phases", _phase_seconds(self._board))
+
+    def has_adapters(self, num_bytes: int) -> None:
+        """Tell of the slots for adapters, which take ``num_bytes``."""
+        lora = self._config.lora_config
+        assert lora is not None
+        info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)
+        self._writer.tell("lora", info)
+
+    def records_usage(self, file: Path) -> None:
+        """Tell where it is kept how often each size ran."""
+        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Tell of the KV cache, once it is allocated."""
@@ -120,11 +132,13 @@ def _limits_info(config: VllmConfig) -> LimitsInfo:
     )
 
 
-def _buckets_info(config: VllmConfig, rbln: RblnConfig) -> BucketsInfo:
+def _buckets_info(config: VllmConfig, rbln: RblnConfig, usage_file: str | None) -> BucketsInfo:
     """The compiled sizes. Raises ``BucketError``."""
     tables = bucket_tables(config, rbln)
     chunks = tables.get(Phase.PREFILL) or tables[Phase.POOLING]
-    return BucketsInfo(decode=list(tables.get(Phase.DECODE, ())), prefill=list(chunks))
+    return BucketsInfo(
+        decode=list(tables.get(Phase.DECODE, ())), prefill=list(chunks), usage_file=usage_file
+    )
 
 
 def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:

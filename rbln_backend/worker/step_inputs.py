@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
 from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.worker.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 
 
@@ -29,6 +30,8 @@ class StepInputs:
     """[B, L] int64."""
     token_indices: IntArray
     """[1] int64: the last real row of a chunk."""
+    adapter_slots: IntArray
+    """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
     groups: Sequence[GroupInputs]
     """One per KV cache group, in vLLM's order."""
     tensors: dict[str, Tensor]
@@ -37,7 +40,12 @@ class StepInputs:
 
     @classmethod
     def allocate(
-        cls, spec: GraphSpec, groups: Sequence[KvGroup], encoder_layers: Sequence[str] = ()
+        cls,
+        spec: GraphSpec,
+        groups: Sequence[KvGroup],
+        encoder_layers: Sequence[str] = (),
+        *,
+        has_adapters: bool = False,
     ) -> StepInputs:
         """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache."""
         batch, length = spec.batch_size, spec.query_len
@@ -46,6 +54,9 @@ class StepInputs:
             "positions": torch.zeros(batch, length, dtype=torch.int64),
             "token_indices": torch.zeros(1, dtype=torch.int64),
         }
+        slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
+        if has_adapters:
+            tensors[INPUT_NAME] = slots
         parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
         for part in parts:
             tensors |= part.tensors
@@ -60,6 +71,7 @@ class StepInputs:
             token_ids=tensors["input_ids"].numpy(),
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
+            adapter_slots=slots.numpy(),
             groups=parts,
             tensors=tensors,
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),

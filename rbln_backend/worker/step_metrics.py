@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.stats import CounterHandle, HistogramHandle, MetricsBoard
+from rbln_backend.worker.usage_recorder import UsageRecorder
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,13 @@ class _Series:
 
 
 class StepMetrics:
-    """Bucket use and padding, per phase and bucket."""
+    """Bucket use and padding, per phase and bucket; exact sizes go to the ``usage`` record."""
 
-    def __init__(self, board: MetricsBoard, specs: list[GraphSpec]) -> None:
+    def __init__(
+        self, board: MetricsBoard, specs: list[GraphSpec], usage: UsageRecorder | None = None
+    ) -> None:
         self._board = board
+        self._usage = usage
         self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds")
         self._series = {spec: self._declare(spec) for spec in specs}
 
@@ -60,3 +64,6 @@ class StepMetrics:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(spec.bucket - num_tokens)
         self._last_step.set(time.time())
+        if self._usage is not None:
+            size = num_tokens if spec.phase.takes_chunk else num_reqs
+            self._usage.note(spec.phase_name, size, spec.bucket, seconds)

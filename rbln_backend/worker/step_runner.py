@@ -11,6 +11,7 @@ from torch import Tensor
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.worker.adapter_rows import AdapterRows
 from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.request_batches import RequestBatches, StepWork
 from rbln_backend.worker.step_inputs import StepInputs
@@ -35,11 +36,13 @@ class StepRunner:
         *,
         batches: RequestBatches,
         graphs: GraphSet,
+        adapters: AdapterRows,
         kv_caches: KvCaches,
         metrics: StepMetrics,
     ) -> None:
         self.batches = batches
         self._graphs = graphs
+        self._adapters = adapters
         self._kv_caches = kv_caches
         self._metrics = metrics
 
@@ -53,6 +56,7 @@ class StepRunner:
             return None
         step = self._graphs.select(work.phase, work.size)
         _fill(step.inputs, work)
+        self._adapters.fill(step.inputs, work)
         outputs = self._run(step, work)
         self._kv_caches.store_windows(transfers)
         return StepResult(work, outputs)

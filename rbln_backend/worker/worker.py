@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -51,6 +51,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
     share_logging,
 )
+from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.model_runner import RblnModelRunner
@@ -61,6 +62,9 @@ from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler,
 from rbln_backend.worker.runtime import set_up_runtime
 from rbln_backend.worker.self_description import SelfDescription
 from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
+
+if TYPE_CHECKING:
+    from rbln_backend.lora.adapters import Adapters
 
 logger = init_logger(__name__)
 
@@ -82,7 +86,7 @@ def _told(
     return run
 
 
-class RblnWorker(WorkerBase):
+class RblnWorker(AdapterCalls, WorkerBase):
     """init_device, load_model, KV cache, warm-up, then ``execute_model``/``sample_tokens``."""
 
     def __init__(
@@ -137,9 +141,21 @@ class RblnWorker(WorkerBase):
             self._model = loader.load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
+            self._adapters = self._make_adapters(self._model)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
         self._description.has_weights(weight_bytes)
+
+    def _make_adapters(self, model: nn.Module) -> Adapters | None:
+        if self.vllm_config.lora_config is None:
+            return None
+        # vLLM's part of it takes a while to import.
+        from rbln_backend.lora.adapters import Adapters
+
+        adapters = Adapters(model, self.vllm_config)
+        self._board.gauge("rbln_device_memory_bytes", kind="lora").set(adapters.num_bytes)
+        self._description.has_adapters(adapters.num_bytes)
+        return adapters
 
     def get_model(self) -> nn.Module:
         assert self._model is not None
@@ -193,9 +209,12 @@ class RblnWorker(WorkerBase):
             compiler=self._compiler,
             attention_layers=self._attention_layers(),
             board=self._board,
+            adapters=self._adapters,
         )
         self._build = EngineBuild(parts, kv_cache_config)
         self._description.has_kv_caches(kv_cache_config)
+        if self._build.usage_file is not None:
+            self._description.records_usage(self._build.usage_file)
 
     @_told
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -237,6 +256,10 @@ class RblnWorker(WorkerBase):
         """Graphs run synchronously: nothing is in flight between calls."""
 
     def shutdown(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
+        if self._build is not None:
+            self._build.close()
         self._progress.close()
         self._board.close()
 

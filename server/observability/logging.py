@@ -15,6 +15,10 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the request that the current task works for."""
 
 
+FIELDS = "fields"
+"""The name under which a log call hands over fields of its own."""
+
+
 class TextFormatter(logging.Formatter):
     """`12:30:05 INFO  server.service: message [request_id]`"""
 
@@ -28,7 +32,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (Unix seconds), level, logger, message, request_id."""
+    """One JSON object per line: time (Unix seconds), level, logger, message, request_id.
+
+    What a log call gives as `extra={FIELDS: {...}}` becomes fields of the object.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback is a string field."""
@@ -40,6 +47,7 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := request_id_var.get():
             entry["request_id"] = request_id
+        entry.update(getattr(record, FIELDS, {}))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry)

@@ -22,9 +22,14 @@ from prometheus_client import (
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.stats import MetricDecl
+from server.admission import Admission
+from server.errors import REJECTIONS
 from server.lifecycle import Lifecycle, Phase
+from server.settings import ServerSettings
+from server.structured_outputs.counts import RESULTS, CheckCounts
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
 SERVER_METRICS: tuple[MetricDecl, ...] = (
@@ -67,7 +72,90 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         ("route", "stream"),
         (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
     ),
+    MetricDecl(
+        "rbln_key_requests_total",
+        "counter",
+        "Finished requests by the name of the key that they came with; `outcome` as above.",
+        ("key", "outcome"),
+    ),
+    MetricDecl(
+        "rbln_key_tokens_total",
+        "counter",
+        "Tokens that the engine worked on for a key, those of aborted requests included; `kind` is "
+        "`prompt` or `completion`.",
+        ("key", "kind"),
+    ),
+    MetricDecl(
+        "rbln_admission_rejections_total",
+        "counter",
+        f"Refused requests; reason is one of {', '.join(REJECTIONS)}.",
+        ("reason",),
+    ),
+    MetricDecl(
+        "rbln_admission_in_flight",
+        "gauge",
+        "Answers that run or wait, counting each of `n` and each prompt.",
+    ),
+    MetricDecl(
+        "rbln_admission_max_in_flight",
+        "gauge",
+        "How many of them may; 0 until the engine is there.",
+    ),
+    MetricDecl(
+        "rbln_admission_max_queued_tokens",
+        "gauge",
+        "Prompt tokens that may wait for their prefill; 0 is any number.",
+    ),
+    MetricDecl(
+        "rbln_admission_max_queue_seconds",
+        "gauge",
+        "Seconds that a request may wait for its turn; 0 is any time.",
+    ),
+    MetricDecl(
+        "rbln_admission_max_request_seconds",
+        "gauge",
+        "Seconds that a request may take in all; 0 is any time.",
+    ),
+    MetricDecl(
+        "rbln_grammar_checks_total",
+        "counter",
+        f"Grammars of requests that were checked; result is one of {', '.join(RESULTS)}.",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_grammar_compile_seconds",
+        "histogram",
+        "Seconds that the trial of a new grammar took.",
+        (),
+        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+    ),
+    MetricDecl(
+        "rbln_lora_adapters",
+        "gauge",
+        "LoRA adapters by state: loading, ready, draining or failed.",
+        ("state",),
+    ),
+    MetricDecl(
+        "rbln_lora_loads_total",
+        "counter",
+        "Loads of LoRA adapters over HTTP; result is ok, refused (the wish is at fault) or failed.",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_lora_load_seconds",
+        "histogram",
+        "Seconds from the wish for a LoRA adapter to its being ready.",
+        (),
+        (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
+    ),
 )
+
+# The values that the only label of a counter can have.
+_CLOSED_LABELS = {
+    "rbln_admission_rejections_total": REJECTIONS,
+    "rbln_grammar_checks_total": RESULTS,
+    "rbln_lora_loads_total": LOAD_RESULTS,
+}
 
 
 class ServerMetrics:
@@ -78,11 +166,12 @@ class ServerMetrics:
         self._board_dir = run_dir / "metrics"
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
-        requests = made["rbln_http_requests_total"]
-        seconds = made["rbln_http_request_seconds"]
-        assert isinstance(requests, Counter)
-        assert isinstance(seconds, Histogram)
-        self._requests, self._seconds = requests, seconds
+        self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
+        self._histograms = {k: v for k, v in made.items() if isinstance(v, Histogram)}
+        # At 0 before the first event: a rate does not see a series that begins above it.
+        for name, values in _CLOSED_LABELS.items():
+            for value in values:
+                self._counters[name].labels(value)
 
     def _make(self, decl: MetricDecl) -> Counter | Gauge | Histogram:
         if decl.kind == "counter":
@@ -114,8 +203,52 @@ class ServerMetrics:
     ) -> None:
         """Count one finished request; `route` is a path template, never a raw path."""
         assert outcome in OUTCOMES, outcome
-        self._requests.labels(route, method, str(code), outcome).inc()
-        self._seconds.labels(route, "true" if stream else "false").observe(seconds)
+        requests = self._counters["rbln_http_requests_total"]
+        requests.labels(route, method, str(code), outcome).inc()
+        durations = self._histograms["rbln_http_request_seconds"]
+        durations.labels(route, "true" if stream else "false").observe(seconds)
+
+    def observe_rejection(self, reason: str) -> None:
+        """Count one request that was refused for want of room."""
+        assert reason in REJECTIONS, reason
+        self._counters["rbln_admission_rejections_total"].labels(reason).inc()
+
+    def observe_admission(self, admission: Admission, settings: ServerSettings) -> None:
+        """Publish how much work there is and how much there may be."""
+        for name, value in (
+            ("in_flight", admission.in_flight),
+            ("max_in_flight", admission.limit),
+            ("max_queued_tokens", admission.max_queued_tokens or 0),
+            ("max_queue_seconds", settings.max_queue_s),
+            ("max_request_seconds", settings.max_request_s),
+        ):
+            self._gauges[f"rbln_admission_{name}"].set(value)
+
+    def observe_key(self, key: str, outcome: str, prompt: int, completion: int) -> None:
+        """Count one finished request, and its tokens, for the key of this name."""
+        self._counters["rbln_key_requests_total"].labels(key, outcome).inc()
+        tokens = self._counters["rbln_key_tokens_total"]
+        if prompt or completion:
+            tokens.labels(key, "prompt").inc(prompt)
+            tokens.labels(key, "completion").inc(completion)
+
+    def observe_adapters(self, counts: Mapping[str, int]) -> None:
+        """Publish how many LoRA adapters are in each state."""
+        for state, count in counts.items():
+            self._gauges["rbln_lora_adapters"].labels(state).set(count)
+
+    def observe_adapter_load(self, result: str, seconds: float) -> None:
+        """Count one load of a LoRA adapter; only those that succeed have a time."""
+        self._counters["rbln_lora_loads_total"].labels(result).inc()
+        if result == "ok":
+            self._histograms["rbln_lora_load_seconds"].observe(seconds)
+
+    def observe_grammars(self, counts: CheckCounts) -> None:
+        """Add what the grammar gate has done since it was last asked."""
+        for result, count in counts.results.items():
+            self._counters["rbln_grammar_checks_total"].labels(result).inc(count)
+        for seconds in counts.seconds:
+            self._histograms["rbln_grammar_compile_seconds"].observe(seconds)
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import APIRouter
 from fastapi.responses import Response
 
+from server.admission import Admission
+from server.frontend import Frontend
 from server.lifecycle import Lifecycle
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
+from server.settings import ServerSettings
 
 
-def metrics_router(metrics: ServerMetrics, lifecycle: Lifecycle) -> APIRouter:
-    """Return the route of the metrics page."""
+def metrics_router(
+    metrics: ServerMetrics,
+    settings: ServerSettings,
+    lifecycle: Lifecycle,
+    admission: Admission,
+    frontend: Callable[[], Frontend],
+) -> APIRouter:
+    """Return the route of the metrics page; it asks the front end only once there has been one."""
     router = APIRouter()
 
     @router.get("/metrics")
     async def page() -> Response:
         metrics.observe_lifecycle(lifecycle)
+        metrics.observe_admission(admission, settings)
+        if lifecycle.started and (adapters := frontend().adapters) is not None:
+            metrics.observe_adapters(adapters.counts())
+        if lifecycle.started and (grammars := frontend().grammars) is not None:
+            metrics.observe_grammars(grammars.take_counts())
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return router

@@ -6,6 +6,7 @@ are null. The engine tells them through files, so that a dead one is still descr
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from rbln_backend.bucketing.advice import advise
+from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
+from server.structured_outputs.constraint import BACKEND
 
 SERVER_FIELDS: Mapping[str, str] = {
     "versions": "Versions by component: `version` (this service), `vllm`, `torch`, `python` and "
@@ -25,15 +29,31 @@ SERVER_FIELDS: Mapping[str, str] = {
     "ranks": "Ranks that have told of themselves; the sections below are those of the first.",
     "graphs": "Every graph of the start-up: `name`, `state` (`pending`, `running`, `done`), "
     "`result` (`compiled`, `loaded` or null) and `seconds`; of several ranks the slowest.",
+    "bucket_advice": "By phase (`prefill`, `decode`) what `rbln-serve tune` says of the sizes that "
+    "ran so far, also before the last restart: `current` and `suggested` sizes, the predicted "
+    "`saving` of step time and `setting`; null while nothing is recorded, about a minute.",
     "timings": "`uptime_s`; `ready_after_s`, null until ready; `phases`, the seconds of the "
     "engine's start-up phases so far.",
-    "request_limits": "`max_body_bytes`, `max_messages`, `max_prompts` and `max_n` of a request.",
+    "request_limits": "What one request may be: `max_body_bytes`, `max_json_depth`, "
+    "`max_messages`, `max_prompts`, `max_n`, `max_stop`, `max_logit_bias`, "
+    "`max_request_s` and `max_queue_s`.",
+    "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
+    "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
+    "`schema_max_pattern`, `schema_compile_timeout_s`.",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has told.",
 }
 """Fields besides the engine's sections, and what they hold."""
 
-_REQUEST_LIMITS = ("max_body_bytes", "max_messages", "max_prompts", "max_n")
+_REQUEST_LIMITS = (
+    *("max_body_bytes", "max_json_depth", "max_messages", "max_prompts", "max_n", "max_stop"),
+    *("max_logit_bias", "max_request_s", "max_queue_s"),
+)
+
+_SCHEMA_LIMITS = (
+    *("schema_max_bytes", "schema_max_depth", "schema_max_nodes", "schema_max_enum"),
+    *("schema_max_pattern", "schema_compile_timeout_s"),
+)
 
 
 def server_info_router(
@@ -42,6 +62,7 @@ def server_info_router(
     """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter()
     ours = settings.model_dump(mode="json")
+    advice = _BucketAdvice()
 
     @router.get("/v1/server_info")
     async def server_info() -> JSONResponse:
@@ -53,14 +74,43 @@ def server_info_router(
             "ranks": len(ranks),
             **{name: told.get(name) for name in SECTIONS},
             "graphs": [dataclasses.asdict(graph) for graph in lifecycle.graph_progress],
+            "bucket_advice": await asyncio.to_thread(advice.of, told.get("buckets")),
             "timings": {
                 "uptime_s": round(lifecycle.uptime_s, 3),
                 "ready_after_s": lifecycle.ready_after_s,
                 "phases": told.get("phases", {}),
             },
             "request_limits": {name: ours[name] for name in _REQUEST_LIMITS},
+            "structured_outputs": {
+                "backend": BACKEND,
+                **{name: ours[name] for name in _SCHEMA_LIMITS},
+            },
             "settings": {"server": ours, "rbln": told.get("settings")},
         }
         return JSONResponse(body)
 
     return router
+
+
+class _BucketAdvice:
+    """The tuner's advice on a record, worked out anew when the record has changed."""
+
+    def __init__(self) -> None:
+        self._changed_at: int | None = None
+        self._advice: dict[str, Any] | None = None
+
+    def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Return the advice for what the engine tells of its buckets; reads a file."""
+        if buckets is None or buckets["usage_file"] is None:
+            return None
+        path = Path(buckets["usage_file"])
+        try:
+            changed_at = path.stat().st_mtime_ns
+            if changed_at != self._changed_at:
+                usage = UsageFile(path).read()
+                self._advice = advise(usage) if usage.steps else None
+                self._changed_at = changed_at
+        except (OSError, ValueError):
+            # The next step that is written sets a damaged file aside.
+            return None
+        return self._advice

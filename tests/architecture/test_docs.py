@@ -36,11 +36,25 @@ def test_every_path_named_in_the_architecture_exists() -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        *("README.md", "CHANGELOG.md", "docs/architecture.md"),
+        *("docs/http_api.md", "docs/security.md"),
+    ],
+)
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = _LINK.findall(path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_error_code_is_documented() -> None:
+    from server.errors import TABLE
+
+    page = (ROOT / "docs/http_api.md").read_text(encoding="utf-8")
+    missing = [row for row in TABLE.values() if f"| {row.status} | `{row.code}` |" not in page]
+    assert missing == []
 
 
 def test_the_readme_is_short() -> None:

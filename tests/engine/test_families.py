@@ -55,7 +55,12 @@ def import_model(checkpoint: Path) -> None:
 
 @contextmanager
 def running(
-    engines: Engines, arch: str, cache_root: Path, chunks: list[int], batches: list[int]
+    engines: Engines,
+    arch: str,
+    cache_root: Path,
+    chunks: list[int],
+    batches: list[int],
+    **options: Any,
 ) -> Iterator[Engine]:
     """An engine that is gone afterwards: there are too many families to keep theirs."""
     rbln = {
@@ -68,7 +73,7 @@ def running(
     }
     # Tables that vLLM's models share within a process, and glm changes.
     rotary_embedding._ROPE_DICT.clear()
-    engine = engines.fresh(arch, rbln=rbln, **OPTIONS, **DEVIATIONS.get(arch, {}))
+    engine = engines.fresh(arch, rbln=rbln, **(OPTIONS | DEVIATIONS.get(arch, {}) | options))
     try:
         yield engine
     finally:

@@ -40,12 +40,21 @@ def test_a_wrong_variable_is_an_error_that_names_it(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"enable_lora": True}, "LoRA adapters"),
+        (
+            {"enable_lora": True, "lora_target_modules": ["q_proj", "lm_head"]},
+            "LoRA adapters of embeddings, LM heads and experts",
+        ),
+        ({"enable_lora": True, "lora_dtype": "bfloat16"}, "another dtype than the model"),
+        ({"enable_lora": True, "runner": "pooling"}, "LoRA adapters of models that pool"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "Disabling chunked prefill is not supported",
         ),
         ({"tensor_parallel_size": 2}, "parallelism"),
+        (
+            {"structured_outputs_config": {"backend": "guidance"}},
+            "--structured-outputs-config.backend must be auto or xgrammar",
+        ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
             "speculative decoding",

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ import httpx
 from starlette.requests import Request
 
 from server.errors import ContextLengthError, InternalError
-from server.frontend import Endpoint, JsonObject, LaunchError
+from server.frontend import Capacity, Endpoint, JsonObject, LaunchError, WireSchemas
+from server.lora.registry import AdapterRegistry
+from server.observability.tracing import Tracing
+from server.request_record import record_of
 from server.service import serve
 from server.settings import ServerSettings
+from server.structured_outputs.gate import GrammarGate
 
 
 @dataclass
@@ -28,6 +33,18 @@ class ScriptedFrontend:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     ended: list[str] = field(default_factory=list)
     headers: Mapping[str, str] = field(default_factory=dict)
+    adapters: AdapterRegistry | None = None
+    grammars: GrammarGate | None = None
+    keep_alive_s: float = 0.0
+    tracing: Tracing | None = None
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(max_num_seqs=8, max_queued_tokens=1000)
+
+    def schemas(self) -> WireSchemas:
+        schema = {Endpoint.CHAT: {"type": "object"}}
+        return WireSchemas(requests=schema, answers=schema, definitions={}, streaming=set(schema))
 
     async def models(self) -> list[JsonObject]:
         return [{"id": "scripted", "object": "model"}]
@@ -36,6 +53,8 @@ class ScriptedFrontend:
         self, endpoint: Endpoint, body: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         self.headers = dict(request.headers)
+        if (uses := body.get("uses")) is not None:
+            record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))
         if body.get("stream"):
             return self._stream(body["do"])
         if body["do"] == "wait":
@@ -134,9 +153,15 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    tmp_path: Path, launcher: ScriptedLauncher | None = None, **settings: Any
+    tmp_path: Path,
+    launcher: ScriptedLauncher | None = None,
+    client_context: ssl.SSLContext | bool = True,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
-    """Serve on a free port for the length of the block; ready at once without a `launcher`."""
+    """Serve on a free port for the length of the block; ready at once without a `launcher`.
+
+    `client_context` is what the client has for TLS; it comes from this host like every client.
+    """
     import time
 
     if launcher is None:
@@ -146,7 +171,8 @@ async def running(
     port = listener.getsockname()[1]
     config = ServerSettings(**{"death_linger_s": 0.3, "host": "127.0.0.1", **settings})
     task = asyncio.create_task(serve(config, launcher, listener, tmp_path, time.monotonic()))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+    url = f"https://localhost:{port}" if config.ssl_certfile else f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=10, verify=client_context) as client:
         service = Running(launcher, client, task, port, tmp_path)
         try:
             if launcher.launched.is_set() and launcher.error is None:

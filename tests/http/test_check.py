@@ -43,7 +43,7 @@ def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
 
 
 def test_a_model_that_can_run_is_described(folder: Any) -> None:
-    done = check(folder(LLAMA), *FLAGS)
+    done = check(folder(LLAMA), *FLAGS, "--enable-lora", "--max-loras", "3")
     assert done.returncode == 0, done.stderr
     told = {line[2:18].strip(): line[19:] for line in done.stdout.splitlines()[1:]}
     assert told["architecture"] == "LlamaForCausalLM (generates text)"
@@ -53,6 +53,7 @@ def test_a_model_that_can_run_is_described(folder: Any) -> None:
     assert told["prefill chunks"] == "16, 32, 64"
     assert told["decode buckets"] == "1, 2, 4"
     assert told["prefix caching"].startswith("on: ")
+    assert told["adapters"] == "3 slots for ranks up to 16"
     assert told["device"] == "emulated"
 
 

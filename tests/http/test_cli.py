@@ -66,6 +66,10 @@ def test_version_and_bare_help() -> None:
         (["serve", "m", "--unknown-fields", "maybe"], "'reject' or 'warn'"),
         (["serve", "m", "--ssl-keyfile", "k"], "--ssl-certfile"),
         (["serve", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["serve", "m", "--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
+        (["serve", "m", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/nowhere"], "/nowhere"),
+        (["serve", "m", "--ssl_cert_reqs", "2"], "--ssl-ca-certs"),
+        (["serve", "m", "--root-path", "llm"], "--root-path (RBLN_SERVE_ROOT_PATH)"),
         (["bogus"], "bogus"),
     ],
 )
@@ -73,6 +77,27 @@ def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) 
     done = rbln_serve(*args)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+_HIDE = """
+import sys
+from pathlib import Path
+from server.cli import _hide_secrets
+_hide_secrets(sys.argv[2:])
+print(Path("/proc/self/cmdline").read_text(), Path("/proc/self/comm").read_text())
+"""
+
+
+def test_secrets_are_taken_off_the_process_title() -> None:
+    flags = ["--api-key", "sk-one", "--admin_key=sk-two", "--port", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", _HIDE, "serve", "m", *flags],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "rbln-serve serve m --api-key *** --admin_key=*** --port 1" in done.stdout
+    assert "sk-" not in done.stdout
 
 
 def test_a_port_in_use_is_reported() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ def checkpoint(checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     # Nothing says that the model pools but its own files.
-    with RealServer(checkpoint, tmp_path_factory.mktemp("s"), "--max-prompts", "40") as up:
+    flags = ("--max-prompts", "40", "--max-queue-s", "3")
+    with RealServer(checkpoint, tmp_path_factory.mktemp("s"), *flags) as up:
         up.until_ready()
         yield up
 
@@ -265,3 +269,17 @@ def test_a_reranker_classifies_and_scores(checkpoints: CheckpointCache, tmp_path
         refused = server.client.post(EMBEDDINGS, json={"input": "a"})
         assert refused.status_code == 400
         assert "classify" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_that_waits_too_long_is_told_and_no_other(server: RealServer) -> None:
+    body = {"model": "tiny", "input": ["a b", "c d"]}
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        try:
+            late = pool.submit(server.client.post, EMBEDDINGS, json=body)
+            time.sleep(4)
+        finally:
+            os.kill(server.engine_pid(), signal.SIGCONT)
+        assert late.result().status_code == 503
+    assert late.result().json()["error"]["code"] == "queue_timeout"
+    assert server.client.post(EMBEDDINGS, json=body).status_code == 200

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
+from starlette.datastructures import Headers
 
 from server.errors import (
     ContextLengthError,
@@ -17,11 +19,18 @@ from server.errors import (
 )
 from server.frontend import Endpoint
 from server.request_fields import accepted_fields, check_nested
-from server.request_limits import Limits, check_limits
+from server.request_limits import Limits, check_limits, check_priority_header
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "kv_transfer_params")
 LIMITS = Limits(
-    max_n=4, max_messages=2, max_prompts=3, max_model_len=100, vocab_size=50, has_priorities=False
+    max_n=4,
+    max_messages=2,
+    max_prompts=3,
+    max_stop=2,
+    max_logit_bias=3,
+    max_model_len=100,
+    vocab_size=50,
+    has_priorities=False,
 )
 MESSAGE = {"role": "user", "content": "hi"}
 
@@ -121,6 +130,9 @@ def test_free_form_mappings_are_not_entered() -> None:
         ({"n": 5}, InvalidValueError, "n"),
         ({"n": 0}, InvalidValueError, "n"),
         ({"priority": 1}, UnsupportedFieldError, "priority"),
+        ({"stop": ["a", "b", "c"]}, InvalidValueError, "stop"),
+        ({"stop_sequences": ["a", "b", "c"]}, InvalidValueError, "stop_sequences"),
+        ({"logit_bias": {"1": 1, "2": 1, "3": 1, "4": 1}}, InvalidValueError, "logit_bias"),
         ({"max_tokens": 101}, ContextLengthError, "max_tokens"),
         ({"max_completion_tokens": 10**30}, ContextLengthError, "max_completion_tokens"),
         ({"messages": []}, InvalidValueError, "messages"),
@@ -147,3 +159,22 @@ def test_what_is_within_the_limits_passes() -> None:
     check_limits({"prompt": ["a"] * 3}, LIMITS)
     check_limits({"prompt": [49] * 90}, LIMITS)
     check_limits({"messages": "wrong type", "n": "two"}, LIMITS)
+
+
+def test_limits_are_named_with_their_numbers() -> None:
+    with pytest.raises(InvalidValueError, match=r"'stop' must have at most 2 items .* got 3"):
+        check_limits({"stop": ["a", "b", "c"]}, LIMITS)
+    check_limits({"stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1, "3": 1}}, LIMITS)
+
+
+@pytest.mark.parametrize("value", ["high", "1.5", "", "9" * 5000])
+def test_a_priority_in_a_header_must_be_a_small_integer(value: str) -> None:
+    limits = dataclasses.replace(LIMITS, has_priorities=True)
+    check_priority_header(Headers({"X-Vllm-Priority": "-3"}), limits)
+    check_priority_header(Headers({}), LIMITS)
+    check_priority_header(Headers({"X-Vllm-Priority": "0"}), LIMITS)
+    with pytest.raises(InvalidValueError) as caught:
+        check_priority_header(Headers({"X-Vllm-Priority": value}), limits)
+    assert caught.value.param == "X-Vllm-Priority"
+    with pytest.raises(UnsupportedFieldError):
+        check_priority_header(Headers({"X-Vllm-Priority": "1"}), LIMITS)

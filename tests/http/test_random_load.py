@@ -27,7 +27,8 @@ OUTCOMES = "rbln_http_requests_total{"
 def server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
-    with RealServer(checkpoints("llama", dtype="float32"), tmp_path_factory.mktemp("s")) as up:
+    model = checkpoints("llama", dtype="float32")
+    with RealServer(model, tmp_path_factory.mktemp("s"), "--max-in-flight", "200") as up:
         up.until_ready()
         yield up
 

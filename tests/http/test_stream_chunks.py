@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 from vllm.entrypoints.openai.chat_completion import serving
+from vllm.entrypoints.openai.completion import serving as completion
 
-from server.stream_chunks import ChunkMakers, TextChunk, install
+from server.stream_chunks import (
+    ChatMakers,
+    CompletionMakers,
+    TextChunk,
+    install_chat,
+    install_completion,
+)
 
 MODELS = {
     name: getattr(serving, name)
@@ -18,7 +25,7 @@ MODELS = {
         "ChatCompletionStreamResponse",
     )
 }
-OURS = ChunkMakers(*MODELS.values())
+OURS = ChatMakers(*MODELS.values())
 PLAIN = {"logprobs": None, "finish_reason": None, "token_ids": None}
 
 
@@ -95,8 +102,66 @@ def test_other_options_of_the_dump_are_respected() -> None:
 def test_the_makers_take_the_models_places_once() -> None:
     module = ModuleType("serving")
     vars(module).update(MODELS)
-    install(module)
+    install_chat(module)
     first = module.DeltaMessage
-    install(module)
+    install_chat(module)
     assert module.DeltaMessage == first
     assert isinstance(module.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])
+
+
+COMPLETION = (completion.CompletionResponseStreamChoice, completion.CompletionStreamResponse)
+IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
+
+
+def both_completions(
+    text: str, choice: dict[str, Any], later: dict[str, Any], **options: Any
+) -> tuple[str, str, type]:
+    """What vLLM's completion generator would send, from our makers and from its own models."""
+    ours = CompletionMakers(*COMPLETION)
+    dumps = []
+    kind: type = object
+    for make_choice, make_chunk in (COMPLETION, (ours.choice, ours.chunk)):
+        chunk = make_chunk(
+            id="cmpl-1é",
+            object="text_completion",
+            created=1_700_000_000,
+            model='a "model"',
+            choices=[make_choice(index=2, text=text, **(dict.fromkeys(IDLE) | choice))],
+        )
+        for name, value in later.items():
+            setattr(chunk, name, value)
+        dumps.append(chunk.model_dump_json(**({"exclude_unset": True} | options)))
+        kind = type(chunk)
+    return dumps[1], dumps[0], kind
+
+
+@pytest.mark.parametrize("text", ["", "word", 'say "hi"\\ \n', "é漢字🙂"])
+def test_text_of_completions_is_written_as_vllm_writes_it(text: str) -> None:
+    ours, theirs, kind = both_completions(text, {}, {})
+    assert ours == theirs
+    assert kind is TextChunk
+
+
+@pytest.mark.parametrize(
+    ("choice", "later", "options"),
+    [
+        ({"finish_reason": "stop", "stop_reason": 7}, {}, {}),
+        ({"prompt_token_ids": [1], "token_ids": [2]}, {}, {}),
+        ({}, {"system_fingerprint": "fp"}, {}),
+        ({}, {}, {"exclude_none": True}),
+    ],
+)
+def test_anything_else_of_completions_is_vllms_own(
+    choice: dict[str, Any], later: dict[str, Any], options: dict[str, Any]
+) -> None:
+    ours, theirs, _ = both_completions("x", choice, later, **options)
+    assert ours == theirs
+
+
+def test_a_chunk_of_usage_alone_is_vllms_own() -> None:
+    module = ModuleType("serving")
+    module.CompletionResponseStreamChoice, module.CompletionStreamResponse = COMPLETION
+    install_completion(module)
+    install_completion(module)
+    chunk = module.CompletionStreamResponse(id="x", created=1, model="m", choices=[])
+    assert isinstance(chunk, COMPLETION[1])

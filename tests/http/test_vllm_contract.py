@@ -48,7 +48,6 @@ def test_signatures_of_the_front_end() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
-    from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 
     assert parameters(make_arg_parser) == ["parser"]
     assert parameters(validate_parsed_serve_args) == ["args"]
@@ -63,7 +62,6 @@ def test_signatures_of_the_front_end() -> None:
     assert parameters(ServingTokenization.create_detokenize) == serve
     assert parameters(OpenAIServingModels.show_available_models) == ["self"]
     assert parameters(OpenAIServingModels.is_base_model) == ["self", "model_name"]
-    assert parameters(with_sse_keep_alive)[:2] == ["generator", "interval"]
 
 
 def test_signatures_of_what_pools() -> None:
@@ -84,6 +82,29 @@ def test_signatures_of_what_pools() -> None:
     assert isinstance(ModelConfig.matryoshka_dimensions, property)
     assert isinstance(ModelConfig.embedding_size, property)
     assert PoolingParams(task="embed").task == "embed"
+
+
+def test_signatures_of_what_serves_adapters() -> None:
+    from vllm.config import LoRAConfig
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    assert parameters(AsyncLLM.add_lora) == ["self", "lora_request"]
+    assert parameters(AsyncLLM.remove_lora) == ["self", "lora_id"]
+    assert parameters(AsyncLLM.collective_rpc) == ["self", "method", "timeout", "args", "kwargs"]
+    assert parameters(LoRARequest)[:3] == ["lora_name", "lora_int_id", "lora_path"]
+    fields = ["name", "path", "base_model_name", "is_3d_lora_weight"]
+    assert parameters(LoRAModulePath) == fields
+    assert {"max_loras", "max_lora_rank"} <= set(LoRAConfig.__dataclass_fields__)
+    # The lookups that `server.vllm_adapters.LeasedNames` answers; its other readers list names.
+    lookups = inspect.getsource(BaseServing._maybe_get_adapters)
+    assert "self.models.lora_requests[request.model]" in lookups
+    assert "self.lora_requests.values()" in inspect.getsource(
+        OpenAIServingModels.show_available_models
+    )
 
 
 def test_signatures_of_the_engine() -> None:
@@ -113,13 +134,75 @@ def test_signatures_of_the_engine() -> None:
     )
 
 
+def test_what_ends_waiting_and_asks_an_engine_whether_it_moves() -> None:
+    from vllm.config import SchedulerConfig
+    from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+    from vllm.v1.request import RequestStatus
+
+    made = ["tokenizer", "log_stats", "stream_interval", "tracing_enabled", "admission_stats"]
+    assert parameters(OutputProcessor) == made
+    added = ["self", "request", "prompt", "parent_req", "request_index", "queue"]
+    assert parameters(OutputProcessor.add_request) == added
+    processed = ["self", "engine_core_outputs", "engine_core_timestamp", "iteration_stats"]
+    assert parameters(OutputProcessor.process_outputs) == processed
+    assert parameters(OutputProcessor.abort_requests) == ["self", "request_ids", "internal"]
+    assert {"parent_req", "queue"} <= set(parameters(RequestState))
+    assert {"stop_reason", "finish_reason"} <= set(EngineCoreOutput.__struct_fields__)
+    assert {"WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"} <= set(RequestStatus.__members__)
+    assert parameters(AsyncLLM.is_sleeping) == ["self"]
+    assert "max_num_queued_tokens" in SchedulerConfig.__dataclass_fields__
+    assert MaxQueuedTokensError().http_status == QueueOverflowError().http_status == 503
+
+
+def test_what_meters_the_engine_finds_what_it_counts() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    assert parameters(AsyncLLM.add_request)[:2] == ["self", "request_id"]
+    made = inspect.getsource(OutputProcessor.__init__)
+    assert "self.request_states" in made
+    assert "self.external_req_ids" in made
+    state = parameters(RequestState.__init__)
+    assert {"queue", "detokenizer", "prompt_token_ids"} <= set(state)
+    assert parameters(IncrementalDetokenizer.num_output_tokens) == ["self"]
+
+
+def test_what_the_grammar_gate_stands_on() -> None:
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    assert parameters(AsyncLLM.add_request)[:4] == ["self", "request_id", "prompt", "params"]
+    assert parameters(protocol.validate_structural_tag_payload) == ["payload", "parameter"]
+    # Without a configuration there is nothing to validate against, whatever the grammar.
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(("))
+    params._validate_structured_outputs(None, None, None)
+    text = get_structured_output_key(StructuredOutputsParams(json={"a": 1}))[1]
+    assert text == '{"a": 1}'
+    assert parameters(StructuredOutputManager.grammar_init) == ["self", "request"]
+    assert parameters(XgrammarBackend) == ["vllm_config", "tokenizer", "vocab_size"]
+    assert parameters(XgrammarBackend.compile_grammar)[1:] == [
+        "request_type",
+        "grammar_spec",
+        "stop_token_ids",
+    ]
+    assert {"vocab_size", "matcher", "ctx"} <= set(XgrammarGrammar.__dataclass_fields__)
+
+
 def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm_frontend import _REFUSED_FLAGS
+    from server.vllm_flags import _REFUSED_FLAGS
 
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     assert set(_REFUSED_FLAGS) <= theirs
@@ -139,6 +222,9 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
         (["m", "--uvicorn-log-level", "debug"], "--uvicorn-log-level cannot be used"),
         (["m", "--api-server-count", "2"], "--api-server-count cannot be used"),
         (["m", "--no-such-flag"], "command line is wrong"),
+        # The server's own parser takes it in full alone; vLLM's would take it and check nothing.
+        (["m", "--api-k", "sk-secret"], "--api-key must be written in full"),
+        (["m", "--allowed-orig", '["x"]'], "--allowed-origins must be written in full"),
         (["/no/such/model"], "'/no/such/model'"),
         (["m", "--enable-auto-tool-choice"], "--tool-call-parser"),
     ],
@@ -146,7 +232,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
 def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) -> None:
     from server.frontend import LaunchError
     from server.settings import ServerSettings
-    from server.vllm_frontend import parse_arguments
+    from server.vllm_flags import parse_arguments
 
     with pytest.raises(LaunchError) as caught:
         parse_arguments(argv, ServerSettings())

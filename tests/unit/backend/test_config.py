@@ -23,6 +23,7 @@ FIELDS = [
     "decode_batch_bucket_limit",
     "decode_batch_bucket_manual_buckets",
     "prefill_chunk_buckets",
+    "prefill_step_tokens",
     "decode_steps_per_chunk",
     "cache_root",
     "cache_max_bytes",
@@ -37,6 +38,7 @@ FIELDS = [
     "sub_block_size",
     "window_prefix_cache",
     "window_prefix_tokens",
+    "record_usage",
     "num_devices_per_local_rank",
     "force_npu_name",
     "profiler",
@@ -44,6 +46,7 @@ FIELDS = [
     "thread_affinity",
     "huge_pages",
     "allocator",
+    "max_queue_ms",
     "run_dir",
 ]
 """The frozen set of options: adding one is a visible difference here."""

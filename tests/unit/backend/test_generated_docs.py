@@ -29,17 +29,21 @@ def test_the_pages_are_not_stale() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-PAGES = ["configuration.md", "metrics.md", "models.md", "server_info.md"]
+PAGES = ["configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> None:
-    script = Path(shutil.copy(DOCS / "generate.py", tmp_path))
-    for name in ("models_page.py", "models.json", *PAGES):
-        shutil.copy(DOCS / name, tmp_path)
-    (tmp_path / page).write_text("edited by hand")
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    # The alerts are read from beside the pages' folder.
+    shutil.copytree(DOCS.parent / "deploy" / "prometheus", tmp_path / "deploy" / "prometheus")
+    script = Path(shutil.copy(DOCS / "generate.py", docs))
+    for name in ("models_page.py", "observability_page.py", "models.json", *PAGES):
+        shutil.copy(DOCS / name, docs)
+    (docs / page).write_text("edited by hand")
     check = generate(script, "--check")
     assert (check.returncode, check.stdout) == (1, f"{page}: stale, run `make docs`\n")
-    assert (tmp_path / page).read_text() == "edited by hand"
+    assert (docs / page).read_text() == "edited by hand"
     assert generate(script).stdout == f"{page}: written\n"
-    assert (tmp_path / page).read_text() == (DOCS / page).read_text()
+    assert (docs / page).read_text() == (DOCS / page).read_text()

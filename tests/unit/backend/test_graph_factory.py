@@ -16,7 +16,7 @@ from rbln_backend.compiler.artifact_store import ArtifactStore, StoreEvent
 from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, LayerMetadata, Result
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
 
 THIS = os.getpid()
 SPECS = [GraphSpec.of(Phase.LOGITS, rows) for rows in (1, 2, 4)]
@@ -51,19 +51,19 @@ class Heard:
 
 
 @contextmanager
-def anywhere(_: LayerMetadata | None) -> Iterator[None]:
+def anywhere(_: GraphRequest) -> Iterator[None]:
     yield
 
 
 @contextmanager
-def deadly_in_children(_: LayerMetadata | None) -> Iterator[None]:
+def deadly_in_children(_: GraphRequest) -> Iterator[None]:
     if os.getpid() != THIS:
         os.kill(os.getpid(), signal.SIGKILL)
     yield
 
 
 @contextmanager
-def deadly_here(_: LayerMetadata | None) -> Iterator[None]:
+def deadly_here(_: GraphRequest) -> Iterator[None]:
     assert os.getpid() != THIS
     yield
 

@@ -67,3 +67,13 @@ def test_arrays_are_views_of_the_graph_inputs() -> None:
     assert inputs.tensors["seq_idx.0"].tolist() == [[2, 0, 0], [0, 0, 0]]
     assert inputs.tensors["local_block_tables.1"].tolist() == [[1], [0]]
     assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}
+
+
+def test_adapters_have_a_slot_per_request_and_none_at_first() -> None:
+    without = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
+    assert "lora_slots" not in without.tensors
+    for phase, rows in ((Phase.DECODE, 4), (Phase.PREFILL, 1)):
+        inputs = StepInputs.allocate(GraphSpec.of(phase, 4), [PAGED], has_adapters=True)
+        assert inputs.tensors["lora_slots"].tolist() == [-1] * rows
+        inputs.adapter_slots[0] = 2
+        assert inputs.tensors["lora_slots"][0] == 2

@@ -1,0 +1,114 @@
+"""NPU devices: the vendor's exporter, joined to the service on its pod or its host."""
+
+from __future__ import annotations
+
+from deploy.grafana.panel import Dashboard, Panel, Query, Row, Step
+from deploy.grafana.promql import MODEL, OURS, PLACE, VLLM, rate, total
+
+_LEGEND = "{{hostname}} {{pod}} {{name}}"
+# The vendor's fact sheet: the clock is lowered at 75 degrees, work is aborted at 85.
+_HEAT = (Step(None, "green"), Step(75, "orange"), Step(85, "red"))
+
+
+def devices_of_service(metric: str) -> str:
+    """Return the devices that the chosen instances use.
+
+    In Kubernetes the exporter names the pod that holds a device; elsewhere all devices of an
+    instance's host count, and the scrape configuration gives the instance a label `hostname`.
+    """
+    here = f"rbln_serve_build_info{{{OURS}}}"
+    by_pod = f'{metric}{{pod!=""}} and on (namespace, pod) {here}'
+    by_host = f'{metric}{{pod=""}} and on (hostname) {here}'
+    return f"({by_pod}) or ({by_host})"
+
+
+def _all(metric: str) -> str:
+    return f"sum({devices_of_service(metric)})"
+
+
+_STATE = (
+    Panel(
+        "Devices",
+        "stat",
+        (Query(f"count({devices_of_service('rbln_npu_health')})"),),
+        "Devices of the chosen instances.",
+        width=4,
+        height=6,
+    ),
+    Panel(
+        "Inactive devices",
+        "stat",
+        (Query(_all("rbln_npu_health")),),
+        "Devices whose health is 1 (inactive).",
+        width=4,
+        height=6,
+        steps=(Step(None, "green"), Step(1, "red")),
+    ),
+    Panel(
+        "Temperature",
+        "timeseries",
+        (Query(devices_of_service("rbln_npu_temperature"), _LEGEND),),
+        "Throttled from 75, aborted from 85 degrees on.",
+        "celsius",
+        steps=_HEAT,
+    ),
+    Panel(
+        "Utilisation",
+        "timeseries",
+        (Query(devices_of_service("rbln_npu_utilization"), _LEGEND),),
+        "As the driver counts it.",
+        "percent",
+        maximum=100,
+    ),
+)
+
+_COST = (
+    Panel(
+        "Power",
+        "timeseries",
+        (Query(devices_of_service("rbln_npu_power"), _LEGEND),),
+        "Watts of each card.",
+        "watt",
+    ),
+    Panel(
+        "Energy a generated token",
+        "timeseries",
+        (
+            Query(
+                f"{_all('rbln_npu_power')} / ({rate('vllm:generation_tokens_total', VLLM)} > 0)",
+                "joules",
+            ),
+        ),
+        "Power of all devices over the tokens per second.",
+        "joule",
+    ),
+    Panel(
+        "Memory",
+        "timeseries",
+        (
+            Query(_all("rbln_npu_memory_used"), "used, of the driver"),
+            Query(_all("rbln_npu_memory_total"), "total"),
+            Query(total("rbln_device_memory_bytes"), "used, of the service"),
+        ),
+        "What the driver sees against what the service says it allocated: the difference is "
+        "compiled graphs and other processes.",
+        "bytes",
+    ),
+    Panel(
+        "Temperature by card",
+        "table",
+        (Query(devices_of_service("rbln_npu_temperature"), _LEGEND, instant=True),),
+        "With driver, firmware, pod and host of each card.",
+        "celsius",
+        width=24,
+    ),
+)
+
+DEVICES = Dashboard(
+    "rbln-devices",
+    "rbln-serve / NPU devices",
+    "Metrics of rbln-metrics-exporter with PROMETHEUS_METRIC_NAMES=true, for the devices of the "
+    "chosen instances.",
+    (Row("State", _STATE), Row("Cost", _COST)),
+    (*PLACE, MODEL),
+)

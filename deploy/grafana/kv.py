@@ -1,0 +1,141 @@
+"""KV cache and prefix reuse: how full the groups are, and what prefixes saved."""
+
+from __future__ import annotations
+
+from deploy.grafana.panel import Dashboard, Panel, Query, Row
+from deploy.grafana.promql import MODEL, OURS, PLACE, VLLM, increase, rate, ratio, total
+
+_GROUP = "instance, group, kind"
+
+_BLOCKS = (
+    Panel(
+        "Blocks in use by group",
+        "timeseries",
+        (
+            Query(
+                ratio(
+                    total("rbln_kv_blocks_used", by=_GROUP),
+                    total("rbln_kv_blocks", by=_GROUP),
+                ),
+                "{{instance}} {{kind}} {{group}}",
+            ),
+        ),
+        "Share of each KV cache group. A window group is full when the batch is full: that is "
+        "its size, not a shortage.",
+        "percentunit",
+        maximum=1,
+    ),
+    Panel(
+        "Blocks",
+        "timeseries",
+        (
+            Query(total("rbln_kv_blocks_used", by="group, kind"), "{{kind}} {{group}} used"),
+            Query(total("rbln_kv_blocks", by="group, kind"), "{{kind}} {{group}}"),
+        ),
+        "Blocks that requests hold, and that they can have.",
+    ),
+    Panel(
+        "Preemptions",
+        "timeseries",
+        (Query(increase("vllm:num_preemptions_total", VLLM, by="instance"), "{{instance}}"),),
+        "Requests put back for want of blocks during the range shown.",
+    ),
+    Panel(
+        "Memory of KV caches",
+        "timeseries",
+        (
+            Query(
+                total("rbln_device_memory_bytes", OURS + ',kind="kv"', by="instance"),
+                "{{instance}}",
+            ),
+        ),
+        "All groups and window logs, all ranks.",
+        "bytes",
+    ),
+    Panel(
+        "Waiting for capacity",
+        "timeseries",
+        (
+            Query(
+                total(
+                    "vllm:num_requests_waiting_by_reason",
+                    VLLM + ',reason="capacity"',
+                    by="instance",
+                ),
+                "{{instance}}",
+            ),
+        ),
+        "Requests that found no row or no block.",
+    ),
+)
+
+_PREFIX = (
+    Panel(
+        "Prefix hit ratio",
+        "timeseries",
+        (
+            Query(
+                ratio(
+                    rate("vllm:prefix_cache_hits_total", VLLM),
+                    rate("vllm:prefix_cache_queries_total", VLLM),
+                ),
+                "tokens found",
+            ),
+        ),
+        "Prompt tokens found in the cache, of those looked up.",
+        "percentunit",
+        maximum=1,
+    ),
+    Panel(
+        "Tokens saved by kind",
+        "timeseries",
+        (Query(rate("rbln_prefix_hit_tokens_total", by="kind"), "{{kind}}"),),
+        "In shared blocks, in copied heads of blocks, in models of window layers alone.",
+        "ops",
+        stack=True,
+    ),
+    Panel(
+        "Prompt tokens by source",
+        "timeseries",
+        (Query(rate("vllm:prompt_tokens_by_source_total", VLLM, by="source"), "{{source}}"),),
+        "Computed here, found in the prefix cache, or received.",
+        "ops",
+        stack=True,
+    ),
+    Panel(
+        "Computed tokens of a prompt",
+        "heatmap",
+        (
+            Query(
+                rate("vllm:request_prefill_kv_computed_tokens_bucket", VLLM, by="le"),
+                "{{le}}",
+                buckets=True,
+            ),
+        ),
+        "Finished requests by the prompt tokens that had to be computed.",
+    ),
+    Panel(
+        "Window log",
+        "timeseries",
+        (
+            Query(
+                ratio(
+                    total("rbln_window_log_pages_used", by="instance, group"),
+                    total("rbln_window_log_pages", by="instance, group"),
+                ),
+                "{{instance}} group {{group}}",
+            ),
+        ),
+        "Pages of the log that hold a prefix. Full is normal: the oldest are reused.",
+        "percentunit",
+        maximum=1,
+    ),
+)
+
+KV = Dashboard(
+    "rbln-kv",
+    "rbln-serve / KV cache and prefixes",
+    "Room for requests, and what prefix reuse saves.",
+    (Row("Blocks", _BLOCKS), Row("Prefixes", _PREFIX)),
+    (*PLACE, MODEL),
+)

@@ -1,0 +1,72 @@
+"""What the tuner says of a record of bucket use, as JSON for people and programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.tuner import StepTimes, suggest_buckets
+from rbln_backend.bucketing.usage import PHASES, Usage
+
+LIMITS = {"prefill": 6, "decode": 32}
+"""Most graphs of a phase that are suggested unless asked otherwise: as many as by default."""
+_MOST_SIZES = 64
+
+
+def advise(usage: Usage, limits: dict[str, int] | None = None) -> dict[str, Any]:
+    """Return by phase the present and the suggested sizes, and what the change would save.
+
+    `saving` is a share of the steps' time, 0 to 1, predicted from mean step times; a phase of which
+    nothing fitting is recorded is null. Raises `BucketError` for a limit below 1.
+    """
+    return {
+        phase: _phase(usage, phase, (limits or LIMITS).get(phase, LIMITS[phase]))
+        for phase in PHASES
+    }
+
+
+def _phase(usage: Usage, phase: str, limit: int) -> dict[str, Any] | None:
+    recorded = usage.phases[phase]
+    sizes = usage.about.get(f"{phase}_buckets")
+    if not sizes:
+        return None
+    table = BucketTable(tuple(sizes))
+    # Sizes from a time when larger ones were allowed say nothing of this engine.
+    counts = {n: steps for n, steps in recorded.steps_by_size.items() if n <= table.largest}
+    if not counts:
+        return None
+    coarse = _coarse(counts, table.largest)
+    found = suggest_buckets(coarse, StepTimes(recorded.mean_seconds()), table, limit)
+    return {
+        "steps": found.steps,
+        "current": list(table.sizes),
+        "suggested": list(found.buckets),
+        "saving": round(found.saving, 4),
+        "padding_now": _padding(counts, table),
+        "padding_then": _padding(counts, BucketTable(found.buckets)),
+        "setting": _SETTINGS[phase].format(sizes=list(found.buckets)),
+    }
+
+
+_SETTINGS = {
+    "prefill": '--additional-config \'{{"rbln": {{"prefill_chunk_buckets": {sizes}}}}}\'',
+    "decode": '--additional-config \'{{"rbln": {{"decode_batch_bucket_strategy": "manual", '
+    '"decode_batch_bucket_manual_buckets": {sizes}}}}}\'',
+}
+
+
+def _coarse(counts: dict[int, int], largest: int) -> dict[int, int]:
+    """Round sizes up so that few are left: the work grows with the square of their number."""
+    grain = -(-largest // _MOST_SIZES)
+    rounded: dict[int, int] = {}
+    for size, steps in counts.items():
+        up = min(-(-size // grain) * grain, largest)
+        rounded[up] = rounded.get(up, 0) + steps
+    return rounded
+
+
+def _padding(counts: dict[int, int], table: BucketTable) -> float:
+    """Return the share of what is computed that is padding."""
+    useful = sum(size * steps for size, steps in counts.items())
+    computed = sum(table.find(size) * steps for size, steps in counts.items())
+    return round(1 - useful / computed, 4)

@@ -1,0 +1,138 @@
+"""The set of buckets that a recorded mix of sizes would have run fastest on.
+
+A step of n rows costs what a step of the next bucket costs, so that padding is paid in step time.
+Among all sets of at most `limit` buckets the best is found exactly, by dynamic programming over
+the sizes that were seen: a bucket between two of them would only pad the smaller one more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.errors import BucketError
+
+
+class StepTimes:
+    """Seconds of a step by its bucket, from mean times measured on some buckets.
+
+    Linear between measured buckets and beyond them, never less for a larger bucket. One measured
+    bucket says nothing of smaller ones, which then cost the same. Without any measurement a step
+    costs its rows, which makes padded rows the thing to save.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self._sizes = sorted(measured)
+        highest = 0.0
+        self._seconds: list[float] = []
+        for size in self._sizes:
+            # A rarely used bucket may have measured too little time.
+            highest = max(highest, measured[size])
+            self._seconds.append(highest)
+
+    def of(self, bucket: int) -> float:
+        """Return the seconds of a step of this bucket."""
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
+            return float(bucket)
+        if len(sizes) == 1:
+            return seconds[0] * bucket / sizes[0] if bucket > sizes[0] else seconds[0]
+        right = min(max(bisect_left(sizes, bucket), 1), len(sizes) - 1)
+        span = sizes[right] - sizes[right - 1]
+        slope = (seconds[right] - seconds[right - 1]) / span
+        return max(seconds[right - 1] + slope * (bucket - sizes[right - 1]), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Buckets and what they would have saved on the recorded steps.
+
+    Seconds are predicted for both sets by the same `StepTimes`.
+    """
+
+    buckets: tuple[int, ...]
+    steps: int
+    seconds_now: float
+    seconds_then: float
+    padded_rows_now: int
+    padded_rows_then: int
+
+    @property
+    def saving(self) -> float:
+        """The share of the steps' time that would be saved, 0 to 1."""
+        return 1.0 - self.seconds_then / self.seconds_now if self.seconds_now > 0 else 0.0
+
+
+def suggest_buckets(
+    counts: Mapping[int, int], times: StepTimes, current: BucketTable, limit: int
+) -> Suggestion:
+    """Return the best set of at most `limit` buckets for steps counted by their real size.
+
+    The largest of the current buckets stays: it is what the engine may be asked for. Raises
+    `BucketError` when a size does not fit into it or `limit` is not positive.
+    """
+    if limit < 1:
+        raise BucketError(f"The number of buckets must be greater than 0, got {limit}")
+    if counts and not 1 <= min(counts) <= max(counts) <= current.largest:
+        raise BucketError(
+            f"Recorded sizes {min(counts)} to {max(counts)} do not fit into buckets up to "
+            f"{current.largest}"
+        )
+    seen = {size: count for size, count in counts.items() if count > 0}
+    sizes = sorted({*seen, current.largest})
+    best = BucketTable(_best_set(sizes, [seen.get(size, 0) for size in sizes], times, limit))
+    seconds_now, padded_now = _cost(seen, times, current)
+    seconds_then, padded_then = _cost(seen, times, best)
+    return Suggestion(
+        buckets=best.sizes,
+        steps=sum(seen.values()),
+        seconds_now=seconds_now,
+        seconds_then=seconds_then,
+        padded_rows_now=padded_now,
+        padded_rows_then=padded_then,
+    )
+
+
+def _best_set(
+    sizes: Sequence[int], counts: Sequence[int], times: StepTimes, limit: int
+) -> tuple[int, ...]:
+    """`sizes` ascending, the last one is always taken."""
+    up_to = [0]
+    for count in counts:
+        up_to.append(up_to[-1] + count)
+    seconds = [times.of(size) for size in sizes]
+    # cost[i]: of all steps up to sizes[i], in sets of at most n buckets that end at sizes[i].
+    cost = [up_to[i + 1] * seconds[i] for i in range(len(sizes))]
+    paths: list[tuple[int, ...]] = [(i,) for i in range(len(sizes))]
+    for _ in range(1, min(limit, len(sizes))):
+        cost, paths = _one_more(cost, paths, up_to, seconds)
+    return tuple(sizes[i] for i in paths[-1])
+
+
+def _one_more(
+    cost: Sequence[float],
+    paths: Sequence[tuple[int, ...]],
+    up_to: Sequence[int],
+    seconds: Sequence[float],
+) -> tuple[list[float], list[tuple[int, ...]]]:
+    new_cost, new_paths = list(cost), list(paths)
+    for end in range(len(cost)):
+        for before in range(end):
+            total = cost[before] + (up_to[end + 1] - up_to[before + 1]) * seconds[end]
+            # Fewer buckets win a tie: each is a graph to compile and to keep.
+            if total < new_cost[end] and not math.isclose(total, new_cost[end], rel_tol=1e-12):
+                new_cost[end], new_paths[end] = total, (*paths[before], end)
+    return new_cost, new_paths
+
+
+def _cost(counts: Mapping[int, int], times: StepTimes, table: BucketTable) -> tuple[float, int]:
+    """Return the seconds and the padded rows of all steps."""
+    seconds, padded = 0.0, 0
+    for size, count in counts.items():
+        bucket = table.find(size)
+        seconds += count * times.of(bucket)
+        padded += count * (bucket - size)
+    return seconds, padded

@@ -1,0 +1,1 @@
+"""LoRA adapters: fixed slots that every graph reads, filled and emptied between steps."""

@@ -1,0 +1,137 @@
+"""The adapters of one rank: what the worker answers for, and what a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.errors import AdapterError
+from rbln_backend.lora.adapter_reader import AdapterReader
+from rbln_backend.lora.punica import RblnPunicaWrapper
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, Slots
+from rbln_backend.lora.staging import Staging, State
+from rbln_backend.vllm_compat.lora import LoRARequest
+from rbln_backend.vllm_compat.surface import VllmConfig
+
+
+class Adapters:
+    """Wraps the model's layers once; afterwards an adapter comes and goes without a compile.
+
+    Called from the engine's thread alone: between two steps, or by a step.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+        """Raises ``UnsupportedModelError`` for a model without a layer to adapt."""
+        self._reader = AdapterReader(vllm_config, torch.device("cpu"), {})
+        self._reader.create_lora_manager(model, vllm_config)
+        self._staging = Staging(self._reader)
+        self._slots = Slots(self._reader.lora_config.max_loras)
+        self._in_use: Callable[[], Collection[int]] = tuple
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self._reader.layers.num_bytes
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The weights that graphs read, by name."""
+        return self._reader.layers.tensors()
+
+    def targets(self) -> dict[str, tuple[int, int]]:
+        """What an adapter may change: (inputs, outputs) by the name of the module."""
+        return {name: (t.inputs, t.outputs) for name, t in self._reader.layers.targets.items()}
+
+    def read_by(self, inputs: Mapping[str, Tensor]) -> None:
+        """Let what is captured next read its slots from ``inputs``, those of one graph."""
+        for wrapper in self._reader.layers.punica_wrapper_mapping.values():
+            assert isinstance(wrapper, RblnPunicaWrapper)
+            if INPUT_NAME in inputs:
+                wrapper.slots = inputs[INPUT_NAME]
+
+    def serve(self, in_use: Callable[[], Collection[int]]) -> None:
+        """Start: ``in_use`` gives the adapters of the requests that are in a batch."""
+        self._in_use = in_use
+
+    def stage(self, request: object) -> None:
+        """Start reading an adapter in the background; see ``add``."""
+        self._staging.begin(_as_request(request))
+
+    def staged(self, lora_int_id: int) -> tuple[State, str]:
+        """ "reading", "ready" or "failed" and the reason; ``AdapterError`` for a stranger."""
+        return self._staging.state(lora_int_id)
+
+    def add(self, request: object) -> bool:
+        """Put an adapter into a slot, by a copy if it was staged; False if it is in one.
+
+        Raises ``AdapterError`` for one that cannot be read, and when all slots are taken.
+        """
+        wanted = _as_request(request)
+        if wanted.lora_int_id in self._slots and not wanted.load_inplace:
+            self._slots.keep(wanted.lora_int_id)
+            return False
+        self._put(wanted, passing=False)
+        return True
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Free an adapter's slot, or forget it where it was only staged; whether it was known.
+
+        Nothing is checked: whoever removes it sees to it that no request needs it any more.
+        """
+        was_staged = self._staging.drop(lora_int_id)
+        return self._slots.release(lora_int_id) or was_staged
+
+    def pin(self, lora_int_id: int) -> bool:
+        """Let an adapter stay until it is removed; raises ``AdapterError`` if it is in no slot."""
+        if lora_int_id not in self._slots:
+            raise AdapterError(f"adapter {lora_int_id} is not loaded")
+        self._slots.keep(lora_int_id)
+        return True
+
+    def slots(self) -> dict[int, int]:
+        """Slots by adapter."""
+        return self._slots.as_dict()
+
+    def slots_of(self, ids: Sequence[int], requests: Mapping[int, LoRARequest]) -> list[int]:
+        """The slots of the rows of a step, whose adapters are ``ids``, 0 for none.
+
+        An adapter that a request brought along is read now. Raises ``AdapterError``.
+        """
+        found = []
+        for lora_int_id in ids:
+            if not lora_int_id:
+                found.append(NO_ADAPTER)
+                continue
+            if lora_int_id not in self._slots:
+                self._put(requests[lora_int_id], passing=True)
+            self._slots.touch(lora_int_id)
+            found.append(self._slots[lora_int_id])
+        return found
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._staging.close()
+
+    def _put(self, request: LoRARequest, *, passing: bool) -> None:
+        number = request.lora_int_id
+        is_new = number not in self._slots
+        if is_new:
+            # First, so that what was staged stays so where there is no room.
+            self._slots.reserve(number, self._in_use(), passing=passing)
+        try:
+            adapter = self._staging.take(request)
+        except AdapterError:
+            if is_new:
+                self._slots.release(number)
+            raise
+        self._reader.layers.write(self._slots[number], adapter.images)
+
+
+def _as_request(request: Any) -> LoRARequest:
+    """``request``, which comes over the engine's socket as the list of its fields."""
+    if isinstance(request, LoRARequest):
+        return request
+    return msgspec.convert(request, LoRARequest)

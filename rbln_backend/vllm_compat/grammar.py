@@ -1,0 +1,25 @@
+"""vLLM's names for structured outputs; apart from `surface`, for few processes need them."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
+from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
+
+__all__ = [
+    "StructuredOutputGrammar",
+    "StructuredOutputManager",
+    "StructuredOutputOptions",
+    "VllmConfig",
+    "XgrammarBackend",
+    "XgrammarGrammar",
+    "cached_tokenizer_from_config",
+    "convert_lark_to_ebnf",
+    "grammar_is_likely_lark",
+]

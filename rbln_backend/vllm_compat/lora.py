@@ -1,0 +1,45 @@
+"""What we use of vLLM's LoRA, apart from ``surface``: only engines with adapters import it."""
+
+from __future__ import annotations
+
+from torch import nn
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.punica_wrapper import PunicaWrapperBase
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.models import supports_lora
+
+
+def adaptable_modules(model: nn.Module) -> list[str]:
+    """The names of the projections of attention and MLPs: linear layers, but for routers."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase):
+            continue
+        siblings = model.get_submodule(name.rpartition(".")[0]).children()
+        beside_experts = any(isinstance(sibling, MoERunner) for sibling in siblings)
+        if not (beside_experts and isinstance(module, ReplicatedLinear)):
+            found.append(name)
+    return found
+
+
+__all__ = [
+    "BaseLayerWithLoRA",
+    "BaseLinearLayerWithLoRA",
+    "LoRAConfig",
+    "LoRAModel",
+    "LoRAModelManager",
+    "LoRARequest",
+    "PunicaWrapperBase",
+    "WorkerLoRAManager",
+    "adaptable_modules",
+    "parse_fine_tuned_lora_name",
+    "supports_lora",
+]

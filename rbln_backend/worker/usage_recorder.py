@@ -1,0 +1,97 @@
+"""Counts the sizes of steps and keeps the counts in a file, for the bucket tuner."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
+from rbln_backend.compiler.port import Phase
+from rbln_backend.vllm_compat.surface import ModelConfig, init_logger
+
+logger = init_logger(__name__)
+
+Fingerprint = Mapping[str, str | int | bool | None]
+
+_PERIOD_S = 60.0
+
+
+def open_recorder(
+    root: Path, model: ModelConfig, device: Fingerprint, tables: Mapping[Phase, BucketTable]
+) -> UsageRecorder:
+    """Record below ``root``; one file per model and device, whatever the buckets are."""
+    known = {
+        "model": model.model,
+        "architecture": model.architecture,
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "device": dict(device),
+    }
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    about = about_engine(
+        model.model,
+        f"{device.get('device', '')} {model.dtype}".strip(),
+        decode_buckets=tables[Phase.DECODE].sizes,
+        prefill_buckets=tables[Phase.PREFILL].sizes,
+    )
+    return UsageRecorder(UsageFile(root / f"{digest[:32]}.json"), about)
+
+
+class UsageRecorder:
+    """Used from the step loop; a thread of its own writes, at most once a minute and at the end.
+
+    A process that is killed loses what it counted since then, and nothing else.
+    """
+
+    def __init__(
+        self, file: UsageFile, about: dict[str, Any] | None = None, period_s: float = _PERIOD_S
+    ) -> None:
+        self._file = file
+        self._about = about or {}
+        self._period_s = period_s
+        self._counted = Usage()
+        self._since = time.monotonic()
+        self._handed: queue.SimpleQueue[Usage | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True, name="usage-record")
+        self._writer.start()
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    def note(self, phase: str, size: int, bucket: int, seconds: float) -> None:
+        """Count one step of ``size`` rows or tokens that ran in ``bucket``."""
+        self._counted.phases[phase].note(size, bucket, seconds)
+        now = time.monotonic()
+        if now - self._since >= self._period_s:
+            self._since = now
+            self._hand_over()
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        self._hand_over()
+        self._handed.put(None)
+        self._writer.join(timeout=5.0)
+
+    def _hand_over(self) -> None:
+        counted, self._counted = self._counted, Usage()
+        self._handed.put(counted)
+
+    def _write(self) -> None:
+        while (counted := self._handed.get()) is not None:
+            if not counted.steps:
+                continue
+            counted.about = self._about
+            try:
+                self._file.add(counted)
+            except OSError as error:
+                # A full or read-only disk must not touch the service.
+                logger.warning_once("bucket use is not recorded: %s", error)

@@ -1,0 +1,160 @@
+"""How much work the service takes: permits for answers, and when a client should come back.
+
+A permit is asked for once a request's body is here and before it is parsed; it grows to the number
+of answers that the body asks for, and is given back after the last byte. Used from the event loop
+only. Invariant: `in_flight` is the sum of the weights of all permits that are held, and never more
+than `limit`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+
+from server.errors import OverloadedError
+from server.frontend import Capacity, Endpoint, JsonObject
+
+MIN_WAITING = 32
+"""Answers that may wait, at least, where `max_in_flight` is derived."""
+
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+_FIRST_RETRY_S = 5.0
+_SPREAD = 1.5
+_COMPLETED_OVER_S = 30.0
+_REFUSED_OVER_S = 10.0
+_PROMPTS = ("prompt", "input", "texts", "documents", "items", "data_2", "text_2")
+"""Fields that hold one prompt or a list of them."""
+
+
+class Admission:
+    """Hands out permits up to a limit."""
+
+    def __init__(
+        self, max_in_flight: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`max_in_flight` None derives the limit from the engine; `clock` is in seconds."""
+        self.in_flight = 0
+        self.limit = 0
+        self.max_queued_tokens: int | None = None
+        self._wanted = max_in_flight
+        self._clock = clock
+        self._completed = _Recent(_COMPLETED_OVER_S)
+        self._refused = _Recent(_REFUSED_OVER_S)
+
+    def open(self, capacity: Capacity) -> None:
+        """Take work for an engine of this capacity from now on."""
+        runs = capacity.max_num_seqs
+        self.limit = self._wanted or runs + max(runs, MIN_WAITING)
+        self.max_queued_tokens = capacity.max_queued_tokens
+
+    def check(self) -> None:
+        """Raise `OverloadedError` if no permit is free: the cheap question, asked first."""
+        if self.in_flight >= self.limit:
+            raise self._refusal(1)
+
+    def acquire(self) -> Permit:
+        """Return a permit for one answer. Raises `OverloadedError`."""
+        self.check()
+        self.in_flight += 1
+        return Permit(self)
+
+    def resize(self, held: int, weight: int) -> int:
+        """Return the new weight of a permit of weight `held`. Raises `OverloadedError`.
+
+        A request for more answers than the limit counts as the limit: it is served alone.
+        """
+        weight = min(weight, self.limit)
+        if self.in_flight - held + weight > self.limit:
+            raise self._refusal(weight)
+        self.in_flight += weight - held
+        return weight
+
+    def give_back(self, weight: int) -> None:
+        """Take the weight of a permit back."""
+        self.in_flight -= weight
+        self._completed.add(weight, self._clock())
+
+    def retry_after_s(self) -> float:
+        """Return after how many seconds a refused client should ask again, 1 to 60, jittered.
+
+        By then as many answers should be complete as were refused lately, at the rate at which
+        answers were completed lately.
+        """
+        now = self._clock()
+        completed = self._completed.count(now)
+        seconds = _FIRST_RETRY_S
+        if completed > 0:
+            per_second = completed / _COMPLETED_OVER_S
+            seconds = self._refused.count(now) / per_second
+        # Spread, so that those who were refused together do not come back together.
+        return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
+
+    def _refusal(self, weight: int) -> OverloadedError:
+        self._refused.add(weight, self._clock())
+        more = "" if weight == 1 else f" and {weight} more are asked for"
+        return OverloadedError(
+            f"The server is busy: {self.in_flight} answers run or wait{more}, and at most "
+            f"{self.limit} may (--max-in-flight).",
+            rejection="in_flight",
+            retry_after_s=self.retry_after_s(),
+        )
+
+
+class Permit:
+    """The right to so many answers at once; `release` may be called more than once."""
+
+    __slots__ = ("_admission", "weight")
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.weight = 1
+
+    def grow(self, weight: int) -> None:
+        """Make it a permit for `weight` answers. Raises `OverloadedError`."""
+        if weight != self.weight:
+            self.weight = self._admission.resize(self.weight, weight)
+
+    def release(self) -> None:
+        """Give it back."""
+        if self.weight:
+            self._admission.give_back(self.weight)
+            self.weight = 0
+
+
+class _Recent:
+    """A count in which an event weighs less the longer ago it was."""
+
+    __slots__ = ("_at", "_over_s", "_value")
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._value = 0.0
+        self._at = 0.0
+
+    def add(self, number: int, now: float) -> None:
+        self._value = self.count(now) + number
+        self._at = now
+
+    def count(self, now: float) -> float:
+        return self._value * math.exp((self._at - now) / self._over_s) if self._value else 0.0
+
+
+def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
+    """Return how many answers a body asks for, `n` for each prompt; 1 where it is not valid."""
+    n = body.get("n")
+    answers = n if type(n) is int and n > 1 else 1
+    if endpoint is Endpoint.COMPLETION or endpoint.pools:
+        answers *= next((_prompts(body[name]) for name in _PROMPTS if name in body), 1)
+    return answers
+
+
+def _prompts(value: object) -> int:
+    """A prompt is a text, a list of token ids or a list of messages; several are a list of them."""
+    if not isinstance(value, list) or not value:
+        return 1
+    first = value[0]
+    is_one = isinstance(first, int) or (isinstance(first, dict) and "role" in first)
+    return 1 if is_one else len(value)

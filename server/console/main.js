@@ -1,0 +1,110 @@
+// Asks the server again and again, and says so plainly when it does not answer.
+
+import { RequestFailed, getJson, probe, request, setKey } from "./api.js";
+import { parse } from "./exposition.js";
+import { showMetrics } from "./live.js";
+import { byId, setRows, setText } from "./page.js";
+import { showModels, startPlayground } from "./playground.js";
+import { showInfo, showStatus } from "./startup.js";
+
+const STARTING_MS = 1000;
+const SERVING_MS = 2000;
+const INFO_EVERY = 15;
+const MODELS_EVERY = 5;
+
+let lastAnswer = null;
+// Rounds until the server's description, and its models and adapters, are asked for again.
+let infoIn = 0;
+let modelsIn = 0;
+
+async function tick() {
+  let pause = SERVING_MS;
+  try {
+    const status = await probe();
+    lastAnswer = new Date();
+    showStatus(status);
+    if (status.status === "starting") {
+      pause = STARTING_MS;
+      infoIn = 0;
+    }
+    await showRest(status);
+    alive(status);
+  } catch (error) {
+    if (error instanceof RequestFailed) refused(error);
+    else silent();
+    pause = STARTING_MS;
+  }
+  setTimeout(tick, pause);
+}
+
+async function showRest(status) {
+  if (infoIn-- <= 0) {
+    infoIn = INFO_EVERY;
+    showInfo(await getJson("/v1/server_info"));
+  }
+  const scrape = await request("/metrics");
+  showMetrics(parse(await scrape.text(), performance.now() / 1000));
+  if (status.status === "ready" && modelsIn-- <= 0) {
+    modelsIn = MODELS_EVERY;
+    showModels((await getJson("/v1/models")).data.map((model) => model.id));
+    await showAdapters();
+  }
+}
+
+async function showAdapters() {
+  let adapters = [];
+  try {
+    adapters = (await getJson("/v1/lora_adapters")).data;
+    setText("adapters-caption", "LoRA adapters");
+  } catch (error) {
+    if (!(error instanceof RequestFailed)) throw error;
+    setText("adapters-caption", error.message);
+  }
+  setRows("adapters", adapters.map((adapter) => [
+    adapter.name,
+    adapter.state,
+    adapter.slot === null ? "" : String(adapter.slot),
+    adapter.rank === null ? "" : String(adapter.rank),
+    String(adapter.in_flight),
+  ]), "none");
+}
+
+function alive(status) {
+  document.body.classList.remove("stale");
+  warn(status.status === "dead" ? `The engine is dead: ${status.reason}` : "");
+}
+
+function refused(error) {
+  if (error.status === 401 || error.status === 403) {
+    byId("key-form").hidden = false;
+    setText("key-note", error.message);
+    warn("");
+    return;
+  }
+  warn(error.message);
+}
+
+function silent() {
+  document.body.classList.add("stale");
+  byId("phase").dataset.phase = "silent";
+  setText("phase", "no answer");
+  setText("story", "");
+  const since = lastAnswer ? ` since ${lastAnswer.toLocaleTimeString()}` : "";
+  warn(`The server does not answer${since}. What is shown below is from then.`);
+}
+
+function warn(text) {
+  const alert = byId("alert");
+  if (alert.textContent !== text) alert.textContent = text;
+  alert.hidden = !text;
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(byId("key").value);
+  byId("key").value = "";
+  byId("key-form").hidden = true;
+  infoIn = modelsIn = 0;
+});
+startPlayground();
+tick();

@@ -1,0 +1,100 @@
+// Writing into the page. Only text is ever written: nothing that a server sends becomes markup.
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+export function setText(id, text) {
+  const element = byId(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+// Fills a table's body; a cell is a text, or a node.
+export function setRows(id, rows, empty) {
+  const body = byId(id);
+  const wanted = rows.length ? rows : [[empty]];
+  body.replaceChildren(...wanted.map((cells) => {
+    const row = document.createElement("tr");
+    for (const cell of cells) {
+      const data = document.createElement("td");
+      if (cell instanceof Node) {
+        data.className = "bar";
+        data.append(cell);
+      } else {
+        data.textContent = cell;
+      }
+      row.append(data);
+    }
+    if (!rows.length) row.firstChild.colSpan = 9;
+    return row;
+  }));
+}
+
+// Fills a description list; `boxed` puts each pair in a box of its own.
+export function setPairs(id, pairs, boxed = false) {
+  byId(id).replaceChildren(...pairs.flatMap(([term, value]) => {
+    const title = document.createElement("dt");
+    const data = document.createElement("dd");
+    title.textContent = term;
+    data.textContent = value;
+    if (!boxed) return [title, data];
+    const box = document.createElement("div");
+    box.append(title, data);
+    return [box];
+  }));
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// A bar of a share of 0 to 1, with the share in words behind it.
+export function bar(share) {
+  const holder = document.createElement("span");
+  const picture = document.createElementNS(SVG, "svg");
+  picture.setAttribute("viewBox", "0 0 100 10");
+  picture.setAttribute("preserveAspectRatio", "none");
+  picture.setAttribute("aria-hidden", "true");
+  for (const [width, tone] of [[100, "var(--line)"], [100 * share, "var(--accent)"]]) {
+    const box = document.createElementNS(SVG, "rect");
+    box.setAttribute("width", String(width));
+    box.setAttribute("height", "10");
+    box.setAttribute("fill", tone);
+    picture.append(box);
+  }
+  holder.append(picture, percent(share));
+  return holder;
+}
+
+// Draws a line through values, oldest first, over the whole width.
+export function spark(id, values, room) {
+  const top = Math.max(1, ...values);
+  const points = values.map((value, index) => {
+    const x = 240 * (index + room - values.length) / Math.max(1, room - 1);
+    return `${x.toFixed(1)},${(46 - 44 * value / top).toFixed(1)}`;
+  });
+  const line = document.createElementNS(SVG, "path");
+  line.setAttribute("d", points.length ? `M${points.join("L")}` : "");
+  byId(id).replaceChildren(line);
+}
+
+export function number(value, digits = 0) {
+  return value === null || Number.isNaN(value) ? "–" : value.toFixed(digits);
+}
+
+export function percent(share) {
+  return share === null || Number.isNaN(share) ? "–" : `${(100 * share).toFixed(1)} %`;
+}
+
+export function milliseconds(seconds) {
+  return seconds === null || Number.isNaN(seconds) ? "–" : `${(1000 * seconds).toFixed(seconds < 0.01 ? 2 : 0)} ms`;
+}
+
+export function bytes(value) {
+  if (value === null) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${value.toFixed(unit ? 1 : 0)} ${units[unit]}`;
+}

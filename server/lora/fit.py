@@ -1,0 +1,155 @@
+"""Whether an adapter fits the served model, decided before the engine hears of it.
+
+Everything that would be ignored or fail later is refused here by name: what PEFT can do beyond
+plain LoRA, another base model, a rank above the limit, layers that the model does not have or that
+adapters cannot change, shapes and types of tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from rbln_backend.errors import AdapterError
+from rbln_backend.lora.adapter_config import check_config
+from server.errors import describe
+from server.frontend import JsonObject
+from server.lora.folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, TensorInfo, refusal
+from server.lora.port import LinearShape
+
+ANY_BASE = "*"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_LAYER = re.compile(r"(?:^|\.)(?P<layer>\w+\.\d+\..+)")
+_DTYPES = ("F32", "BF16", "F16")
+_MAX_REASON = 300
+# Far beyond any that is trained with; infinity or nonsense would make every token nonsense.
+_MAX_ALPHA = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What adapters have to fit: the model's names, the layers they may change, the largest rank.
+
+    Names are `short_name`s, layers go by their `layer_path`.
+    """
+
+    names: frozenset[str]
+    targets: Mapping[str, LinearShape]
+    max_rank: int
+
+    @classmethod
+    def of(
+        cls, names: Iterable[str], targets: Mapping[str, LinearShape], max_rank: int
+    ) -> BaseModel:
+        """Make one from names as people write them and module paths as the engine has them."""
+        layers = {layer_path(module): shape for module, shape in targets.items()}
+        return cls(frozenset(map(short_name, names)), layers, max_rank)
+
+
+def short_name(name: str) -> str:
+    """Return the last part of a path or of a name on the hub, in lower case.
+
+    Adapters name the model they were trained over by the path it had there.
+    """
+    parts = PurePath(name.strip()).parts
+    cached = [part for part in parts if part.startswith("models--")]
+    if cached and "snapshots" in parts:
+        # The hub's cache: models--<owner>--<name>/snapshots/<commit>.
+        return cached[-1].rpartition("--")[2].casefold()
+    return parts[-1].casefold() if parts else ""
+
+
+def layer_path(module: str) -> str:
+    """Return a module's path from its numbered layer on: what is before depends on who wraps it.
+
+    The engine compares the whole path once more when it reads the adapter.
+    """
+    found = _LAYER.search(module)
+    return module if found is None else module[found.start("layer") :]
+
+
+def check_fit(folder: AdapterFolder, base: BaseModel, *, any_base: bool = False) -> int:
+    """Return the adapter's rank. Raises `InvalidAdapterError` naming file, field and limit.
+
+    With `any_base` the adapter may name any model as its base: an operator has told which it is.
+    """
+    _check_config(folder.config, base.max_rank)
+    if not any_base:
+        _check_base(folder.config, base.names)
+    rank: int = folder.config["r"]
+    _check_tensors(folder.tensors, rank, base.targets)
+    return rank
+
+
+def _check_config(config: JsonObject, max_rank: int) -> None:
+    try:
+        check_config(config, max_rank)
+    except AdapterError as error:
+        told = str(error)
+        clipped = told if len(told) <= _MAX_REASON else f"{told[:_MAX_REASON]}..."
+        raise refusal(f"{CONFIG_FILE}: {clipped}") from None
+    if not 0 < abs(config["lora_alpha"]) <= _MAX_ALPHA:
+        alpha = describe(config["lora_alpha"])
+        raise refusal(f"{CONFIG_FILE}: lora_alpha is {alpha}, and at most {_MAX_ALPHA:g} is taken")
+
+
+def _check_base(config: JsonObject, names: frozenset[str]) -> None:
+    told = config.get("base_model_name_or_path")
+    if told is None or told == "" or ANY_BASE in names:
+        return
+    if not isinstance(told, str) or short_name(told) not in names:
+        raise refusal(
+            f"{CONFIG_FILE}: base_model_name_or_path is {describe(told)}, and the served model is "
+            f"{' or '.join(map(repr, sorted(names)))}; --lora-base-names allows further names"
+        )
+
+
+def _check_tensors(
+    tensors: Mapping[str, TensorInfo], rank: int, targets: Mapping[str, LinearShape]
+) -> None:
+    if not tensors:
+        raise refusal(f"{WEIGHTS_FILE} has no tensors")
+    sides: dict[str, set[str]] = {}
+    for name, info in tensors.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            raise refusal(
+                f"{WEIGHTS_FILE}: {describe(name, 200)} is neither a lora_A.weight nor a "
+                "lora_B.weight of a linear layer"
+            )
+        module, side = found["module"], found["side"]
+        layer = targets.get(layer_path(module))
+        if layer is None:
+            raise refusal(f"{WEIGHTS_FILE}: {_stranger(module, targets)}")
+        expected = (rank, layer.inputs) if side == "A" else (layer.outputs, rank)
+        _check_tensor(name, info, expected)
+        sides.setdefault(module, set()).add(side)
+    for module, present in sides.items():
+        if len(present) == 1:
+            missing = "B" if "A" in present else "A"
+            raise refusal(f"{WEIGHTS_FILE}: module {module!r} has no lora_{missing}.weight")
+
+
+def _check_tensor(name: str, info: TensorInfo, expected: tuple[int, int]) -> None:
+    if info.dtype not in _DTYPES:
+        raise refusal(
+            f"{WEIGHTS_FILE}: {name!r} has the type {info.dtype}, which is not one of "
+            f"{', '.join(_DTYPES)}"
+        )
+    if info.shape != expected:
+        raise refusal(
+            f"{WEIGHTS_FILE}: {name!r} has the shape {list(info.shape)}, and r and the served "
+            f"model's layer ask for {list(expected)}"
+        )
+
+
+def _stranger(module: str, targets: Mapping[str, LinearShape]) -> str:
+    kinds = sorted({path.rpartition(".")[2] for path in targets})
+    known = ", ".join(kinds) or "none"
+    kind = module.rpartition(".")[2]
+    where = f"module {describe(module, 200)}"
+    if kind in kinds:
+        return f"the served model has no {where}"
+    return f"{where} cannot be adapted in the served model, whose layers for adapters are {known}"

@@ -1,0 +1,130 @@
+"""An adapter's folder as PEFT writes it, read without trusting it.
+
+Invariants: with a root, no file outside of it is opened, whatever links say, and the answer does
+not tell what lies there; only regular files of bounded size are read. Weights stay on the disk:
+their file's header names every tensor with its type and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import from_json
+from safetensors import SafetensorError, safe_open
+
+from server.errors import InvalidAdapterError, describe
+from server.frontend import JsonObject
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1024 * 1024
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_PATH_CHARS = 4096
+_PARAM = "lora_path"
+# Written by older versions of PEFT; reading them may run code.
+_PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor's type, such as BF16, and its shape in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A folder that was read: its real path, PEFT's configuration, the tensors by name."""
+
+    path: Path
+    config: JsonObject
+    tensors: Mapping[str, TensorInfo]
+
+
+def read_folder(asked: str, root: Path | None) -> AdapterFolder:
+    """Read an adapter's folder; a relative path starts at `root`, and all must lie below it.
+
+    Without a root any folder may be read: an operator named it. Raises `InvalidAdapterError`.
+    """
+    top = None if root is None else root.resolve()
+    folder = _real(asked, top)
+    config = _read_config(_regular_file(folder, CONFIG_FILE, top))
+    return AdapterFolder(folder, config, _read_header(_regular_file(folder, WEIGHTS_FILE, top)))
+
+
+def refusal(reason: str) -> InvalidAdapterError:
+    """Return the error for an adapter that cannot be taken; `reason` is a clause."""
+    return InvalidAdapterError(f"The adapter cannot be loaded: {reason}.", param=_PARAM)
+
+
+def _real(asked: str, top: Path | None) -> Path:
+    if not asked or len(asked) > MAX_PATH_CHARS or "\0" in asked:
+        raise refusal(f"a path must have 1 to {MAX_PATH_CHARS} characters and no NUL")
+    path = Path(asked).expanduser() if top is None else top / asked
+    stranger = refusal(f"{describe(asked, 200)} is not a directory")
+    try:
+        real = path.resolve()
+        if top is not None and not real.is_relative_to(top):
+            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root {str(top)!r}")
+        if not real.is_dir():
+            raise stranger
+    except (OSError, RuntimeError):
+        # Too long for the file system, or links in a circle.
+        raise stranger from None
+    return real
+
+
+def _regular_file(folder: Path, name: str, top: Path | None) -> Path:
+    try:
+        path = (folder / name).resolve()
+    except (OSError, RuntimeError):
+        raise refusal(f"{name} cannot be read") from None
+    if top is not None and not path.is_relative_to(top):
+        raise refusal(f"{name} is a link to a file that does not lie below --lora-root")
+    # A pipe would be waited for, and a device has no end.
+    if path.is_file():
+        return path
+    pickled = [other for other in _PICKLED if (folder / other).exists()]
+    if name == WEIGHTS_FILE and pickled:
+        raise refusal(f"it has {pickled[0]}, and only {WEIGHTS_FILE} is read")
+    raise refusal(f"{name} is missing or not a regular file")
+
+
+def _read_config(path: Path) -> JsonObject:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise refusal(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
+    if len(content) > MAX_CONFIG_BYTES:
+        raise refusal(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise refusal(f"{CONFIG_FILE} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise refusal(f"{CONFIG_FILE} must hold a JSON object, not {type(config).__name__}")
+    return config
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise refusal(
+                f"the header of {WEIGHTS_FILE} has {header_bytes} bytes, and the limit is "
+                f"{MAX_HEADER_BYTES}"
+            )
+        with safe_open(path, framework="np") as tensors:
+            return {name: _info(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise refusal(f"{WEIGHTS_FILE} is damaged: {error}") from None
+
+
+def _info(tensor: object) -> TensorInfo:
+    return TensorInfo(str(tensor.get_dtype()), tuple(tensor.get_shape()))  # type: ignore[attr-defined]

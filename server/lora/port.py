@@ -1,0 +1,52 @@
+"""The port between the registry of adapters and the engine that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdapter:
+    """An adapter as the engine is told of it; `id` is never used for another."""
+
+    name: str
+    id: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer that adapters may change: its width on both sides, in elements."""
+
+    inputs: int
+    outputs: int
+
+
+class AdapterPort(Protocol):
+    """What the registry asks of the engine. Every failure is a `ServerError`."""
+
+    async def targets(self) -> Mapping[str, LinearShape]:
+        """Return every layer that adapters may change, by its module path."""
+        ...
+
+    async def stage(self, adapter: EngineAdapter) -> None:
+        """Begin to read an adapter; running requests are not held up."""
+        ...
+
+    async def staged(self, adapter_id: int) -> tuple[str, str]:
+        """Return ("reading", ""), ("ready", "") or ("failed", the reason)."""
+        ...
+
+    async def add(self, adapter: EngineAdapter) -> None:
+        """Copy a staged adapter into a free slot, between two steps."""
+        ...
+
+    async def remove(self, adapter_id: int) -> None:
+        """Drop an adapter that no request uses, staged or in a slot; unknown ones are fine."""
+        ...
+
+    async def slots(self) -> Mapping[int, int]:
+        """Return the slot of each adapter by its id."""
+        ...

@@ -1,0 +1,342 @@
+"""The registry of LoRA adapters: names to loads, their slots, who uses them.
+
+Invariants: a name belongs to one ready adapter at most; ids are never used twice; an adapter leaves
+the engine only after the last request that holds a lease of it; what holds a slot of the engine is
+never more than there are. Used from the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.errors import (
+    AdapterExistsError,
+    InternalError,
+    InvalidValueError,
+    NoAdapterSlotError,
+    NotFoundError,
+    ServerError,
+    UnsupportedOperationError,
+    describe,
+)
+from server.lora.adapter import Adapter, State
+from server.lora.fit import BaseModel, check_fit
+from server.lora.folder import AdapterFolder, read_folder, refusal
+from server.lora.port import AdapterPort, EngineAdapter
+from server.lora.state_file import Remembered, StateFile
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_CHARS = 256
+_STAGE_TIMEOUT_S = 300.0
+_FIRST_POLL_S = 0.01
+_SLOWEST_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLimits:
+    """Names that adapters may not have, the engine's slots, and where adapters may lie.
+
+    Without a `root` nothing can be loaded over HTTP.
+    """
+
+    reserved_names: frozenset[str]
+    max_loras: int
+    root: Path | None
+
+
+class AdapterRegistry:
+    """Every LoRA adapter of the service."""
+
+    def __init__(
+        self,
+        port: AdapterPort,
+        base: BaseModel,
+        limits: RegistryLimits,
+        state_file: StateFile | None,
+    ) -> None:
+        self.base = base
+        self.limits = limits
+        self._port = port
+        self._state_file = state_file
+        self._ids = itertools.count(1)
+        self._named: dict[str, Adapter] = {}
+        self._loading: dict[str, tuple[Adapter, asyncio.Task[None]]] = {}
+        self._leaving: list[Adapter] = []
+        self._in_slots: set[Adapter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+
+    def lease(self, name: str) -> Adapter | None:
+        """Take a ready adapter into use; every lease ends with `release`."""
+        adapter = self._named.get(name)
+        if adapter is None or adapter.state is not State.READY:
+            return None
+        adapter.in_flight += 1
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """End a lease; the last one of an adapter that leaves frees its slot."""
+        adapter.in_flight -= 1
+        if not adapter.in_flight and adapter.state is State.DRAINING:
+            self._start(self._drop(adapter))
+
+    def ready(self) -> Iterator[Adapter]:
+        """Return the adapters that requests can name."""
+        return (a for a in self._named.values() if a.state is State.READY)
+
+    def every(self) -> list[Adapter]:
+        """Return all adapters, also those that come or go."""
+        loading = [adapter for adapter, _ in self._loading.values()]
+        return [*self._named.values(), *loading, *self._leaving]
+
+    def get(self, name: str) -> Adapter:
+        """Return the adapter that `name` stands for, or stood for last. Raises `NotFoundError`."""
+        found = next((adapter for adapter in self.every() if adapter.name == name), None)
+        if found is None:
+            raise _not_found(name)
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """Return how many adapters are in each state."""
+        counts = dict.fromkeys((state.value for state in State), 0)
+        for adapter in self.every():
+            counts[adapter.state.value] += 1
+        return counts
+
+    async def load(self, name: str, path: str, *, replace: bool = False) -> Adapter:
+        """Load the adapter at `path`, below the root, under `name`; return it ready.
+
+        With `replace` it takes the place of the one that has the name, whose requests end as they
+        began. A caller that goes away does not stop it. Raises `RequestError` for what can be
+        changed, other `ServerError` else.
+        """
+        self._root()
+        adapter = Adapter(name, next(self._ids), path)
+        self._check_name(name, replace=replace)
+        await self._begin(adapter, self._load_and_remember(adapter))
+        return adapter
+
+    async def load_static(self, name: str, path: str, base: str | None) -> None:
+        """Load an adapter that the command line names, from anywhere. Raises `ServerError`."""
+        adapter = Adapter(name, next(self._ids), path, static=True, base=base)
+        self._check_name(name, replace=False)
+        await self._begin(adapter, self._load(adapter))
+
+    async def restore(self) -> None:
+        """Load again what was loaded before a restart; what cannot be is listed as failed."""
+        if self._state_file is None:
+            return
+        for entry in await asyncio.to_thread(self._state_file.read):
+            adapter = Adapter(entry.name, next(self._ids), entry.path)
+            try:
+                self._check_name(entry.name, replace=False)
+                await self._begin(adapter, self._load(adapter))
+            except ServerError as error:
+                logger.error("adapter %r could not be loaded again: %s", entry.name, error)
+                adapter.state, adapter.error = State.FAILED, error.message
+                self._named.setdefault(entry.name, adapter)
+
+    async def unload(self, name: str, *, wait: bool) -> Adapter:
+        """Take a name away, and return its adapter; with `wait` once the engine has dropped it.
+
+        An adapter that is loading is waited for first. Raises `NotFoundError`, and `InternalError`
+        if the engine cannot drop it.
+        """
+        while (loading := self._loading.get(name)) is not None:
+            await asyncio.wait({loading[1]})
+        adapter = self._named.pop(name, None)
+        if adapter is not None:
+            self._leave(adapter)
+            await self._remember()
+        else:
+            adapter = self._leaving_as(name)
+        if adapter is None:
+            raise _not_found(name)
+        if wait or not adapter.in_flight:
+            await adapter.gone.wait()
+            if adapter in self._leaving:
+                raise InternalError(f"The engine could not drop the adapter: {adapter.error}")
+        return adapter
+
+    def _leaving_as(self, name: str) -> Adapter | None:
+        adapter = next((gone for gone in self._leaving if gone.name == name), None)
+        if adapter is not None and adapter.state is State.FAILED:
+            # The engine could not drop it; it is asked again.
+            adapter.state, adapter.error = State.DRAINING, None
+            adapter.gone.clear()
+            self._start(self._drop(adapter))
+        return adapter
+
+    def _check_name(self, name: str, *, replace: bool) -> None:
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+            raise InvalidValueError(
+                f"'lora_name' must have 1 to {MAX_NAME_CHARS} printable characters and no space "
+                f"around them, got {describe(name)}.",
+                param="lora_name",
+            )
+        if name in self.limits.reserved_names:
+            raise AdapterExistsError(
+                f"{describe(name)} is the name of the served model itself.", param="lora_name"
+            )
+        if name in self._loading:
+            raise AdapterExistsError(
+                f"An adapter {describe(name)} is being loaded.", param="lora_name"
+            )
+        present = self._named.get(name)
+        if present is not None and present.state is State.READY and not replace:
+            raise AdapterExistsError(
+                f"An adapter {describe(name)} is loaded; 'load_inplace' replaces it.",
+                param="lora_name",
+            )
+
+    async def _begin(self, adapter: Adapter, work: Coroutine[Any, Any, None]) -> None:
+        """Load in a task of its own: half a load would leave a slot that nobody frees."""
+        task = self._start(work)
+        self._loading[adapter.name] = (adapter, task)
+        await asyncio.shield(task)
+
+    async def _load_and_remember(self, adapter: Adapter) -> None:
+        await self._load(adapter)
+        await self._remember()
+
+    async def _load(self, adapter: Adapter) -> None:
+        started = time.perf_counter()
+        try:
+            folder, adapter.rank = await asyncio.to_thread(self._checked, adapter)
+            adapter.path = str(folder.path)
+            self._take_slot(adapter)
+            await self._into_engine(adapter)
+        finally:
+            del self._loading[adapter.name]
+        self._named_now(adapter)
+        seconds = time.perf_counter() - started
+        logger.info(
+            "adapter %r of rank %d is in slot %s after %.2f s, from %s",
+            *(adapter.name, adapter.rank, adapter.slot, seconds, adapter.path),
+        )
+
+    def _checked(self, adapter: Adapter) -> tuple[AdapterFolder, int]:
+        folder = read_folder(adapter.source, None if adapter.static else self._root())
+        return folder, check_fit(folder, self.base, any_base=adapter.base is not None)
+
+    def _root(self) -> Path:
+        if self.limits.root is None:
+            raise UnsupportedOperationError(
+                "Adapters can be loaded over HTTP only below a directory that the server was "
+                "started with: --lora-root."
+            )
+        return self.limits.root
+
+    def _take_slot(self, adapter: Adapter) -> None:
+        if len(self._in_slots) >= self.limits.max_loras:
+            raise NoAdapterSlotError(
+                f"All {self.limits.max_loras} slots for adapters are taken (--max-loras); unload "
+                "one first. 'load_inplace' needs a free slot as well, until the old one has ended."
+            )
+        self._in_slots.add(adapter)
+
+    async def _into_engine(self, adapter: Adapter) -> None:
+        told = EngineAdapter(adapter.name, adapter.id, adapter.path)
+        try:
+            await self._port.stage(told)
+            await self._until_staged(adapter.id)
+            await self._port.add(told)
+            adapter.slot = (await self._port.slots()).get(adapter.id)
+        except BaseException:
+            await self._give_up(adapter)
+            raise
+
+    async def _until_staged(self, adapter_id: int) -> None:
+        deadline = time.monotonic() + _STAGE_TIMEOUT_S
+        pause = _FIRST_POLL_S
+        while time.monotonic() < deadline:
+            state, message = await self._port.staged(adapter_id)
+            if state == "failed":
+                raise refusal(message.rstrip("."))
+            if state == "ready":
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _SLOWEST_POLL_S)
+        raise InternalError(f"The adapter was not read within {_STAGE_TIMEOUT_S:.0f} s.")
+
+    async def _give_up(self, adapter: Adapter) -> None:
+        try:
+            await self._port.remove(adapter.id)
+        except ServerError as error:
+            self._stuck(adapter, error)
+        else:
+            self._in_slots.discard(adapter)
+
+    def _named_now(self, adapter: Adapter) -> None:
+        before = self._named.pop(adapter.name, None)
+        adapter.state, adapter.loaded_at = State.READY, time.time()
+        self._named[adapter.name] = adapter
+        if before is not None:
+            self._leave(before)
+
+    def _leave(self, adapter: Adapter) -> None:
+        if adapter.state is State.FAILED:
+            # It never came in.
+            adapter.gone.set()
+            return
+        adapter.state = State.DRAINING
+        self._leaving.append(adapter)
+        if not adapter.in_flight:
+            self._start(self._drop(adapter))
+
+    async def _drop(self, adapter: Adapter) -> None:
+        try:
+            await self._port.remove(adapter.id)
+        except ServerError as error:
+            self._leaving.remove(adapter)
+            self._stuck(adapter, error)
+        else:
+            logger.info("adapter %r is gone from slot %s", adapter.name, adapter.slot)
+            self._in_slots.discard(adapter)
+            self._leaving.remove(adapter)
+        finally:
+            adapter.gone.set()
+
+    def _stuck(self, adapter: Adapter, error: ServerError) -> None:
+        """Keep in sight what the engine did not drop: it holds a slot until it is unloaded."""
+        logger.error("the engine could not drop the adapter %r: %s", adapter.name, error)
+        adapter.state, adapter.error = State.FAILED, error.message
+        self._leaving.append(adapter)
+        adapter.gone.set()
+
+    async def _remember(self) -> None:
+        if self._state_file is None:
+            return
+        async with self._writing:
+            kept = [a for a in self._named.values() if not a.static]
+            entries = [Remembered(adapter.name, adapter.source) for adapter in kept]
+            try:
+                await asyncio.to_thread(self._state_file.write, entries)
+            except OSError as error:
+                path = self._state_file.path
+                logger.error("%s is out of date, it cannot be written: %s", path, error)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        # The event loop itself keeps only a weak reference.
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Whoever waited for it was told; this marks the error as seen when nobody did.
+            task.exception()
+
+
+def _not_found(name: str) -> NotFoundError:
+    return NotFoundError(f"There is no adapter {describe(name)}.", param="lora_name")

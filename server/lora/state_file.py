@@ -1,0 +1,85 @@
+"""The file that remembers over a restart which adapters were loaded over HTTP.
+
+Invariant: it holds the old list or the new one, also after a power cut; readers never see a part.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One adapter: the name that requests use, and the path as it was asked for."""
+
+    name: str
+    path: str
+
+
+_LIST = TypeAdapter(list[Remembered])
+
+
+class StateFile:
+    """The list of adapters in a file. Its methods block: call them in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def writable(self) -> bool:
+        """Return whether the file can be written, without changing it."""
+        folder = self.path.parent
+        if self.path.exists() and not (self.path.is_file() and os.access(self.path, os.W_OK)):
+            return False
+        # A new list is written beside the old one.
+        return folder.is_dir() and os.access(folder, os.W_OK)
+
+    def read(self) -> list[Remembered]:
+        """Return what was remembered; a damaged file is put aside, and nothing was."""
+        try:
+            content = json.loads(self.path.read_bytes())
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']!r} is not {VERSION}")
+            return _LIST.validate_python(content["adapters"])
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            logger.error("%s cannot be read (%s); kept as %s", self.path, error, aside.name)
+            self._put_aside(aside)
+            return []
+
+    def write(self, adapters: Sequence[Remembered]) -> None:
+        """Replace the list. Raises `OSError`."""
+        content = {"version": VERSION, "adapters": [asdict(adapter) for adapter in adapters]}
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _put_aside(self, aside: Path) -> None:
+        try:
+            self.path.replace(aside)
+        except OSError as error:
+            logger.error("%s cannot be renamed: %s", self.path, error)

@@ -1,0 +1,98 @@
+"""A request's body, from the socket to a JSON object, within the limits of one server."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from server.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, MediaTypeError
+from server.frontend import JsonObject
+from server.settings import ServerSettings
+from server.streaming import ClientGoneError
+
+JSON_TYPE = "application/json"
+
+
+async def read_json_object(request: Request, settings: ServerSettings) -> JsonObject:
+    """Return the body as a JSON object; raises what `read_body` and `parse_json_object` raise."""
+    return parse_json_object(await read_body(request, settings), settings.max_json_depth)
+
+
+async def read_body(request: Request, settings: ServerSettings) -> bytes:
+    """Return the body's bytes.
+
+    Raises `MediaTypeError`, `BodyTooLargeError` (at once where the client says so, else after at
+    most `max_body_bytes`), `BodyTimeoutError` or `ClientGoneError`.
+    """
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != JSON_TYPE:
+        raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {media_type!r}.")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > settings.max_body_bytes:
+        raise _too_large(settings)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            return await _collect(request, settings)
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"The request body did not arrive within {settings.body_timeout_s:g} s "
+            "(--body-timeout-s).",
+            # What is left of the body would be taken for the next request.
+            headers={"connection": "close"},
+        ) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+
+
+async def _collect(request: Request, settings: ServerSettings) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > settings.max_body_bytes:
+            # The rest is read and dropped: closing now could take the answer along.
+            raise _too_large(settings)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(settings: ServerSettings) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"The request body is larger than the limit of {settings.max_body_bytes} bytes "
+        "(--max-body-bytes)."
+    )
+
+
+def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
+    """Return a JSON object that is nested at most `max_depth` deep. Raises `InvalidJsonError`."""
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise InvalidJsonError(
+            f"The request body must be a JSON object, got {type(body).__name__}."
+        )
+    # Hardly a body has so many brackets at all, and counting bytes costs next to nothing.
+    if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
+        raise InvalidJsonError(
+            f"The request body is nested deeper than the limit of {max_depth} (--max-json-depth)."
+        )
+    return body
+
+
+def _is_deeper(body: JsonObject, max_depth: int) -> bool:
+    """Whether containers lie in more than `max_depth` others; the body itself is the first."""
+    level: list[object] = [body]
+    for _ in range(max_depth):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value)  # type: ignore[attr-defined]
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True

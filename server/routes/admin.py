@@ -1,0 +1,68 @@
+"""`/admin`: taking the server out of service and back, without ending it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
+from server.frontend import JsonObject
+from server.lifecycle import Lifecycle
+from server.request_body import read_json_object
+from server.settings import ServerSettings
+
+_REASON = "POST /admin/drain"
+_FIELDS = ("wait", "timeout_s")
+_MAX_WAIT_S = 3600.0
+
+
+def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
+    """Return the routes; who may call them was checked before."""
+    router = APIRouter()
+
+    def report() -> JSONResponse:
+        return JSONResponse(lifecycle.status(), status_code=202 if lifecycle.in_flight else 200)
+
+    @router.post("/admin/drain")
+    async def drain(request: Request) -> JSONResponse:
+        wait_s = await _wait_s(request, settings)
+        lifecycle.ask_for_drain(_REASON)
+        if wait_s:
+            await lifecycle.wait_idle(wait_s)
+        return report()
+
+    @router.post("/admin/undrain")
+    async def undrain() -> JSONResponse:
+        lifecycle.take_drain_back()
+        return JSONResponse(lifecycle.status())
+
+    return router
+
+
+async def _wait_s(request: Request, settings: ServerSettings) -> float:
+    """Return how many seconds the answer may wait for the last request, 0 for not at all."""
+    has_body = request.headers.get("content-length", "0") != "0" or (
+        "transfer-encoding" in request.headers
+    )
+    body: JsonObject = await read_json_object(request, settings) if has_body else {}
+    for name in body:
+        if name not in _FIELDS:
+            raise UnknownFieldError(
+                f"Unknown field {describe(name)}; known are {', '.join(_FIELDS)}.", param=name
+            )
+    wait, seconds = body.get("wait", False), body.get("timeout_s")
+    if not isinstance(wait, bool):
+        raise InvalidTypeError(f"'wait' must be a boolean, got {describe(wait)}.", param="wait")
+    if seconds is None:
+        return settings.drain_timeout_s if wait else 0.0
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise InvalidTypeError(
+            f"'timeout_s' must be a number of seconds, got {describe(seconds)}.", param="timeout_s"
+        )
+    if not wait or not 0 < seconds <= _MAX_WAIT_S:
+        raise InvalidValueError(
+            f"'timeout_s' must be more than 0 and at most {_MAX_WAIT_S:g}, together with "
+            f"'wait': true; got {describe(seconds)}.",
+            param="timeout_s",
+        )
+    return float(seconds)

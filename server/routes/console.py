@@ -1,0 +1,70 @@
+"""`/`: the console, a page that shows what the server does; its files under `/console/`.
+
+The files are read once and sent from memory. They hold nothing secret, so that no key opens them:
+what they show they ask the API for, with the key that the user gives the page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from server.errors import RouteNotFoundError, describe
+
+FOLDER = Path(__file__).parents[1] / "console"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = {
+    # Nothing from elsewhere, nothing inline: the page works on a host without a network.
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Asked for again each time, and usually answered by 304.
+    "cache-control": "no-cache",
+}
+
+
+class _File(NamedTuple):
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def console_router() -> APIRouter:
+    """Return the console's routes."""
+    router = APIRouter()
+    files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def page(request: Request) -> Response:
+        return _answer(files["index.html"], request)
+
+    @router.api_route("/console/{name}", methods=["GET", "HEAD"])
+    async def part(name: str, request: Request) -> Response:
+        if name not in files:
+            raise RouteNotFoundError(f"The console has no file {describe(name)}.")
+        return _answer(files[name], request)
+
+    return router
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return _File(content, _TYPES[path.suffix], etag)
+
+
+def _answer(file: _File, request: Request) -> Response:
+    headers = {**_HEADERS, "etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)

@@ -1,0 +1,165 @@
+"""The gate: no grammar passes that the engine could not follow, or not soon.
+
+Verdicts are remembered by what they are about; requests that ask the same at once share one trial.
+Invariant: nothing here computes for long on the event loop, whatever the grammar is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from cachetools import LRUCache
+
+from server.errors import (
+    InternalError,
+    InvalidGrammarError,
+    InvalidSchemaError,
+    OverloadedError,
+    RequestError,
+)
+from server.frontend import Endpoint, JsonObject
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
+from server.structured_outputs.counts import CheckCounts
+from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
+from server.structured_outputs.trial_job import Verdict, job_bytes
+from server.structured_outputs.trial_pool import (
+    PoolFullError,
+    TrialCrashedError,
+    TrialStartError,
+    TrialTimeoutError,
+)
+
+_DOUBT_S = 60.0
+"""Seconds for which a verdict is remembered that may owe to the machine's load."""
+
+
+class Pool(Protocol):
+    """What runs trials: a `TrialPool`."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a job may take."""
+        ...
+
+    async def run(self, job: bytes) -> bytes:
+        """Return the answer to a job; raises the pool's errors."""
+        ...
+
+
+class GrammarGate:
+    """Used from one event loop."""
+
+    def __init__(self, limits: SchemaLimits, pool: Pool, cache_entries: int) -> None:
+        self._limits = limits
+        self._pool = pool
+        self._counts = CheckCounts()
+        # With the time until which the verdict holds.
+        self._known: LRUCache[bytes, tuple[Verdict, float]] = LRUCache(cache_entries)
+        self._running: dict[bytes, asyncio.Task[Verdict]] = {}
+
+    async def check(self, endpoint: Endpoint, fields: JsonObject) -> None:
+        """Let a request pass.
+
+        Raises `InvalidSchemaError` or `InvalidGrammarError` naming the field, `OverloadedError`
+        if too many grammars wait for their trial, and what `constraints_of` raises.
+        """
+        for job in constraints_of(endpoint, fields):
+            await self.check_job(job)
+
+    async def check_job(self, job: Sequence[Constraint]) -> None:
+        """Let constraints pass that are compiled together; raises as `check` does."""
+        verdict, _ = await self.verdict(job)
+        if verdict.reason is not None:
+            raise refusal(job[verdict.part], verdict.reason)
+
+    def take_counts(self) -> CheckCounts:
+        """Return what was done since the last call."""
+        counts, self._counts = self._counts, CheckCounts()
+        return counts
+
+    async def verdict(self, job: Sequence[Constraint]) -> tuple[Verdict, bool]:
+        """Return the verdict on constraints that are compiled together, and whether it was known.
+
+        Raises `OverloadedError`, or `InternalError` if no trial process starts.
+        """
+        if all(item.kind is Kind.JSON and item.text == ANY_OBJECT for item in job):
+            return Verdict(), True
+        if (too_large := self._too_large(job)) is not None:
+            self._counts.note("refused")
+            return too_large, False
+        key = job_key(job)
+        verdict, until = self._known.get(key, (None, 0.0))
+        if verdict is not None and time.monotonic() < until:
+            self._counts.note("known" if verdict.reason is None else "refused")
+            return verdict, True
+        if (task := self._running.get(key)) is None:
+            task = asyncio.create_task(self._try(job))
+            self._running[key] = task
+            task.add_done_callback(lambda done: self._finish(key, done))
+        # A client that leaves does not end what others may wait for.
+        return await asyncio.shield(task), False
+
+    def _too_large(self, job: Sequence[Constraint]) -> Verdict | None:
+        limit = self._limits.max_bytes
+        for part, item in enumerate(job):
+            if item.derived:
+                continue
+            # Characters first: to encode a text of megabytes takes its time.
+            if len(item.text) > limit or len(item.text.encode(errors="replace")) > limit:
+                return Verdict(f"it has more than {limit} bytes, the limit of this server", part)
+        return None
+
+    async def _try(self, job: Sequence[Constraint]) -> Verdict:
+        limit_s = self._pool.timeout_s
+        try:
+            answer = await self._pool.run(job_bytes(job, self._limits))
+        except PoolFullError:
+            self._counts.note("overloaded")
+            raise OverloadedError(
+                "Too many new grammars wait to be compiled; ones that were used before are not "
+                "held up.",
+                rejection="grammars",
+                retry_after_s=limit_s,
+            ) from None
+        except TrialTimeoutError:
+            self._counts.note("timeout", limit_s)
+            reason = f"it takes longer than {limit_s:g} s to compile, the limit of this server"
+            return self._remember(job, Verdict(reason, seconds=limit_s), _DOUBT_S)
+        except TrialCrashedError:
+            self._counts.note("crashed")
+            return self._remember(
+                job,
+                Verdict("it needs more memory than it may have, or breaks the grammar compiler"),
+                _DOUBT_S,
+            )
+        except TrialStartError as error:
+            raise InternalError(f"Grammars cannot be compiled: {error}.") from None
+        verdict = Verdict.from_bytes(answer)
+        self._counts.note("ok" if verdict.reason is None else "refused", verdict.seconds)
+        return self._remember(job, verdict, float("inf"))
+
+    def _remember(self, job: Sequence[Constraint], verdict: Verdict, for_s: float) -> Verdict:
+        known = verdict, time.monotonic() + for_s
+        self._known[job_key(job)] = known
+        if verdict.reason is None:
+            # Good for those who ask for less.
+            self._known[job_key(job, exact=False)] = known
+        return verdict
+
+    def _finish(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
+        del self._running[key]
+        if not task.cancelled():
+            # Seen, also when everybody who waited for it has left.
+            task.exception()
+
+
+def refusal(constraint: Constraint, reason: str) -> RequestError:
+    """Return the error for a constraint that cannot be used."""
+    kind = InvalidSchemaError if constraint.kind is Kind.JSON else InvalidGrammarError
+    what = "schema" if constraint.kind is Kind.JSON else "grammar"
+    return kind(
+        f"The {what} in '{constraint.param}' cannot be used: {reason}.", param=constraint.param
+    )

@@ -1,0 +1,87 @@
+"""Whether a constraint can be used, as far as that shows without compiling it.
+
+Pure functions over the constraint's text. They may take long for hostile input, and so run in a
+trial process, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.schema_exactness import check_exact
+from server.structured_outputs.schema_limits import check_pattern_length, check_size
+from server.structured_outputs.schema_refs import check_refs
+
+
+def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
+    """Raise `UnusableError` if the constraint is too large, malformed or beyond the backend."""
+    text = constraint.text
+    if constraint.kind is Kind.REGEX:
+        _check_regex(text, limits)
+    elif constraint.kind is Kind.GRAMMAR:
+        if not text.strip():
+            raise UnusableError("it is empty")
+    elif constraint.kind is Kind.CHOICE:
+        _check_choice(json.loads(text), limits)
+    elif constraint.kind is Kind.JSON:
+        _check_schema(parsed(text), limits, exact=constraint.exact)
+    else:
+        tag = parsed(text)
+        check_size(tag, limits)
+        for schema in _schemas_of_tag(tag):
+            _check_schema(schema, limits, exact=constraint.exact)
+
+
+def parsed(text: str) -> Any:
+    """Return the JSON value of `text`. Raises `UnusableError`."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UnusableError(f"it is not valid JSON: {error}") from None
+    except RecursionError:
+        raise UnusableError("it is nested too deeply to be read") from None
+
+
+def _check_regex(pattern: str, limits: SchemaLimits) -> None:
+    if not pattern:
+        raise UnusableError("it is empty")
+    if "\0" in pattern:
+        raise UnusableError("it has a NUL character")
+    check_pattern_length(pattern, "it", limits)
+
+
+def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
+    if not choices:
+        raise UnusableError("it has no values")
+    if len(choices) > limits.max_enum:
+        raise UnusableError(
+            f"it has {len(choices)} values; the limit of this server is {limits.max_enum}"
+        )
+
+
+def _check_schema(schema: Any, limits: SchemaLimits, *, exact: bool) -> None:
+    if not isinstance(schema, dict | bool):
+        raise UnusableError(f"it must be an object, got {type(schema).__name__}")
+    check_size(schema, limits)
+    check_refs(schema)
+    if exact:
+        check_exact(schema)
+
+
+def _schemas_of_tag(tag: Any) -> Iterator[Any]:
+    """Yield the JSON schemas inside of a structural tag of either form."""
+    stack = [tag]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            if value.get("type") == "json_schema" and "json_schema" in value:
+                yield value["json_schema"]
+            elif {"begin", "schema", "end"} <= value.keys():
+                yield value["schema"]
+            else:
+                stack += value.values()

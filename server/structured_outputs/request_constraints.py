@@ -1,0 +1,151 @@
+"""Which constraints a request's body has, and under which names. Pure functions.
+
+What has the wrong JSON type is left to the request models, which refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
+from server.frontend import Endpoint, JsonObject
+from server.structured_outputs.constraint import BACKEND, Constraint, Kind
+
+ANY_OBJECT = '{"type": "object"}'
+"""What `json_object` asks for."""
+
+_GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_COMPACT = "start the server with --structured-outputs-config.disable_any_whitespace true"
+_WITHOUT_EFFECT = {
+    "disable_any_whitespace": _COMPACT,
+    "disable_additional_properties": "set additionalProperties in the schema",
+    "whitespace_pattern": f"{_COMPACT} for none at all",
+}
+"""Options of `structured_outputs` that the backend would ignore, and what to do instead."""
+
+
+def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
+    """Return what the answer is to obey; each list is tried as one.
+
+    Raises `MissingFieldError`, `InvalidValueError` or `UnsupportedFieldError`.
+    """
+    if endpoint not in _GENERATING:
+        return []
+    found = [
+        *output_constraint(fields.get("structured_outputs"), "structured_outputs"),
+        *_formats(endpoint, fields),
+    ]
+    if len(found) > 1:
+        raise InvalidValueError(
+            f"Only one of '{found[0].param}' and '{found[1].param}' can guide an answer.",
+            param=found[1].param,
+        )
+    tools = _tools(endpoint, fields)
+    return [job for job in (found, tools) if job]
+
+
+def output_constraint(value: object, name: str) -> list[Constraint]:
+    """Return the constraint of a `structured_outputs` object."""
+    if not isinstance(value, dict):
+        return []
+    for option, instead in _WITHOUT_EFFECT.items():
+        if value.get(option):
+            path = f"{name}.{option}"
+            raise UnsupportedFieldError(
+                f"'{path}' has no effect with the grammar backend {BACKEND}; {instead}.",
+                param=path,
+            )
+    given = [kind for kind in _KINDS if value.get(kind) is not None]
+    if len(given) != 1:
+        raise InvalidValueError(
+            f"'{name}' must have exactly one of {', '.join(_KINDS)}; it has "
+            f"{' and '.join(given) or 'none'}.",
+            param=name,
+        )
+    return kind_constraint(given[0], value[given[0]], f"{name}.{given[0]}")
+
+
+def kind_constraint(kind: str, value: Any, path: str) -> list[Constraint]:
+    """Return the constraint of one field of `structured_outputs`; none for a wrong type."""
+    if kind == "json_object":
+        if value is False:
+            raise InvalidValueError(
+                f"'{path}' must be true; leave it out for an answer that nothing guides.",
+                param=path,
+            )
+        return [Constraint(Kind.JSON, ANY_OBJECT, path)]
+    if isinstance(value, str):
+        fits = kind != "choice"
+    elif isinstance(value, list):
+        fits = kind == "choice" and all(isinstance(item, str) for item in value)
+    else:
+        # The route that validates takes more than requests do: an object without its quotes.
+        fits = kind in ("json", "structural_tag") and isinstance(value, dict)
+        fits |= kind == "json" and isinstance(value, bool)
+    if not fits:
+        return []
+    text = value if isinstance(value, str) else json.dumps(value)
+    return [Constraint(Kind(kind), text, path)]
+
+
+def format_constraint(value: object, name: str, *, nested: bool = True) -> list[Constraint]:
+    """Return the constraint of a `response_format`; `nested`: its schema has a name around it."""
+    if not isinstance(value, dict):
+        return []
+    kind = value.get("type")
+    if kind == "json_object":
+        return [Constraint(Kind.JSON, ANY_OBJECT, name)]
+    if kind == "structural_tag" and nested:
+        return [Constraint(Kind.STRUCTURAL_TAG, json.dumps(value), name)]
+    if kind != "json_schema":
+        return []
+    inner: Any = value
+    if nested:
+        name = f"{name}.json_schema"
+        inner = value.get("json_schema")
+        if inner is None:
+            raise MissingFieldError(f"The field '{name}' is missing.", param=name)
+        if not isinstance(inner, dict):
+            return []
+    path = f"{name}.schema"
+    schema = inner.get("schema")
+    if schema is None:
+        raise MissingFieldError(f"The field '{path}' is missing.", param=path)
+    return [Constraint(Kind.JSON, json.dumps(schema), path, inner.get("strict") is not False)]
+
+
+def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
+    if endpoint is Endpoint.RESPONSES:
+        return format_constraint(_get(fields.get("text"), "format"), "text.format", nested=False)
+    if endpoint is Endpoint.MESSAGES:
+        value = _get(fields.get("output_config"), "format")
+        return format_constraint(value, "output_config.format", nested=False)
+    return format_constraint(fields.get("response_format"), "response_format")
+
+
+def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
+    """Return the schemas of the tools' parameters if calls are guided by them."""
+    tools = fields.get("tools")
+    if not isinstance(tools, list):
+        return []
+    name = "input_schema" if endpoint is Endpoint.MESSAGES else "parameters"
+    found, any_strict = [], False
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if endpoint is Endpoint.CHAT:
+            tool, path = _get(tool, "function"), f"{path}.function"
+        strict = _get(tool, "strict") is True
+        any_strict |= strict
+        if isinstance(schema := _get(tool, name), dict):
+            found.append(Constraint(Kind.JSON, json.dumps(schema), f"{path}.{name}", strict))
+    choice = fields.get("tool_choice")
+    kind = choice if isinstance(choice, str) else _get(choice, "type") or "auto"
+    # A free choice is guided only if a tool insists.
+    guided = kind != "none" and (any_strict or kind != "auto")
+    return found if guided else []
+
+
+def _get(value: object, name: str) -> Any:
+    return value.get(name) if isinstance(value, dict) else None

@@ -1,0 +1,88 @@
+"""How JSON schemas are built: which keywords hold schemas, and where references lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from server.structured_outputs.constraint import UnusableError
+
+Schema = dict[str, Any]
+
+_ONE_HERE = ("not", "if", "then", "else")
+_MANY_HERE = ("allOf", "anyOf", "oneOf")
+_ONE_BELOW = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("items", "additionalItems", "unevaluatedItems", "contains"),
+)
+_MANY_BELOW = ("prefixItems", "items")
+_NAMED_BELOW = ("properties", "patternProperties")
+_NAMED_ASIDE = ("$defs", "definitions")
+
+
+def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that apply to the same value as `schema`, references aside."""
+    yield from _single(schema, path, _ONE_HERE)
+    yield from _listed(schema, path, _MANY_HERE)
+    yield from _named(schema, path, ("dependentSchemas",))
+
+
+def applied_below(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that apply to a part of the value."""
+    yield from _single(schema, path, _ONE_BELOW)
+    yield from _listed(schema, path, _MANY_BELOW)
+    yield from _named(schema, path, _NAMED_BELOW)
+
+
+def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
+    """Yield each schema object of the document with its path, definitions included, once."""
+    stack: list[tuple[str, Any]] = [("$", root)]
+    while stack:
+        path, schema = stack.pop()
+        if isinstance(schema, dict):
+            yield path, schema
+            stack += applied_here(schema, path)
+            stack += applied_below(schema, path)
+            stack += _named(schema, path, _NAMED_ASIDE)
+
+
+def resolve(root: Any, ref: object, path: str) -> Any:
+    """Return what a reference names. Raises `UnusableError` unless it is in the document."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        raise UnusableError(
+            f"{path}: $ref must be '#' or start with '#/', for only references into the schema "
+            f"itself are followed, got {ref!r}"
+        )
+    here = root
+    for step in ref.split("/")[1:]:
+        step = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict) and step in here:
+            here = here[step]
+        elif isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+            here = here[int(step)]
+        else:
+            raise UnusableError(f"{path}: $ref {ref!r} leads nowhere")
+    if not isinstance(here, dict | bool):
+        raise UnusableError(f"{path}: $ref {ref!r} leads to something that is no schema")
+    return here
+
+
+def _single(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key in keys:
+        if isinstance(schema.get(key), dict | bool):
+            yield f"{path}.{key}", schema[key]
+
+
+def _listed(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key in keys:
+        if isinstance(schema.get(key), list):
+            for index, item in enumerate(schema[key]):
+                yield f"{path}.{key}[{index}]", item
+
+
+def _named(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key in keys:
+        if isinstance(schema.get(key), dict):
+            for name, item in schema[key].items():
+                yield f"{path}.{key}.{name}", item

@@ -1,0 +1,83 @@
+"""What goes to a trial process and what comes back, and the work itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.inspection import inspect
+
+Trial = Callable[[str, str], list[str]]
+"""Tries one grammar of a kind; returns warnings, raises ValueError or RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a trial ended: `reason` is None if the constraints can be used.
+
+    `part` is the constraint that cannot, `seconds` what compiling took.
+    """
+
+    reason: str | None = None
+    part: int = 0
+    seconds: float | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the verdict as JSON."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Verdict:
+        """Return the verdict of `to_bytes`."""
+        return cls(**json.loads(data))
+
+
+def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
+    """Return a job as JSON."""
+    parts = [(c.kind.value, c.text, c.exact, c.derived) for c in constraints]
+    return json.dumps({"limits": dataclasses.asdict(limits), "parts": parts}).encode()
+
+
+def do_job(data: bytes, trial: Trial) -> Verdict:
+    """Inspect and try the constraints of a job, up to the first that cannot be used."""
+    job = json.loads(data)
+    limits = SchemaLimits(**job["limits"])
+    started = time.perf_counter()
+    for part, (kind, text, exact, derived) in enumerate(job["parts"]):
+        constraint = Constraint(Kind(kind), text, "", exact, derived)
+        try:
+            if not derived:
+                inspect(constraint, limits)
+            _try(constraint, trial)
+        except UnusableError as error:
+            return Verdict(str(error), part, time.perf_counter() - started)
+    return Verdict(seconds=time.perf_counter() - started)
+
+
+def _try(constraint: Constraint, trial: Trial) -> None:
+    try:
+        told = trial(constraint.kind.value, constraint.text)
+    except (ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
+        raise UnusableError(_plain(str(error)) or type(error).__name__) from None
+    told = [line for line in told if "warning" in line.lower() and not _HARMLESS.search(line)]
+    if told and constraint.exact:
+        raise UnusableError(_plain(told[0]))
+
+
+# A backslash that was not needed: the character is taken as meant.
+_HARMLESS = re.compile(r"matching the character literally|The character itself will be matched")
+_PLACE = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h):\d+: ")
+_CHECK = re.compile(r"^Check failed: \(.*\) is false: ")
+_MAX_REASON = 300
+
+
+def _plain(message: str) -> str:
+    """Return a native message without the place in the source that it comes from."""
+    text = _PLACE.sub("", " ".join(message.split())).removeprefix("Warning: ").rstrip(". ")
+    text = _CHECK.sub("", text)
+    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 3]}..."

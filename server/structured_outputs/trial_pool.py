@@ -1,0 +1,141 @@
+"""A bounded pool of trial processes, each of which is killed when it takes too long.
+
+A process is started when there is work for it and none is idle, and stays. Invariant: however a
+job ends, its place in the pool is free again, with a process that works or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0
+_WAITING_PER_PROCESS = 8
+
+StartProcess = Callable[[Connection], BaseProcess]
+"""Starts a process that answers jobs on its end of the pipe, after a first message."""
+
+
+class TrialTimeoutError(Exception):
+    """The job took too long; its process was killed."""
+
+
+class TrialCrashedError(Exception):
+    """The job ended its process."""
+
+
+class TrialStartError(Exception):
+    """No process could be started."""
+
+
+class PoolFullError(Exception):
+    """Too many jobs wait already."""
+
+
+class TrialPool:
+    """Used from one event loop."""
+
+    def __init__(self, start: StartProcess, size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._max_waiting = size * _WAITING_PER_PROCESS
+        self._waiting = 0
+        # A thread per place waits for its process, so that the event loop does not.
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix="grammar-trial")
+        # The last to come back is the next to go: its process is started and warm.
+        self._places: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
+        for _ in range(size):
+            self._places.put_nowait(_Place(start))
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a job may take."""
+        return self._timeout_s
+
+    async def run(self, job: bytes) -> bytes:
+        """Return the answer to a job. Raises one of this module's errors."""
+        if self._waiting >= self._max_waiting:
+            raise PoolFullError
+        self._waiting += 1
+        try:
+            place = await self._places.get()
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._run_in(place, job)
+        finally:
+            self._places.put_nowait(place)
+
+    async def _run_in(self, place: _Place, job: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        if not place.is_alive():
+            await loop.run_in_executor(self._threads, place.start)
+        exchange = loop.run_in_executor(self._threads, place.exchange, job)
+        try:
+            done, _ = await asyncio.wait({exchange}, timeout=self._timeout_s)
+            if not done:
+                raise TrialTimeoutError
+            return exchange.result()
+        except BaseException:
+            place.kill()
+            # With its process the wait in the thread ends too.
+            await asyncio.wait({exchange})
+            with suppress(TrialCrashedError):
+                exchange.result()
+            raise
+
+
+class _Place:
+    """Room for one process."""
+
+    def __init__(self, start: StartProcess) -> None:
+        self._start = start
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def start(self) -> None:
+        """Start a process and wait until it is ready. Blocks."""
+        self.kill()
+        if self._pipe is not None:
+            self._pipe.close()
+        ours, theirs = Pipe()
+        try:
+            self._process = self._start(theirs)
+        except OSError as error:
+            ours.close()
+            raise TrialStartError(str(error)) from error
+        finally:
+            theirs.close()
+        self._pipe = ours
+        with suppress(EOFError, OSError):
+            if ours.poll(_START_TIMEOUT_S):
+                ours.recv_bytes()
+                logger.info("Grammar trials run in process %s", self._process.pid)
+                return
+        self.kill()
+        raise TrialStartError("the process for grammar trials did not get ready")
+
+    def exchange(self, job: bytes) -> bytes:
+        """Send a job and wait for the answer. Blocks until then or until the process ends."""
+        assert self._pipe is not None
+        try:
+            self._pipe.send_bytes(job)
+            return self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise TrialCrashedError from None
+
+    def kill(self) -> None:
+        """End the process, whatever it is at; does not wait for its end."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()

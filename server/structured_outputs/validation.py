@@ -1,0 +1,55 @@
+"""`/v1/structured_outputs/validate`: the gate's verdict without a request for an answer."""
+
+from __future__ import annotations
+
+from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
+from server.frontend import JsonObject
+from server.structured_outputs.constraint import BACKEND, Constraint, Kind
+from server.structured_outputs.gate import GrammarGate, refusal
+from server.structured_outputs.request_constraints import format_constraint, kind_constraint
+
+FIELDS = (*(kind.value for kind in Kind), "response_format")
+
+
+async def validate(body: JsonObject, gate: GrammarGate) -> JsonObject:
+    """Return what became of the one constraint in `body`.
+
+    Raises `UnknownFieldError`, `InvalidValueError` or `InvalidTypeError` for a body that has
+    none, and what the gate raises.
+    """
+    constraint = _constraint(body)
+    verdict, cached = await gate.verdict([constraint])
+    error = None if verdict.reason is None else refusal(constraint, verdict.reason)
+    seconds = verdict.seconds
+    return {
+        "valid": error is None,
+        "reason": error and error.message,
+        "code": error and error.row.code,
+        "param": constraint.param,
+        "backend": BACKEND,
+        "compile_ms": None if seconds is None else round(seconds * 1000, 3),
+        "cached": cached,
+    }
+
+
+def _constraint(body: JsonObject) -> Constraint:
+    for name in body:
+        if name not in FIELDS:
+            raise UnknownFieldError(f"Unknown field '{name}'.", param=name)
+    given = [name for name in FIELDS if body.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidValueError(
+            f"The body must have exactly one of {', '.join(FIELDS)}; it has "
+            f"{' and '.join(given) or 'none'}."
+        )
+    name = given[0]
+    if name == "response_format":
+        found = format_constraint(body[name], name)
+    else:
+        found = kind_constraint(name, body[name], name)
+    if not found:
+        raise InvalidTypeError(
+            f"The field '{name}' holds nothing that guides an answer: {describe(body[name])}.",
+            param=name,
+        )
+    return found[0]

@@ -1,0 +1,141 @@
+"""vLLM's command line as this server takes it: which of its flags mean something here.
+
+Flags that would be accepted and then ignored are refused, those that are settings of this server
+as well (`--host`, `--api-key`) included, should they get past the server's own parser.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+
+_USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
+_OURS = "this server has its own: see `rbln-serve serve --help`"
+_ABSENT = "this server does not offer it"
+_REFUSED_FLAGS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "uvicorn_log_level",
+            "disable_uvicorn_access_log",
+            "disable_access_log_for_endpoints",
+            "h11_max_incomplete_event_size",
+            "h11_max_header_count",
+            "shutdown_timeout",
+        ),
+        _OURS,
+    ),
+    **dict.fromkeys(
+        (
+            "headless",
+            "grpc",
+            "api_server_count",
+            "data_parallel_multi_port_external_lb",
+            "uds",
+            "middleware",
+            "enable_offline_docs",
+            "enable_tokenizer_info_endpoint",
+            "enable_server_load_tracking",
+            "enable_scale_out",
+            "tokens_only",
+            "enable_fault_tolerance",
+            "cohere_is_reasoning_model",
+            "cohere_format",
+            "default_mm_loras",
+        ),
+        _ABSENT,
+    ),
+}
+"""vLLM flags that would be accepted and then ignored, with the reason that is given."""
+
+_SHARED = (
+    *("api_key", "root_path", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
+    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "allow_credentials"),
+    *("allowed_origins", "allowed_methods", "allowed_headers"),
+)
+"""Flags of vLLM that are this server's own; its parser has taken them out where it knew them."""
+
+_KEEP_ALIVE_S = 15
+"""Proxies close silent connections after 30 seconds at the earliest."""
+
+
+def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
+    """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for any that cannot be taken."""
+    parser = make_arg_parser(
+        FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
+    )
+    # What a prefix hit saved is told unless --no-enable-prompt-tokens-details asks otherwise.
+    parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
+    try:
+        args: Namespace = parser.parse_args(list(argv))
+        if args.model_tag is not None:
+            args.model = args.model_tag
+        validate_parsed_serve_args(args)
+    except SystemExit as error:
+        raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
+    except (TypeError, ValueError) as error:
+        raise LaunchError(str(error), exit_code=2) from error
+    if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
+        raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
+    _check_adapter_flags(args, settings)
+    for name, reason in _REFUSED_FLAGS.items():
+        if getattr(args, name, None) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
+    _refuse_abbreviations(args, parser, settings)
+    if args.otlp_traces_endpoint is not None and find_spec("opentelemetry.sdk") is None:
+        raise LaunchError(
+            "--otlp-traces-endpoint needs the packages opentelemetry-sdk and "
+            "opentelemetry-exporter-otlp, which are not installed",
+            exit_code=2,
+        )
+    args.host, args.port = settings.host, settings.port
+    return args
+
+
+def _check_adapter_flags(args: Namespace, settings: ServerSettings) -> None:
+    """Raise `LaunchError` for flags of adapters that would have no effect."""
+    if not args.enable_lora:
+        unused = {
+            "--lora-modules": args.lora_modules,
+            "--lora-root": settings.lora_root,
+            "--lora-state-file": settings.lora_state_file,
+            "--lora-base-names": settings.lora_base_names,
+        }
+        for flag, value in unused.items():
+            if value:
+                raise LaunchError(f"{flag} needs --enable-lora", exit_code=2)
+    root = settings.lora_root
+    if root is not None and not root.is_dir():
+        raise LaunchError(f"--lora-root: there is no directory {str(root)!r}", exit_code=2)
+    if settings.lora_state_file is not None and root is None:
+        raise LaunchError("--lora-state-file needs --lora-root", exit_code=2)
+
+
+def _refuse_abbreviations(
+    args: Namespace, parser: FlexibleArgumentParser, settings: ServerSettings
+) -> None:
+    """Refuse flags that reached vLLM's parser alone; a key that nobody checks is the worst case.
+
+    What the file of --config says is known to both.
+    """
+    for name in _SHARED:
+        untouched = getattr(settings, name) == ServerSettings.model_fields[name].default
+        if untouched and getattr(args, name, None) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise LaunchError(f"{flag} must be written in full", exit_code=2)
+
+
+def print_help(topic: str) -> None:
+    """Print vLLM's own help: `all`, a group of flags, or what matches a word."""
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE))
+    with suppress(SystemExit):
+        parser.parse_args([f"--help={topic}"])

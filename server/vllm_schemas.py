@@ -1,0 +1,82 @@
+"""JSON schemas of vLLM's request and answer models, for the server's OpenAPI document."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensResponse,
+    AnthropicMessagesResponse,
+)
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.pooling.classify.protocol import ClassificationResponse
+from vllm.entrypoints.pooling.embed.protocol import CohereEmbedResponse, EmbeddingResponse
+from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
+from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
+
+from server.frontend import Endpoint, JsonObject, WireSchemas
+
+_REF = "#/components/schemas/{model}"
+_ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
+    Endpoint.CHAT: ChatCompletionResponse,
+    Endpoint.COMPLETION: CompletionResponse,
+    Endpoint.RESPONSES: ResponsesResponse,
+    Endpoint.MESSAGES: AnthropicMessagesResponse,
+    Endpoint.COUNT_TOKENS: AnthropicCountTokensResponse,
+    Endpoint.TOKENIZE: TokenizeResponse,
+    Endpoint.DETOKENIZE: DetokenizeResponse,
+    Endpoint.EMBEDDINGS: EmbeddingResponse,
+    Endpoint.COHERE_EMBED: CohereEmbedResponse,
+    Endpoint.POOLING: PoolingResponse,
+    Endpoint.CLASSIFY: ClassificationResponse,
+    Endpoint.SCORE: ScoreResponse,
+    Endpoint.SCORE_V1: ScoreResponse,
+    Endpoint.RERANK: RerankResponse,
+    Endpoint.RERANK_V1: RerankResponse,
+    Endpoint.RERANK_V2: RerankResponse,
+}
+
+
+def wire_schemas(
+    forms: Mapping[Endpoint, Collection[type[BaseModel]]],
+    extra_fields: Mapping[str, JsonObject],
+    without: Collection[str],
+    closed: bool,
+) -> WireSchemas:
+    """Return the schemas of the endpoints, each with the forms of its request.
+
+    `extra_fields` are taken by every request besides the model's own but for those of `without`;
+    `closed`: and no others.
+    """
+    answers = {endpoint: _ANSWERS[endpoint] for endpoint in forms}
+    models = [(model, "validation") for form in forms.values() for model in form]
+    models += [(model, "serialization") for model in answers.values()]
+    unique: list[Any] = list(dict.fromkeys(models))
+    references, document = models_json_schema(unique, ref_template=_REF)
+    definitions: dict[str, JsonObject] = document.get("$defs", {})
+    requests: dict[Endpoint, JsonObject] = {}
+    for endpoint, form in forms.items():
+        schemas = [references[(model, "validation")] for model in form]
+        for schema in schemas:
+            definition = definitions[schema["$ref"].rpartition("/")[2]]
+            own = {k: v for k, v in definition.get("properties", {}).items() if k not in without}
+            definition["properties"] = {**extra_fields, **own}
+            # vLLM's models take any field; this server refuses those that nothing acts on.
+            definition["additionalProperties"] = not closed
+        requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return WireSchemas(
+        requests=requests,
+        answers={name: references[(model, "serialization")] for name, model in answers.items()},
+        definitions=definitions,
+        streaming={
+            endpoint
+            for endpoint, form in forms.items()
+            if any("stream" in model.model_fields for model in form)
+        },
+    )

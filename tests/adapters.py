@@ -1,0 +1,98 @@
+"""Random LoRA adapters as PEFT writes them, and checkpoints with an adapter merged in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+EVERY_LINEAR = (*ATTENTION, *MLP)
+# Of the weights' own size: strong enough to change most tokens, weak enough to keep text sane.
+STRENGTH = 0.5
+
+_PREFIX = "base_model.model."
+
+
+def make_adapter(
+    checkpoint: Path,
+    path: Path,
+    *,
+    rank: int = 8,
+    alpha: float = 16,
+    targets: Sequence[str] = EVERY_LINEAR,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Path:
+    """Write an adapter for every module of `checkpoint` whose name ends in one of `targets`.
+
+    `config` adds fields to adapter_config.json or replaces them. Returns `path`.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(checkpoint),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+        **config,
+    }
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for module, (outputs, inputs) in _modules(checkpoint, targets):
+        a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        b = (
+            torch.randn(outputs, rank, generator=generator)
+            * STRENGTH
+            / (_scale(fields) * rank**0.5)
+        )
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.to(dtype)
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.to(dtype)
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def merge(checkpoint: Path, adapter: Path, path: Path) -> Path:
+    """Write `checkpoint` in float32 with `adapter` added to its weights; returns `path`."""
+    shutil.copytree(checkpoint, path)
+    weights = load_file(path / "model.safetensors")
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    scale = _scale(json.loads((adapter / "adapter_config.json").read_text()))
+    for name in (name for name in matrices if name.endswith(".lora_A.weight")):
+        module = name.removesuffix(".lora_A.weight")
+        delta = matrices[f"{module}.lora_B.weight"].double() @ matrices[name].double()
+        weight = f"{module.removeprefix(_PREFIX)}.weight"
+        weights[weight] = (weights[weight].double() + scale * delta).float()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _scale(config: dict[str, Any]) -> float:
+    rank = config["r"] ** 0.5 if config["use_rslora"] else config["r"]
+    return float(config["lora_alpha"] / rank)
+
+
+def _modules(checkpoint: Path, targets: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        for name in sorted(file.keys()):
+            module = name.removesuffix(".weight")
+            shape = file.get_slice(name).get_shape()
+            is_router = any(part in ("router", "experts") for part in module.split("."))
+            if module != name and module.rpartition(".")[2] in targets and not is_router:
+                yield module, shape

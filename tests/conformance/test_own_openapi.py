@@ -1,0 +1,124 @@
+"""This server's /openapi.json, and what it answers to requests that schemathesis makes of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from server.route_table import ROUTES
+from tests.conformance.own_server import ADMIN_KEY
+from tests.conformance.target import Target
+
+pytestmark = pytest.mark.engine
+
+CHECKS: list[Any] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = 6
+# An adapter of any name may be asked for; these would end the tests that follow.
+LEFT_OUT = {"/admin/drain", "/admin/undrain"}
+
+
+@pytest.fixture(scope="module")
+def document(target: Target) -> dict[str, Any]:
+    if not target.ours:
+        pytest.skip("only of this server")
+    with target.http() as http:
+        answer = http.get("/openapi.json")
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_every_route_is_described_and_no_other(document: dict[str, Any]) -> None:
+    pooling = {"/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"}
+    pooling |= {"/rerank", "/v1/rerank", "/v2/rerank"}
+    assert set(document["paths"]) == {route.template for route in ROUTES} - pooling
+
+
+FEW = {"type": "integer", "minimum": 1, "maximum": 8}
+MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"type": "string", "minLength": 1, "maxLength": 20},
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+KIND: dict[str, Any] = {
+    "model": {"const": "tiny"},
+    "n": {"enum": [1, 2]},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), FEW),
+    "messages": {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 3},
+    "prompt": MESSAGE["properties"]["content"],  # type: ignore[index]
+}
+
+
+def shaped(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with requests half of which reach the model, and end soon."""
+    document = copy.deepcopy(document)
+    for name, schema in document["components"]["schemas"].items():
+        properties = schema.get("properties", {})
+        if "Request" not in name:
+            continue
+        for field in KIND.keys() & properties.keys():
+            free = field in ("messages", "prompt")
+            if field == "prompt" and name != "CompletionRequest":
+                continue
+            properties[field] = {"anyOf": [KIND[field], properties[field]]} if free else KIND[field]
+        for field in ("stream_options", "stream_interval", "prompt_embeds", "priority"):
+            properties.pop(field, None)
+        if name == "CompletionRequest":
+            schema["required"] = [*schema.get("required", []), "prompt"]
+    return document
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_no_request_gets_what_is_not_declared(
+    target: Target, document: dict[str, Any], mode: GenerationMode
+) -> None:
+    failures: list[str] = []
+    for result in schemathesis.openapi.from_dict(shaped(document)).get_all_operations():
+        operation = result.ok()
+        if operation.path in LEFT_OUT:
+            continue
+
+        @settings(
+            max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", EXAMPLES)),
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def one(case: Any) -> None:
+            answer = case.call(base_url=target.base_url, headers={"x-api-key": ADMIN_KEY})
+            try:
+                case.validate_response(answer, checks=CHECKS)
+            except FailureGroup as group:
+                failures.extend(str(error) for error in group.exceptions)
+
+        try:
+            one()
+        except Unsatisfiable:
+            # A request without parameters or body cannot be made wrong.
+            assert operation.method == "get"
+    assert not failures, "\n\n".join(failures[:20])

@@ -1,0 +1,312 @@
+"""Adapters in a running engine: merged weights' tokens, any company, no compile, no old blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+
+from tests.adapters import ATTENTION, MLP, make_adapter, merge
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
+
+
+class Adapters:
+    """Makes adapters of one engine, each with its merged checkpoint and a request for it."""
+
+    def __init__(self, engine: Engine, root: Path) -> None:
+        self._engine, self._root, self._count = engine, root, 0
+        self.merged: dict[str, Path] = {}
+
+    def __call__(self, number: int, **options: Any) -> LoRARequest:
+        self._count += 1
+        folder = self._root / f"adapter-{self._count}"
+        adapter = make_adapter(self._engine.checkpoint, folder, seed=number, **options)
+        request = LoRARequest(f"adapter-{self._count}", number, str(adapter))
+        merged = self._root / f"merged-{self._count}"
+        self.merged[request.lora_name] = merge(self._engine.checkpoint, adapter, merged)
+        return request
+
+    def expected(self, prompt: list[int], request: LoRARequest | None) -> list[int]:
+        path = self._engine.checkpoint if request is None else self.merged[request.lora_name]
+        return reference_generate(path, prompt, NUM_TOKENS).token_ids
+
+
+@pytest.fixture
+def lora(engines: Engines) -> Any:
+    """The shared engine, empty of adapters before and after."""
+    engine = engines("llama", **LORA)
+    yield engine
+    for number in worker(engine).list_loras():
+        assert worker(engine).remove_lora(number)
+
+
+def worker(engine: Engine) -> Any:
+    return engine.core.model_executor.driver_worker.worker
+
+
+def generate(
+    engine: Engine, prompts: list[list[int]], requests: list[LoRARequest | None]
+) -> list[Any]:
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs: list[Any] = engine.llm.generate(inputs, GREEDY, use_tqdm=False, lora_request=requests)
+    return outputs
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def bits(output: Any) -> list[list[tuple[int, float]]]:
+    """Tokens and log-probabilities to the last bit."""
+    return [
+        sorted((token, entry.logprob) for token, entry in step.items())
+        for step in output.outputs[0].logprobs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("llama", {"rank": 16}),
+        ("qwen2", {"rank": 4, "alpha": 6, "use_rslora": True}),
+        ("qwen3", {"rank": 8, "targets": (*ATTENTION[:1], *MLP[1:])}),
+    ],
+)
+def test_an_adapter_is_worth_its_merged_weights(
+    engines: Engines, tmp_path: Path, arch: str, options: dict[str, Any]
+) -> None:
+    engine = engines(arch, **LORA)
+    adapters = Adapters(engine, tmp_path)
+    request = adapters(1, **options)
+    prompts = make_prompts([1, 17, 130], seed=40)
+    outputs = generate(engine, prompts, [request] * 3)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_generate(adapters.merged[request.lora_name], prompt, NUM_TOKENS)
+        assert tokens([output]) == [expected.token_ids]
+        for position, token in enumerate(expected.token_ids):
+            logprob = output.outputs[0].logprobs[position][token].logprob
+            assert logprob == pytest.approx(float(expected.logprobs[position, token]), abs=1e-3)
+        assert expected.token_ids != adapters.expected(prompt, None)
+    assert worker(engine).remove_lora(1)
+
+
+def test_a_batch_mixes_adapters_and_none(lora: Engine, engines: Engines, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    one, two = adapters(1, rank=16), adapters(2, rank=3, targets=ATTENTION)
+    requests = [one, None, two, None]
+    prompts = make_prompts([30, 31, 32, 70], seed=41)
+    together = generate(lora, prompts, requests)
+    for prompt, request, output in zip(prompts, requests, together, strict=True):
+        assert tokens([output]) == [adapters.expected(prompt, request)]
+        lora.llm.reset_prefix_cache()
+        (alone,) = generate(lora, [prompt], [request])
+        assert bits(alone) == bits(output)
+    # What an engine without adapters answers, to the bit.
+    plain = engines("llama").generate([prompts[1], prompts[3]], GREEDY)
+    assert [bits(output) for output in plain] == [bits(together[1]), bits(together[3])]
+    assert lora.total("rbln_recompiles_after_warmup_total") == 0
+
+
+def test_adapters_come_and_go_while_others_decode(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    kept, passing = adapters(1), adapters(2, rank=16)
+    prompt, other = make_prompts([40, 41], seed=42)
+    worker(lora).add_lora(kept)
+    expected = {"a": adapters.expected(prompt, kept), "b": adapters.expected(other, None)}
+    engine, finished = lora.llm.llm_engine, {}
+    engine.add_request("a", {"prompt_token_ids": prompt}, GREEDY, lora_request=kept)
+    engine.add_request("b", {"prompt_token_ids": other}, GREEDY)
+    step = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            finished[output.request_id] = output
+        number = 100 + step // 3
+        request = LoRARequest(f"passing-{number}", number, passing.lora_path)
+        if step % 3 == 0:
+            worker(lora).stage_lora(request)
+        elif step % 3 == 1:
+            assert worker(lora).add_lora(request)
+            assert set(worker(lora).lora_slots()) == {1, number}
+        else:
+            assert worker(lora).remove_lora(number)
+        step += 1
+    assert {name: tokens([output])[0] for name, output in finished.items()} == expected
+    assert lora.total("rbln_recompiles_after_warmup_total") == 0
+    for number in worker(lora).list_loras() - {1}:
+        worker(lora).remove_lora(number)
+
+
+def test_staging_tells_how_far_it_is(lora: Engine, tmp_path: Path) -> None:
+    good = Adapters(lora, tmp_path)(5)
+    worker(lora).stage_lora(["from-a-socket", 5, good.lora_path])
+    bad = LoRARequest("bad", 6, str(tmp_path / "nowhere"))
+    worker(lora).stage_lora(bad)
+    while (state := worker(lora).staged_lora(6))[0] == "reading":
+        pass
+    assert worker(lora).staged_lora(5) == ("ready", "")
+    assert state[0] == "failed"
+    assert "has no adapter_config.json" in state[1]
+    assert worker(lora).list_loras() == set()
+    assert worker(lora).add_lora(good)
+    assert not worker(lora).add_lora(good)
+    assert worker(lora).list_loras() == {5}
+    assert worker(lora).pin_lora(5)
+    with pytest.raises(ValueError, match="no adapter with id 5 is staged"):
+        worker(lora).staged_lora(5)
+    assert worker(lora).remove_lora(6)
+    assert not worker(lora).remove_lora(6)
+
+
+def test_more_adapters_than_slots(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    requests = [adapters(number, rank=4) for number in (1, 2, 3)]
+    prompts = make_prompts([20, 21, 22], seed=43)
+    # Requests bring them along: the third waits for a slot, nobody loses theirs.
+    outputs = generate(lora, prompts, requests)
+    expected = [adapters.expected(p, r) for p, r in zip(prompts, requests, strict=True)]
+    assert tokens(outputs) == expected
+    for number in worker(lora).list_loras():
+        worker(lora).remove_lora(number)
+    # What was added stays.
+    for request in requests[:2]:
+        worker(lora).add_lora(request)
+    with pytest.raises(ValueError, match="--max-loras 2"):
+        worker(lora).add_lora(requests[2])
+    assert worker(lora).list_loras() == {1, 2}
+
+
+def test_a_slot_forgets_its_last_adapter(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    for number in (1, 2):
+        worker(lora).add_lora(adapters(number, rank=16))
+    for number in (1, 2):
+        assert worker(lora).remove_lora(number)
+    small = adapters(3, rank=2, targets=ATTENTION[:1])
+    (prompt,) = make_prompts([20], seed=45)
+    assert tokens(generate(lora, [prompt], [small])) == [adapters.expected(prompt, small)]
+
+
+def test_a_full_engine_keeps_what_is_staged(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    for number in (1, 2):
+        worker(lora).add_lora(adapters(number, rank=1))
+    third = adapters(3, rank=1)
+    worker(lora).stage_lora(third)
+    with pytest.raises(ValueError, match="--max-loras 2"):
+        worker(lora).add_lora(third)
+    while worker(lora).staged_lora(3)[0] == "reading":
+        pass
+    assert worker(lora).remove_lora(1)
+    assert worker(lora).add_lora(third)
+    assert worker(lora).list_loras() == {2, 3}
+
+
+def test_a_model_that_vllm_does_not_adapt_is_refused(engines: Engines) -> None:
+    with pytest.raises(ValueError, match="LoRA adapters of models that vLLM does not adapt"):
+        engines.fresh("gpt2", enable_lora=True)
+
+
+def test_a_name_that_comes_again_does_not_meet_its_old_blocks(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    first, second = adapters(1), adapters(2)
+    (prompt,) = make_prompts([100], seed=44)
+    old = LoRARequest("tuned", 11, first.lora_path)
+    new = LoRARequest("tuned", 12, second.lora_path)
+    generate(lora, [prompt], [old])
+    (again,) = generate(lora, [prompt], [old])
+    assert again.num_cached_tokens == 96
+    assert worker(lora).remove_lora(11)
+    (output,) = generate(lora, [prompt], [new])
+    assert output.num_cached_tokens == 0
+    assert tokens([output]) == [adapters.expected(prompt, second)]
+
+
+def _drop(path: Path, name: str) -> None:
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+
+
+def _put(path: Path, name: str, tensor: torch.Tensor) -> None:
+    file = path / "adapter_model.safetensors"
+    save_file(load_file(file) | {name: tensor}, file)
+
+
+LAYER = "base_model.model.model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("options", "spoil", "message"),
+    [
+        ({"rank": 32}, None, "r is 32, and --max-lora-rank is 16"),
+        ({"use_dora": True}, None, "use_dora"),
+        (
+            {},
+            lambda path: _put(path, f"{LAYER}.mlp.router.lora_A.weight", torch.zeros(8, 64)),
+            "'router' cannot be adapted; what can is",
+        ),
+        (
+            {},
+            lambda path: _put(path, "base_model.model.lm_head.lora_A.weight", torch.zeros(8, 64)),
+            "'lm_head' cannot be adapted",
+        ),
+        (
+            {},
+            lambda path: _put(
+                path, "base_model.model.model.layers.77.mlp.up_proj.lora_A.weight", torch.zeros(8)
+            ),
+            "no module 'model.layers.77.mlp.up_proj'",
+        ),
+        (
+            {},
+            lambda path: _put(path, f"{LAYER}.self_attn.q_proj.lora_A.weight", torch.zeros(8, 3)),
+            r"q_proj.lora_A.weight has shape \[8, 3\] instead of \[8, ",
+        ),
+        (
+            {},
+            lambda path: _put(
+                path, f"{LAYER}.self_attn.q_proj.lora_magnitude_vector", torch.zeros(8)
+            ),
+            "is no LoRA matrix",
+        ),
+        (
+            {},
+            lambda path: _drop(path, f"{LAYER}.self_attn.v_proj.lora_B.weight"),
+            "v_proj has no lora_B",
+        ),
+        (
+            {},
+            lambda path: (path / "adapter_model.safetensors").write_bytes(b"no"),
+            "cannot be read",
+        ),
+        ({}, lambda path: (path / "adapter_config.json").write_text("{"), "cannot be read"),
+        (
+            {},
+            lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
+            "has no adapter_model.safetensors",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
+    lora: Engine, tmp_path: Path, options: dict[str, Any], spoil: Any, message: str
+) -> None:
+    folder = make_adapter(lora.checkpoint, tmp_path / "bad", **options)
+    if spoil is not None:
+        spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        worker(lora).add_lora(LoRARequest("bad", 9, str(folder)))
+    assert worker(lora).list_loras() == set()

@@ -1,0 +1,1 @@
+"""Tests of what operators get: dashboards, rules and alerts, with a real Prometheus."""

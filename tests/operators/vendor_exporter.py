@@ -1,0 +1,74 @@
+"""A stand-in of the vendor's rbln-metrics-exporter, with its documented metrics and labels."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+
+# Metric -> value. With PROMETHEUS_METRIC_NAMES=true; all are gauges.
+VENDOR_METRICS = {
+    "rbln_npu_temperature": 48.0,
+    "rbln_npu_power": 43.9,
+    "rbln_npu_memory_used": 8.0e9,
+    "rbln_npu_memory_total": 16877882368.0,
+    "rbln_npu_utilization": 61.0,
+    "rbln_npu_health": 0.0,
+}
+# `namespace`, `pod` and `container` are there in Kubernetes alone.
+VENDOR_LABELS = (
+    *("name", "uuid", "card", "deviceID", "hostname", "driver_version", "firmware_version"),
+    *("smc_version", "namespace", "pod", "container"),
+)
+
+
+class VendorExporter:
+    """Two devices of one host on a port of its own; a context manager. `values` may be changed."""
+
+    def __init__(self, hostname: str) -> None:
+        self.values = dict(VENDOR_METRICS)
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = exporter._page(hostname).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(page)))
+                self.end_headers()
+                # A Prometheus that ends leaves in the middle of a scrape.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    self.wfile.write(page)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.target = f"127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> VendorExporter:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+    def _page(self, hostname: str) -> str:
+        lines = []
+        for metric, value in self.values.items():
+            lines += [f"# HELP {metric} One device.", f"# TYPE {metric} gauge"]
+            for number in range(2):
+                labels = f'name="rbln{number}",uuid="uuid-{number}",card="RBLN-CA25",'
+                labels += f'deviceID="{number}",hostname="{hostname}",driver_version="2.0.0",'
+                labels += 'firmware_version="1.0.0"'
+                lines.append(f"{metric}{{{labels}}} {value + number * (value > 1)}")
+        return "\n".join(lines) + "\n"

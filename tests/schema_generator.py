@@ -1,0 +1,123 @@
+"""JSON schemas of many kinds from a seed, within what a grammar can follow and beyond it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+Schema = dict[str, Any]
+
+_WORDS = ("a", "id", "name", "kind", "é", 'q"x', "x y", "tags")
+_PATTERNS = ("^[a-z]{1,4}$", "[0-9]+-[0-9]{2}", "^(yes|no)$", "^\\w\\d?$", "^.{0,3}$", '^[^"]$')
+_FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email", "duration", "hostname")
+
+
+class SchemaGenerator:
+    """Makes schemas; the same seed makes the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def plain(self, depth: int = 3) -> Schema:
+        """A schema whose values tend to be short, and that a grammar can follow."""
+        makers = [self._string, self._number, self._integer, self._choice, self._fixed]
+        if depth > 0:
+            makers += [self._object, self._object, self._array, self._union]
+        return self._random.choice(makers)(depth)
+
+    def wild(self, depth: int = 3) -> Schema:
+        """Keywords at random, many of which a grammar cannot follow or that make no sense."""
+        schema = self.plain(depth)
+        for _ in range(self._random.randint(1, 3)):
+            schema.update(self._random.choice(self._odd())(depth))
+        return schema
+
+    def _odd(self) -> list[Any]:
+        pick = self._random
+        return [
+            lambda d: {"minLength": pick.randint(0, 9)},
+            lambda d: {"maximum": pick.randint(-5, 5)},
+            lambda d: {"multipleOf": pick.choice((2, 0.5, 3))},
+            lambda d: {"required": pick.sample(_WORDS, 2)},
+            lambda d: {"minProperties": pick.randint(0, 3)},
+            lambda d: {"maxProperties": pick.randint(0, 3)},
+            lambda d: {"additionalProperties": pick.choice((True, False, {"type": "integer"}))},
+            lambda d: {"patternProperties": {pick.choice(_PATTERNS): self.plain(0)}},
+            lambda d: {"propertyNames": {"pattern": pick.choice(_PATTERNS)}},
+            lambda d: {"type": pick.choice(("string", "integer", "object", "array", "null"))},
+            lambda d: {"type": pick.sample(("string", "integer", "number", "null"), 2)},
+            lambda d: {"anyOf": [self.plain(0), self.plain(0)]},
+            lambda d: {"oneOf": [self.plain(0), self.plain(0)]},
+            lambda d: {"allOf": [self.plain(0)]},
+            lambda d: {"not": self.plain(0)},
+            lambda d: {"if": self.plain(0), "then": self.plain(0)},
+            lambda d: {"contains": self.plain(0)},
+            lambda d: {"uniqueItems": True},
+            lambda d: {"minItems": pick.randint(0, 3), "maxItems": pick.randint(1, 4)},
+            lambda d: {"prefixItems": [self.plain(0)], "items": self.plain(0)},
+            lambda d: {"unevaluatedProperties": pick.choice((False, {"type": "integer"}))},
+            lambda d: {"dependentRequired": {"a": ["id"]}},
+            lambda d: {"enum": [1, "a", None, [1], {"a": 1}, 1.5]},
+            lambda d: {"const": pick.choice((1, "a", None, True))},
+            lambda d: {"format": pick.choice((*_FORMATS, "colour"))},
+            lambda d: {"pattern": pick.choice((*_PATTERNS, "^(?=a)b$", "a$b"))},
+            lambda d: {"description": "x", "title": "y", "default": 1, "x-own": {"type": 5}},
+        ]
+
+    def _string(self, _depth: int) -> Schema:
+        pick = self._random
+        kind = pick.randrange(4)
+        if kind == 0:
+            return {"type": "string", "pattern": pick.choice(_PATTERNS)}
+        if kind == 1:
+            return {"type": "string", "format": pick.choice(_FORMATS)}
+        low = pick.randint(0, 3)
+        return {"type": "string", "minLength": low, "maxLength": low + pick.randint(0, 4)}
+
+    def _number(self, _depth: int) -> Schema:
+        low = self._random.choice((-3, 0, 0.5, 10, -1.25))
+        keys = self._random.choice((("minimum", "maximum"), ("exclusiveMinimum", "maximum")))
+        return {"type": "number", keys[0]: low, keys[1]: low + self._random.choice((1, 2.5, 100))}
+
+    def _integer(self, _depth: int) -> Schema:
+        low = self._random.randint(-20, 20)
+        schema = {"type": "integer", "minimum": low, "maximum": low + self._random.randint(0, 150)}
+        return self._random.choice((schema, {"type": "integer", "multipleOf": 5}))
+
+    def _choice(self, _depth: int) -> Schema:
+        values = ["red", "a\nb", 1, None, True, 'é"', 2.5]
+        return {"enum": self._random.sample(values, self._random.randint(1, 5))}
+
+    def _fixed(self, _depth: int) -> Schema:
+        fixed = ({"const": {"a": [1, "x"]}}, {"type": "boolean"}, {"type": "null"}, {"const": "k"})
+        return dict(self._random.choice(fixed))
+
+    def _object(self, depth: int) -> Schema:
+        pick = self._random
+        names = pick.sample(_WORDS, pick.randint(1, 4))
+        schema: Schema = {
+            "type": "object",
+            "properties": {name: self.plain(depth - 1) for name in names},
+            "required": [name for name in names if pick.random() < 0.7],
+        }
+        if pick.random() < 0.5:
+            schema["additionalProperties"] = pick.choice((False, False, {"type": "boolean"}))
+        return schema
+
+    def _array(self, depth: int) -> Schema:
+        low = self._random.randint(0, 2)
+        schema: Schema = {
+            "type": "array",
+            "items": self.plain(depth - 1),
+            "minItems": low,
+            "maxItems": low + self._random.randint(0, 2),
+        }
+        if self._random.random() < 0.3:
+            schema["prefixItems"] = [self.plain(0)]
+            schema["maxItems"] = low + 2
+        return schema
+
+    def _union(self, depth: int) -> Schema:
+        if self._random.random() < 0.3:
+            return {"$ref": "#/$defs/node", "$defs": {"node": self.plain(depth - 1)}}
+        return {"anyOf": [self.plain(depth - 1), self.plain(0)]}

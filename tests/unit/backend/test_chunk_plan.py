@@ -1,0 +1,72 @@
+"""Prompts are cut where that computes less, and never otherwise."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.errors import BucketError
+
+HALVES = BucketTable((16, 32, 64, 128, 256))
+
+
+def chunks(plan: ChunkPlan, tokens: int) -> list[int]:
+    """The lengths of a prompt's chunks; a last single token is decoded."""
+    lengths = []
+    while tokens > 1:
+        lengths.append(plan.next_chunk(tokens))
+        tokens -= lengths[-1]
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step_tokens", "lengths"),
+    [
+        (2, 16, [2]),
+        (16, 16, [16]),
+        (128, 16, [128]),
+        (129, 16, [128]),
+        (130, 16, [128, 2]),
+        (72, 16, [64, 8]),
+        # 32 + 16 and a second step cost as much as 64: fewer steps win.
+        (40, 16, [40]),
+        (40, 0, [32, 8]),
+        (200, 16, [128, 64, 8]),
+        (250, 16, [250]),
+        (130, 1000, [130]),
+        (600, 16, [256, 256, 64, 24]),
+    ],
+)
+def test_worked_examples(tokens: int, step_tokens: int, lengths: list[int]) -> None:
+    assert chunks(ChunkPlan(HALVES, step_tokens), tokens) == lengths
+
+
+@given(
+    sizes=st.sets(st.integers(1, 60), min_size=1),
+    step_tokens=st.integers(0, 40),
+    tokens=st.integers(1, 200),
+)
+def test_a_plan_ends_fits_and_never_costs_more_than_one_chunk(
+    sizes: set[int], step_tokens: int, tokens: int
+) -> None:
+    table = BucketTable(tuple(sorted(sizes)))
+    plan = ChunkPlan(table, step_tokens)
+    lengths = chunks(plan, tokens)
+    assert tokens - sum(lengths) in (0, 1)
+    assert all(1 <= length <= table.largest for length in lengths)
+    if 1 < tokens <= table.largest:
+        cost = sum(table.find(length) + step_tokens for length in lengths)
+        assert cost <= table.find(tokens) + step_tokens
+
+
+def test_one_chunk_size_is_never_cut() -> None:
+    plan = ChunkPlan(BucketTable((64,)), 0)
+    assert [plan.next_chunk(left) for left in (1, 2, 63, 64, 65, 500)] == [1, 2, 63, 64, 64, 64]
+
+
+def test_a_negative_cost_is_refused() -> None:
+    with pytest.raises(BucketError, match="-1"):
+        ChunkPlan(HALVES, -1)

@@ -1,0 +1,43 @@
+"""Steps reach the file once a while and at the end; a disk that refuses them changes nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rbln_backend.bucketing.usage import UsageFile
+from rbln_backend.worker.usage_recorder import UsageRecorder
+
+
+def recorded(file: UsageFile) -> dict[int, int]:
+    return file.read().phases["decode"].steps_by_size
+
+
+def test_what_was_counted_is_written_at_the_end(tmp_path: Path) -> None:
+    file = UsageFile(tmp_path / "model.json")
+    recorder = UsageRecorder(file)
+    for size in (3, 3, 1):
+        recorder.note("decode", size, 4, 0.01)
+    assert recorded(file) == {}
+    recorder.close()
+    assert recorded(file) == {3: 2, 1: 1}
+
+
+def test_it_is_written_meanwhile(tmp_path: Path) -> None:
+    file = UsageFile(tmp_path / "model.json")
+    recorder = UsageRecorder(file, period_s=0.0)
+    recorder.note("decode", 2, 4, 0.01)
+    deadline = time.monotonic() + 10
+    while recorded(file) != {2: 1} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert recorded(file) == {2: 1}
+    recorder.note("decode", 2, 4, 0.01)
+    recorder.close()
+    assert recorded(file) == {2: 2}
+
+
+def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    recorder = UsageRecorder(UsageFile(tmp_path / "taken" / "model.json"), period_s=0.0)
+    recorder.note("decode", 1, 1, 0.01)
+    recorder.close()

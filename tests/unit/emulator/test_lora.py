@@ -1,0 +1,179 @@
+"""The adapter op: values, whose rows it touches, and bits that do not depend on the company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from rbln_backend.compiler.emulated_adapter import EmulatedGraph
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.emulator import fallback
+from rbln_backend.emulator.build import set_threads, start_recording
+from rbln_backend.emulator.packing import pack_reference
+from tests.unit.emulator.cases import DTYPES, for_thread_counts
+
+OPS = torch.ops.rbln_emulator
+SLOTS = 3
+
+
+class Layer:
+    """A projection of several output slices with an adapter of full rank in each slot."""
+
+    def __init__(self, inputs: int, outputs: list[int], rank: int, dtype: torch.dtype) -> None:
+        self.inputs, self.outputs, self.rank, self.dtype = inputs, outputs, rank, dtype
+        count = len(outputs)
+        self.down = (torch.randn(SLOTS, count * rank, inputs) * inputs**-0.5).to(dtype)
+        self.up = [(torch.randn(SLOTS, size, rank) * rank**-0.5).to(dtype) for size in outputs]
+        self.a = torch.stack([pack_reference(matrix) for matrix in self.down])
+        self.b = [torch.stack([pack_reference(matrix) for matrix in stack]) for stack in self.up]
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """Random y and x."""
+        y, x = torch.randn(count, sum(self.outputs)), torch.randn(count, self.inputs)
+        return y.to(self.dtype), x.to(self.dtype)
+
+    def arguments(self, y: Tensor, x: Tensor, slots: list[int]) -> tuple[object, ...]:
+        chosen = torch.tensor(slots, dtype=torch.int32)
+        return y, x, chosen, self.a, self.b, self.rank, self.outputs
+
+    def added(self, y: Tensor, x: Tensor, slots: list[int]) -> Tensor:
+        """What y becomes; y stays."""
+        result = y.clone()
+        OPS.add_lora_(*self.arguments(result, x, slots))
+        return result
+
+    def expected(self, y: Tensor, x: Tensor, slots: list[int]) -> Tensor:
+        """The same in float64, but for the rounding of what lies between the two products."""
+        rows, length = [], len(x) // len(slots)
+        for r, (before, row) in enumerate(zip(y.double(), x.double(), strict=True)):
+            slot = slots[r // length]
+            if slot < 0:
+                rows.append(before)
+                continue
+            hidden = (self.down[slot].double() @ row).to(self.dtype).double()
+            parts = [
+                up[slot].double() @ part
+                for up, part in zip(self.up, hidden.split(self.rank), strict=True)
+            ]
+            rows.append(before + torch.cat(parts))
+        return torch.stack(rows)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    # Three roundings: between the products, of their result, of the sum.
+    step = torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual.double(), expected, rtol=2 * step, atol=16 * step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rank"),
+    [(64, [48], 16), (65, [100, 20, 20], 8), (7, [33], 1), (300, [40, 41], 32)],
+)
+@pytest.mark.parametrize("slots", [[2], [-1], [0, 0, 0, 0], [1, -1, 0, 1, 2, -1], [-1, 2, -1]])
+def test_equals_float64(
+    inputs: int, outputs: list[int], rank: int, slots: list[int], dtype: torch.dtype
+) -> None:
+    layer = Layer(inputs, outputs, rank, dtype)
+    # One slot stands for a chunk, several for one token of each request.
+    y, x = layer.rows(37 if len(slots) == 1 else len(slots))
+    assert_close(layer.added(y, x, slots), layer.expected(y, x, slots))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_an_adapter_keep_their_bits(dtype: torch.dtype) -> None:
+    layer = Layer(64, [48, 16], 8, dtype)
+    y, x = layer.rows(6)
+    x[1] = float("nan")
+    result = layer.added(y, x, [0, -1, 2, -1, 0, -1])
+    assert torch.equal(result[[1, 3, 5]], y[[1, 3, 5]])
+    assert not result.isnan().any()
+    assert not (result[[0, 2, 4]] == y[[0, 2, 4]]).all(-1).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_row_has_the_bits_it_has_alone(dtype: torch.dtype) -> None:
+    layer = Layer(130, [70, 17], 16, dtype)
+    y, x = layer.rows(40)
+    slots = [(7 * r) % (SLOTS + 1) - 1 for r in range(40)]
+    alone = torch.cat([layer.added(y[r : r + 1], x[r : r + 1], [slots[r]]) for r in range(40)])
+    for rows in (1, 2, 3, 8, 33, 40):
+        assert torch.equal(layer.added(y[:rows], x[:rows], slots[:rows]), alone[:rows])
+    # A chunk of one request.
+    chunk = torch.cat([layer.added(y[r : r + 1], x[r : r + 1], [1]) for r in range(40)])
+    assert torch.equal(layer.added(y, x, [1]), chunk)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    layer = Layer(700, [600, 300], 32, torch.bfloat16)
+    y, x = layer.rows(70)
+    one, two = for_thread_counts(lambda: layer.added(y, x, [2]))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_pytorch_body_agrees(dtype: torch.dtype) -> None:
+    layer = Layer(66, [40, 20], 8, dtype)
+    y, x = layer.rows(6)
+    slots = [1, -1, 0, 0, 2, -1]
+    plain = y.clone()
+    fallback.add_lora(*layer.arguments(plain, x, slots))
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(plain, layer.added(y, x, slots), rtol=2 * step, atol=16 * step)
+
+
+def test_opcheck() -> None:
+    layer = Layer(32, [16, 16], 8, torch.float32)
+    torch.library.opcheck(OPS.add_lora_.default, layer.arguments(*layer.rows(4), [0, -1, 1, 2]))
+
+
+def test_a_recorded_run_reads_slots_and_weights_anew() -> None:
+    layer = Layer(32, [16, 20], 8, torch.float32)
+    y, x = layer.rows(4)
+    slots = torch.full((4,), -1, dtype=torch.int32)
+
+    def computation(
+        y: Tensor, x: Tensor, slots: Tensor, packed: Tensor, a: Tensor, b: Tensor, c: Tensor
+    ) -> tuple[Tensor]:
+        out = OPS.linear.default(y, packed, None, 36)
+        OPS.add_lora_.default(out, x, slots, a, [b, c], 8, [16, 20])
+        return (out,)
+
+    graph = fx.symbolic_trace(computation).graph
+    tensors = (y, x, slots, OPS.pack_linear_weight(torch.eye(36)), layer.a, *layer.b)
+    run = EmulatedGraph(GraphSpec("decode", 4), graph, tensors, start_recording).run
+    with torch.inference_mode():
+        assert torch.equal(run()[0], y)
+        for chosen in ([0, -1, 2, 2], [-1, -1, -1, -1], [1, 1, 1, 1]):
+            slots.copy_(torch.tensor(chosen))
+            assert torch.equal(run()[0], layer.added(y, x, chosen))
+        layer.a[1].zero_()
+        assert torch.equal(run()[0], y)
+    slots[2] = SLOTS
+    with pytest.raises(RuntimeError, match=f"slots\\[2\\] is {SLOTS}"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({2: torch.zeros(4)}, "not int32"),
+        ({2: torch.zeros(3, dtype=torch.int32)}, "over 4 rows"),
+        ({0: torch.zeros(4, 37)}, r"y has shape \[4, 37\]"),
+        ({0: torch.zeros(4, 36, dtype=torch.bfloat16)}, "y has dtype"),
+        ({5: 16}, "a has shape"),
+        ({6: [16, 40]}, "b has shape"),
+        ({6: [36]}, "2 slices for 1 out_features"),
+        ({2: torch.full((4,), 3, dtype=torch.int32)}, r"slots\[0\] is 3"),
+        ({2: torch.full((4,), -2, dtype=torch.int32)}, r"slots\[0\] is -2"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[int, object], message: str) -> None:
+    layer = Layer(32, [16, 20], 8, torch.float32)
+    arguments = list(layer.arguments(*layer.rows(4), [0, 1, 2, -1]))
+    for place, value in change.items():
+        arguments[place] = value
+    set_threads(1)
+    with pytest.raises((RuntimeError, IndexError), match=message):
+        OPS.add_lora_(*arguments)
