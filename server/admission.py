@@ -23,7 +23,8 @@ _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 _FIRST_RETRY_S = 5.0
 _SPREAD = 1.5
-_COMPLETED_OVER_S = 30.0
+_NEWEST_SHARE = 0.1
+"""Of the mean time that permits are held, how much the newest one counts."""
 _REFUSED_OVER_S = 10.0
 _PROMPTS = ("prompt", "input", "texts", "documents", "items", "data_2", "text_2")
 """Fields that hold one prompt or a list of them."""
@@ -41,7 +42,7 @@ class Admission:
         self.max_queued_tokens: int | None = None
         self._wanted = max_in_flight
         self._clock = clock
-        self._completed = _Recent(_COMPLETED_OVER_S)
+        self._held_s: float | None = None
         self._refused = _Recent(_REFUSED_OVER_S)
 
     def open(self, capacity: Capacity) -> None:
@@ -59,7 +60,7 @@ class Admission:
         """Return a permit for one answer. Raises `OverloadedError`."""
         self.check()
         self.in_flight += 1
-        return Permit(self)
+        return Permit(self, self._clock())
 
     def resize(self, held: int, weight: int) -> int:
         """Return the new weight of a permit of weight `held`. Raises `OverloadedError`.
@@ -72,23 +73,24 @@ class Admission:
         self.in_flight += weight - held
         return weight
 
-    def give_back(self, weight: int) -> None:
-        """Take the weight of a permit back."""
+    def give_back(self, weight: int, since: float) -> None:
+        """Take back the weight of a permit that was given `since`, on the clock."""
         self.in_flight -= weight
-        self._completed.add(weight, self._clock())
+        held_s = self._clock() - since
+        if self._held_s is None:
+            self._held_s = held_s
+        self._held_s += _NEWEST_SHARE * (held_s - self._held_s)
 
     def retry_after_s(self) -> float:
         """Return after how many seconds a refused client should ask again, 1 to 60, jittered.
 
-        By then as many answers should be complete as were refused lately, at the rate at which
-        answers were completed lately.
+        By then as many answers should be complete as were refused lately: with all permits taken,
+        one comes back every mean time that they are held, divided by their number. What was
+        completed lately would say less: after a quiet time it is little.
         """
-        now = self._clock()
-        completed = self._completed.count(now)
         seconds = _FIRST_RETRY_S
-        if completed > 0:
-            per_second = completed / _COMPLETED_OVER_S
-            seconds = self._refused.count(now) / per_second
+        if self._held_s is not None:
+            seconds = self._refused.count(self._clock()) * self._held_s / max(self.limit, 1)
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
 
@@ -106,10 +108,11 @@ class Admission:
 class Permit:
     """The right to so many answers at once; `release` may be called more than once."""
 
-    __slots__ = ("_admission", "weight")
+    __slots__ = ("_admission", "_since", "weight")
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, since: float) -> None:
         self._admission = admission
+        self._since = since
         self.weight = 1
 
     def grow(self, weight: int) -> None:
@@ -120,7 +123,7 @@ class Permit:
     def release(self) -> None:
         """Give it back."""
         if self.weight:
-            self._admission.give_back(self.weight)
+            self._admission.give_back(self.weight, self._since)
             self.weight = 0
 
 
