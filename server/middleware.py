@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -73,14 +74,17 @@ class EdgeMiddleware:
         try:
             await self._app(scope, receive, self._stamped(send, record, request_id))
         finally:
-            for end in record.on_end:
-                end()
-            self._finish(record)
-            if tracing is not None and span is not None:
-                _end(tracing, span, record)
-            # They hold the engine's side of the request, which is looked up by weak references to
-            # it: what a record keeps would stay for ever.
-            record.meters.clear()
+            # A stack, last in first out: one of them that fails keeps no permit or count from the
+            # others.
+            with ExitStack() as ending:
+                # They hold the engine's side of the request, which is looked up by weak references
+                # to it: what a record keeps would stay for ever.
+                ending.callback(record.meters.clear)
+                if tracing is not None and span is not None:
+                    ending.callback(_end, tracing, span, record)
+                ending.callback(self._finish, record)
+                for end in reversed(record.on_end):
+                    ending.callback(end)
 
     def _stamped(self, send: Send, record: RequestRecord, request_id: str) -> Send:
         """Return a `send` that notes the status and adds our headers."""
