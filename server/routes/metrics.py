@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from server.admission import Admission
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
+from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
 from server.settings import ServerSettings
 
@@ -20,6 +21,7 @@ def metrics_router(
     lifecycle: Lifecycle,
     admission: Admission,
     frontend: Callable[[], Frontend],
+    advice: BucketAdvice,
 ) -> APIRouter:
     """Return the route of the metrics page; it asks the front end only once there has been one."""
     router = APIRouter()
@@ -29,9 +31,10 @@ def metrics_router(
         metrics.observe_lifecycle(lifecycle)
         metrics.observe_admission(admission, settings)
         if lifecycle.started and (adapters := frontend().adapters) is not None:
-            metrics.observe_adapters(adapters.counts())
+            metrics.observe_adapters(adapters)
         if lifecycle.started and (grammars := frontend().grammars) is not None:
             metrics.observe_grammars(grammars.take_counts())
+        metrics.observe_advice(await advice.latest())
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return router
