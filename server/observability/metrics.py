@@ -221,7 +221,10 @@ _ADVICE = (
 
 
 class ServerMetrics:
-    """The server's metrics in a registry of their own. Used from the event loop only."""
+    """The server's metrics in a registry of their own.
+
+    Recorded from the event loop only; a page may be rendered in another thread.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
