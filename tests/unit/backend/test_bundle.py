@@ -123,7 +123,7 @@ def write_and_return(folder: Path, root: Path) -> Path:
 def test_a_choice_must_be_there(tmp_path: Path, root: Path) -> None:
     digests = {KEYS[0].digest}
     assert set(collect(root, digests=digests, kernel_keys=()).graphs) == {KEYS[0]}
-    with pytest.raises(BundleError, match="f{32}"):
+    with pytest.raises(BundleError, match="not stored"):
         collect(root, digests={"f" * 32})
     (graph_store(root) / KEYS[0].digest[:2] / KEYS[0].digest / "program.json").write_bytes(b"x")
     with pytest.raises(BundleError, match="damaged"):
