@@ -28,6 +28,7 @@ FIELDS = [
     "cache_root",
     "cache_max_bytes",
     "cache_read_only",
+    "cache_bundles",
     "disable_compile_cache",
     "use_vllm_model",
     "sampler",
