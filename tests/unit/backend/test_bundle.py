@@ -186,6 +186,11 @@ def test_bounds_hold_before_the_memory_is_taken(tmp_path: Path) -> None:
         read_archive(path)
 
 
+def test_what_need_not_end_is_refused() -> None:
+    with pytest.raises(BundleError, match="is not a regular file"):
+        read_archive(Path("/dev/zero"))
+
+
 def test_a_name_twice_is_refused(tmp_path: Path) -> None:
     members = [(tarfile.TarInfo("rbln/bundle.json"), b"x")] * 2
     with pytest.raises(BundleError, match="twice"):
