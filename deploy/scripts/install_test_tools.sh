@@ -12,6 +12,8 @@ declare -A package=(
   [nginx]=nginx-light
 )
 
+# nginx lies where only root looks.
+PATH=$PATH:/usr/sbin
 missing=()
 for tool in "${!package[@]}"; do
   command -v "$tool" >/dev/null || missing+=("${package[$tool]}")

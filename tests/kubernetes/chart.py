@@ -44,7 +44,7 @@ def _render(values: str) -> list[Document]:
     files = _chart().render(values=json.loads(values), name="llm", namespace="serving")
     texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
     # S506: a safe loader, written in C.
-    return [doc for text in texts for doc in yaml.load_all(text, yaml.CSafeLoader) if doc]  # noqa: S506
+    return [doc for text in texts for doc in yaml.load_all(text, yaml.CSafeLoader) if doc]
 
 
 def notes(values: dict[str, Any] | None = None) -> str:
