@@ -45,6 +45,11 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def graph_store(cache_root: Path) -> Path:
+    """Where the graphs under a cache root lie."""
+    return cache_root / "rbln" / "graphs"
+
+
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
     """Something that happened to an entry.
@@ -147,11 +152,24 @@ class ArtifactStore:
         self._on_event(StoreEvent("stored", key.digest, seconds, num_bytes))
         self.prune()
 
-    def quarantine(self, key: CacheKey, reason: str) -> None:
-        """Move away an entry whose files are whole but make no sense to the caller."""
-        logger.warning("Artifact %s is unusable: %s", key.digest, reason)
-        if self._condemn(self._entry_path(key.digest)):
-            self._on_event(StoreEvent("corrupt", key.digest, detail=reason))
+    def has(self, key: CacheKey) -> bool:
+        """Return whether there is an entry; only `load` tells that it is whole."""
+        return self._entry_path(key.digest).is_dir()
+
+    def quarantine(self, digest: str, reason: str) -> None:
+        """Move away an entry that is damaged, or whole but makes no sense to the caller."""
+        logger.warning("Artifact %s is unusable: %s", digest, reason)
+        if self._condemn(self._entry_path(digest)):
+            self._on_event(StoreEvent("corrupt", digest, detail=reason))
+
+    def evict(self, digest: str) -> bool:
+        """Remove an entry; False if it is not there or cannot be removed."""
+        path = self._entry_path(digest)
+        size = _directory_bytes(path)
+        if self._read_only or not self._discard(path):
+            return False
+        self._on_event(StoreEvent("evicted", digest, num_bytes=size))
+        return True
 
     @contextlib.contextmanager
     def lock(self, key: CacheKey) -> Iterator[float]:
@@ -177,21 +195,21 @@ class ArtifactStore:
         Files are not read: only `load` tells that they are sound too.
         """
         found = []
-        for path in self._entry_paths():
+        for path in entry_paths(self.root):
             with contextlib.suppress(OSError, CorruptArtifactError):
                 found.append(_describe(path))
         return sorted(found, key=lambda entry: (entry.last_used, entry.key.digest))
 
     def size_bytes(self) -> int:
         """Return the bytes of all entries' files, damaged ones included."""
-        return sum(map(_directory_bytes, self._entry_paths()))
+        return sum(map(_directory_bytes, entry_paths(self.root)))
 
     def prune(self) -> None:
         """Evict the least recently used entries above the bound, and remove garbage."""
         if self._read_only:
             return
         self._remove_garbage()
-        sized = [(path, _directory_bytes(path)) for path in self._entry_paths()]
+        sized = [(path, _directory_bytes(path)) for path in entry_paths(self.root)]
         excess = sum(size for _, size in sized) - self._max_bytes
         if excess <= 0:
             return
@@ -215,16 +233,6 @@ class ArtifactStore:
 
     def _entry_path(self, digest: str) -> Path:
         return self.root / digest[:2] / digest
-
-    def _entry_paths(self) -> list[Path]:
-        try:
-            return [
-                path
-                for path in self.root.glob("[0-9a-f][0-9a-f]/*")
-                if _DIGEST.fullmatch(path.name)
-            ]
-        except OSError:
-            return []
 
     def _write(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
         target = self._entry_path(key.digest)
@@ -310,6 +318,15 @@ class ArtifactStore:
         except OSError as error:
             logger.warning("Compiling without a lock: %s", error)
             return None
+
+
+def entry_paths(root: Path) -> list[Path]:
+    """Return where the entries below a store's root lie, whole or not."""
+    try:
+        found = root.glob("[0-9a-f][0-9a-f]/*")
+        return sorted(path for path in found if _DIGEST.fullmatch(path.name))
+    except OSError:
+        return []
 
 
 def _acquire(descriptor: int, digest: str) -> float:

@@ -6,12 +6,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import psutil
 
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
-from rbln_backend.compiler.device import choose_device
-from rbln_backend.compiler.port import Phase
+from rbln_backend.compiler.device import Device, choose_device
+from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
@@ -34,8 +35,25 @@ from rbln_backend.worker.warmup_plan import plan
 LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
 
 
-def inspect_model(config: VllmConfig) -> ModelReport:
-    """Describe the model in a process that runs no engine: makes vLLM's process groups for it.
+@dataclass(frozen=True)
+class Preflight:
+    """A model as it would run here, known from its layers."""
+
+    config: VllmConfig
+    rbln: RblnConfig
+    device: Device
+    tables: Mapping[Phase, BucketTable]
+    skeleton: Skeleton
+    specs: LayerSpecs
+
+    @property
+    def graphs(self) -> list[GraphSpec]:
+        """Every graph that a start loads or compiles."""
+        return plan(self.tables, has_logits=generates(self.config))
+
+
+def prepare(config: VllmConfig) -> Preflight:
+    """Make the model's layers in a process that runs no engine, with vLLM's process groups.
 
     Raises ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it
     cannot run, and whatever vLLM's layers raise themselves.
@@ -49,23 +67,29 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     with _process_groups(config):
         skeleton = Skeleton(config)
         specs = check_layers(skeleton, config, rbln)
-    model, scheduled = config.model_config, plan(tables, has_logits=generates(config))
-    caching, reason = _prefix_caching(config, rbln, specs)
+    return Preflight(config, rbln, device, tables, skeleton, specs)
+
+
+def inspect_model(config: VllmConfig) -> ModelReport:
+    """Describe the model; raises like ``prepare``."""
+    found = prepare(config)
+    model, tables = config.model_config, found.tables
+    caching, reason = _prefix_caching(config, found.rbln, found.specs)
     lora = config.lora_config
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
-        device=device,
+        device=found.device,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
-        num_parameters=skeleton.num_parameters,
-        weight_bytes=skeleton.weight_bytes,
-        kv_groups=cache_groups(specs),
+        num_parameters=found.skeleton.num_parameters,
+        weight_bytes=found.skeleton.weight_bytes,
+        kv_groups=cache_groups(found.specs),
         max_model_len=model.max_model_len,
         block_size=config.cache_config.block_size,
         prefill_chunks=next(iter(tables.values())).sizes,
         decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
-        num_graphs=len(scheduled),
+        num_graphs=len(found.graphs),
         prefix_caching=caching,
         prefix_caching_reason=reason,
         max_loras=lora.max_loras if lora else 0,

@@ -35,6 +35,7 @@ from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
+    BaseModelLoader,
     CompilationTimes,
     GrammarOutput,
     KVCacheConfig,
@@ -137,14 +138,16 @@ class RblnWorker(AdapterCalls, WorkerBase):
                 self.load_config.load_format = "dummy"
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
-            loader = get_model_loader(self.load_config)
-            self._model = loader.load_model(
+            self._model = self._loader().load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
             self._adapters = self._make_adapters(self._model)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
         self._description.has_weights(weight_bytes)
+
+    def _loader(self) -> BaseModelLoader:
+        return get_model_loader(self.load_config)
 
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:
