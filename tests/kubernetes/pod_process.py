@@ -36,7 +36,7 @@ class PodProcess:
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=600,
         )
 
     def start(self) -> float:

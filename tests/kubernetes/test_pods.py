@@ -189,13 +189,13 @@ def test_the_cache_is_filled_before_the_server_starts() -> None:
     assert second["args"] == given.container["args"]
     job = of_kind(documents, "Job")["spec"]["template"]["spec"]["containers"][0]
     # The same model, flags and environment, or it would be another cache key.
-    assert job["args"] == given.container["args"]
+    assert job["args"] == ["compile", *given.container["args"]]
     assert job["env"] == second["env"]
     for container in (first, second, job):
         cache = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
         assert "readOnly" not in cache[0]
     digest = server(DRA).pod["initContainers"][0]["args"]
-    assert digest[1:] == ["--digest", "sha256:" + "0" * 64]
+    assert digest[3:] == ["--digest", "sha256:" + "0" * 64]
 
 
 def test_another_image_makes_another_job() -> None:

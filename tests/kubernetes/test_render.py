@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy.kubernetes.generate import CHART
 from deploy.kubernetes.generate import render as render_schema
@@ -147,6 +149,26 @@ def test_a_package_carries_rules_and_dashboards_itself(tmp_path: Path) -> None:
         assert packed.metadata["appVersion"] == packed.version
     assert {"files/rules.yml", "files/alerts.yml"} <= files
     assert "files/dashboards/rbln-overview.json" in files
+
+
+def test_the_examples_of_the_page_can_be_installed() -> None:
+    page = (CHART.parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    blocks = re.findall(
+        r"^```yaml\n(.+?)^```", page.replace("…", "0" * 64), re.MULTILINE | re.DOTALL
+    )
+    examples = [block for text in blocks if "rules" not in (block := yaml.safe_load(text))]
+    assert len(examples) == 5
+    for values in examples:
+        assert [x for doc in render(values) for x in problems(doc, NEWEST)] == []
+    # Those of the shell: what they name exists.
+    assert "gateway.inferencePool.name" in page
+    gateway = {
+        "httpRoute": {"enabled": True, "backend": "InferencePool"},
+        "inferencePool": {"name": "llm-pool"},
+    }
+    gateway["httpRoute"]["parentRefs"] = [{"name": "inference-gateway"}]
+    route = of_kind(render({"gateway": gateway}), "HTTPRoute")
+    assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == "llm-pool"
 
 
 def test_the_notes_say_how_to_ask() -> None:

@@ -4,8 +4,10 @@
 {{- if .Values.cache.import.enabled }}
 - name: import-cache
   {{- include "rbln-serve.cacheContainer" . | nindent 2 }}
-  command: [rbln-serve, cache, import]
+  {{- include "rbln-serve.command" . | nindent 2 }}
   args:
+    - cache
+    - import
     - {{ printf "/bundle/%s" .Values.cache.import.file | quote }}
     {{- with .Values.cache.import.digest }}
     - --digest
@@ -39,6 +41,11 @@
     {{- include "rbln-serve.commonMounts" . | nindent 4 }}
     - {name: cache, mountPath: /cache}
 {{- end }}
+{{- end -}}
+
+{{/* Another command than the image's; what it writes is for the group, as what the server writes. */}}
+{{- define "rbln-serve.command" -}}
+command: [/bin/sh, -c, 'umask 0002; exec rbln-serve "$@"', rbln-serve]
 {{- end -}}
 
 {{/* They see the same device as the server: what is compiled for it is asked of it. */}}
