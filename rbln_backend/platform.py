@@ -85,9 +85,9 @@ class RblnPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        import psutil
+        from rbln_backend.host_memory import host_memory
 
-        return int(psutil.virtual_memory().total)
+        return host_memory().total_bytes
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -168,8 +168,8 @@ class RblnPlatform(Platform):
 
     @classmethod
     def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
-        """Describe a model that can run; asked by the server, not by vLLM. See ``preflight``."""
-        from rbln_backend.worker.preflight import inspect_model
+        """Describe a model that can run; asked by the server, not by vLLM."""
+        from rbln_backend.worker.model_inspection import inspect_model
 
         return inspect_model(vllm_config)
 

@@ -50,6 +50,8 @@ def export(args: Namespace) -> int:
     with answers_alone_on_stdout() as out:
         try:
             contents = _chosen(args)
+            if not contents.graphs and not contents.kernels:
+                raise BundleError(f"nothing is stored in {args.root}; see --cache-root")
             write = write_folder if args.directory else write_bundle
             digest = write(args.file, contents)
         except LaunchError as error:

@@ -39,7 +39,7 @@ def list_entries(args: Namespace) -> int:
         used, size = _age(now - kernel.last_used), f"{kernel.size_bytes / 1000:.0f}"
         target = kernel.target or "unknown"
         sys.stdout.write(_ROW.format(kernel.key, "kernels", f"for {target}", size, used))
-    total = sum(item.size_bytes for item in (*entries, *kernels))
+    total = _bytes(entries, kernels)
     sys.stdout.write(
         f"{len(entries)} graphs, {len(kernels)} kernel libraries, {total / 1e6:.1f} MB "
         f"in {args.root}\n"
@@ -99,7 +99,7 @@ def prune(args: Namespace) -> int:
             sys.stdout.write(f"{verb} {entry.key.digest} {_graph(entry)['graph']}\n")
         for kernel in kernels:
             sys.stdout.write(f"{verb} {kernel.key} kernels for {kernel.target or 'unknown'}\n")
-        freed = sum(item.size_bytes for item in (*graphs, *kernels))
+        freed = _bytes(graphs, kernels)
         sys.stdout.write(f"{verb} {len(graphs) + len(kernels)} entries, {freed / 1e6:.1f} MB\n")
     if failed:
         sys.stderr.write(f"rbln-serve cache prune: error: {failed} could not be removed\n")
@@ -165,6 +165,10 @@ def _kernel(kernel: KernelFiles) -> dict[str, Any]:
         "size_bytes": kernel.size_bytes,
         "last_used": kernel.last_used,
     }
+
+
+def _bytes(entries: Sequence[Entry], kernels: Sequence[KernelFiles]) -> int:
+    return sum(entry.size_bytes for entry in entries) + sum(k.size_bytes for k in kernels)
 
 
 def _remove(path: Path) -> bool:

@@ -6,6 +6,7 @@ Both refuse the same models for the same reasons, see `server.offline`.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from server.frontend import LaunchError
 from server.offline import answers_alone_on_stdout, ask_platform
 from server.settings import ServerSettings
+from server.weight_files import WeightFiles, check_weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -26,15 +28,41 @@ def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> in
     """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
     with answers_alone_on_stdout() as out:
         try:
-            report = ask_platform(argv, settings, _inspect)
+            report, files = ask_platform(argv, settings, _inspect)
         except LaunchError as error:
             return _refuse(error, out, as_json=as_json)
+        problems = [*files.problems, *report.problems]
+        warnings = [*files.warnings, *report.warnings, *_port_warnings(settings)]
         if as_json:
-            out.write(json.dumps({"ok": True, "reason": None, **report.to_dict()}) + "\n")
+            verdict = {"ok": not problems, "reason": "; ".join(problems) or None}
+            told = {**report.to_dict(), "problems": problems, "warnings": warnings}
+            out.write(json.dumps({**verdict, **told}) + "\n")
         else:
-            out.write("This model can run.\n")
-            out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
-    return 0
+            _print(report, problems, warnings, out)
+    return 1 if problems else 0
+
+
+def _print(
+    report: ModelReport, problems: Sequence[str], warnings: Sequence[str], out: TextIO
+) -> None:
+    if problems:
+        out.write(f"This model cannot run: {'; '.join(problems)}\n")
+    else:
+        out.write("This model can run.\n")
+    out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
+    out.writelines(f"  {'warning':<{_LABEL_WIDTH}} {text}\n" for text in warnings)
+
+
+def _port_warnings(settings: ServerSettings) -> list[str]:
+    """Say that another server has the port; it may be gone by the time of the start."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            return [f"--port {settings.port} on {settings.host} cannot be taken now: {error}"]
+    return []
 
 
 def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
@@ -47,10 +75,12 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _inspect(platform: type[Any], config: VllmConfig) -> ModelReport:
+def _inspect(platform: type[Any], config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
     report: ModelReport = platform.inspect_model(config)
     _check_tokenizer(config.model_config)
-    return report
+    if config.load_config.load_format == "dummy":
+        return report, WeightFiles()
+    return report, check_weight_files(config.model_config.model, report.dtype)
 
 
 def _check_tokenizer(model_config: ModelConfig) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,8 +52,12 @@ def read_archive(path: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, b
     Raises ``BundleError`` for what is no such archive, and ``OSError``.
     """
     with path.open("rb") as file:
+        about = os.fstat(file.fileno())
+        # A device or a pipe need not end, and is read to its end for the digest.
+        if not stat.S_ISREG(about.st_mode):
+            raise BundleError(f"{path} is not a regular file")
         # Headers have sizes of their own; nothing in the file can take more memory than this.
-        if os.fstat(file.fileno()).st_size > max_bytes + _OVERHEAD:
+        if about.st_size > max_bytes + _OVERHEAD:
             raise BundleError(f"{path} is larger than {max_bytes} bytes, the limit (--max-bytes)")
         hashed = _Hashed(file)
         try:

@@ -54,7 +54,8 @@ def _store(store: ArtifactStore, events: list[StoreEvent], key: CacheKey, files:
         store.store(key, files)
     refused = next((event for event in events if event.kind in _REFUSED), None)
     if refused is not None:
-        raise BundleError(f"graph {refused.digest} was not stored: {refused.detail}")
+        why = refused.detail or f"{store.root} cannot be written"
+        raise BundleError(f"graph {refused.digest} was not stored: {why}")
     return True
 
 

@@ -62,7 +62,9 @@ def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
 
 def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:
     """The emulated compiler over the kernels that could be built or loaded here."""
-    kernels = load_kernels(Path(config.cache_root), config.kernels)
+    kernels = load_kernels(
+        Path(config.cache_root), config.kernels, bundles=[Path(x) for x in config.cache_bundles]
+    )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording
     compiler = EmulatedCompiler(kernels.name, hardware=kernels.isa, record=record)
@@ -73,6 +75,6 @@ def expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | 
     """The fingerprint of the compiler that an engine would make, found without loading kernels."""
     if choose_device(config) == "rebel":
         return make_rebel_compiler(config, None).fingerprint()
-    store = kernel_store(Path(config.cache_root))
-    native = config.kernels != "aten" and (find_built(store) is not None or can_build())
+    stores = [kernel_store(Path(root)) for root in (config.cache_root, *config.cache_bundles)]
+    native = config.kernels != "aten" and (find_built(stores) is not None or can_build())
     return EmulatedCompiler("native" if native else "aten").fingerprint()

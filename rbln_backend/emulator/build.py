@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +99,10 @@ class _Active:
     fallback: list[torch.library.Library] | None = None
 
 
-def load_kernels(cache_root: Path, mode: Mode) -> KernelSet:
+def load_kernels(cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = ()) -> KernelSet:
     """Make the kernels of ``mode`` active, building the library first where needed.
+
+    ``bundles`` are other cache roots, which are read alone.
 
     "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
     to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
@@ -108,7 +111,7 @@ def load_kernels(cache_root: Path, mode: Mode) -> KernelSet:
     if mode == "aten":
         return _activate_fallback("requested")
     try:
-        return _activate_native(cache_root)
+        return _activate_native([cache_root, *bundles])
     except CompileError as error:
         if mode == "native":
             raise
@@ -122,21 +125,26 @@ def _activate_fallback(reason: str) -> KernelSet:
     return KernelSet("aten", "aten", None, reason)
 
 
-def _activate_native(cache_root: Path) -> KernelSet:
+def _activate_native(roots: Sequence[Path]) -> KernelSet:
     if _Active.native is None:
-        _Active.native = _load(kernel_store(cache_root))
+        _Active.native = _load([kernel_store(root) for root in roots])
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
-def _load(store: Path) -> KernelSet:
+def _load(stores: Sequence[Path]) -> KernelSet:
+    """The first store takes what has to be built."""
+    store = stores[0]
     try:
-        store.mkdir(parents=True, exist_ok=True)
-        entry, reason = find_built(store) or find_or_build(store / build_key())
+        found = find_built(stores)
+        if found is None:
+            store.mkdir(parents=True, exist_ok=True)
+            found = find_or_build(store / build_key())
     except OSError:
         return _build_for_process(f"{store} cannot be written")
+    entry, reason = found
     try:
         return _open_library(entry / LIBRARY, reason)
     except OSError as error:
@@ -154,18 +162,19 @@ def _build_for_process(why: str) -> KernelSet:
             raise CompileError(f"the kernel library cannot be loaded: {error}") from error
 
 
-def find_built(store: Path) -> tuple[Path, str] | None:
+def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
     """The library for this very CPU, else the one for the best level that the CPU reaches."""
-    native = store / build_key()
-    if is_intact(native):
-        return native, "loaded from the cache"
-    if native.exists():
+    natives = [store / build_key() for store in stores]
+    for native in natives:
+        if is_intact(native):
+            return native, "loaded from the cache"
+    if natives[0].exists():
         # Damaged: it was the better one, and is rebuilt.
         return None
-    for level in LEVELS:
-        entry = store / build_key(level)
-        if level.runs_here() and is_intact(entry):
-            return entry, f"built ahead for CPUs with {level.name}"
+    for level in (level for level in LEVELS if level.runs_here()):
+        for entry in (store / build_key(level) for store in stores):
+            if is_intact(entry):
+                return entry, f"built ahead for CPUs with {level.name}"
     return None
 
 

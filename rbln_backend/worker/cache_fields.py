@@ -23,6 +23,10 @@ _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
+# How graphs are kept, not what they are.
+_STORE_SOURCES = frozenset(
+    ("artifact_files.py", "artifact_store.py", "file_locks.py", "store_audit.py")
+)
 
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def sources_digest() -> str:
         path = root / entry
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         for file in files:
-            if file.suffix in (".py", ".cpp", ".h"):
+            if file.suffix in (".py", ".cpp", ".h") and file.name not in _STORE_SOURCES:
                 digest.update(file.relative_to(root).as_posix().encode())
                 digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -295,5 +295,6 @@ def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | No
         graph_store(Path(rbln.cache_root)),
         max_bytes=rbln.cache_max_bytes,
         read_only=rbln.cache_read_only,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
         on_event=record,
     )

@@ -57,7 +57,11 @@ def graph_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
 ) -> CacheKey:
     """The key of a graph; ``fields`` are what all graphs of an engine share."""
-    own = {"device": dict(fingerprint), "phase": spec.phase_name, "bucket": spec.bucket}
+    own: dict[str, Any] = {
+        "device": dict(fingerprint),
+        "phase": spec.phase_name,
+        "bucket": spec.bucket,
+    }
     return CacheKey({**fields, **own})
 
 

@@ -8,17 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import psutil
-
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
 from rbln_backend.compiler.device import Device, choose_device
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.host_memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
-from rbln_backend.model_report import CacheGroup, ModelReport
+from rbln_backend.model_report import CacheGroup
 from rbln_backend.unsupported import EXPERTS_ON_NPU, LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
@@ -68,33 +67,6 @@ def prepare(config: VllmConfig) -> Preflight:
         skeleton = Skeleton(config)
         specs = check_layers(skeleton, config, rbln)
     return Preflight(config, rbln, device, tables, skeleton, specs)
-
-
-def inspect_model(config: VllmConfig) -> ModelReport:
-    """Describe the model; raises like ``prepare``."""
-    found = prepare(config)
-    model, tables = config.model_config, found.tables
-    caching, reason = _prefix_caching(config, found.rbln, found.specs)
-    lora = config.lora_config
-    return ModelReport(
-        architecture=model.architecture,
-        task="generates text" if generates(config) else "pools",
-        device=found.device,
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        num_parameters=found.skeleton.num_parameters,
-        weight_bytes=found.skeleton.weight_bytes,
-        kv_groups=cache_groups(found.specs),
-        max_model_len=model.max_model_len,
-        block_size=config.cache_config.block_size,
-        prefill_chunks=next(iter(tables.values())).sizes,
-        decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
-        num_graphs=len(found.graphs),
-        prefix_caching=caching,
-        prefix_caching_reason=reason,
-        max_loras=lora.max_loras if lora else 0,
-        max_lora_rank=lora.max_lora_rank if lora else 0,
-    )
 
 
 @contextmanager
@@ -165,7 +137,7 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         chunk_tokens=config.scheduler_config.max_num_batched_tokens,
         block_size=config.cache_config.block_size,
         unit=rbln.sub_block_size,
-        log_bytes=psutil.virtual_memory().total // 8 if reuses else 0,
+        log_bytes=host_memory().total_bytes // 8 if reuses else 0,
         log_tokens=rbln.window_prefix_tokens,
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
     )
@@ -183,7 +155,8 @@ def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
     )
 
 
-def _prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+    """Whether prefixes are shared, and in what units or why not."""
     if not config.cache_config.enable_prefix_caching:
         flag = "--no-enable-prefix-caching"
         if generates(config):

@@ -93,7 +93,7 @@ def kernel_report(rbln: RblnConfig, device: str) -> KernelReport:
     store = kernel_store(Path(rbln.cache_root))
     targets = tuple(sorted({library.target or "unknown" for library in libraries(store)}))
     keys = _kernel_keys()
-    ready = find_built(store)
+    ready = find_built([store, *(kernel_store(Path(bundle)) for bundle in rbln.cache_bundles)])
     if ready is not None:
         return KernelReport("stored", f"{ready[0].name}, {ready[1]}", keys, targets)
     has = f"; the store has some for {', '.join(targets)}" if targets else ""
@@ -150,5 +150,6 @@ def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:
         graph_store(Path(rbln.cache_root)),
         max_bytes=rbln.cache_max_bytes,
         read_only=True,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
         on_event=events.append,
     )

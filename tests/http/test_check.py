@@ -45,7 +45,7 @@ def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
 def test_a_model_that_can_run_is_described(folder: Any) -> None:
     done = check(folder(LLAMA), *FLAGS, "--enable-lora", "--max-loras", "3")
     assert done.returncode == 0, done.stderr
-    told = {line[2:18].strip(): line[19:] for line in done.stdout.splitlines()[1:]}
+    told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
     assert told["architecture"] == "LlamaForCausalLM (generates text)"
     assert told["layers"] == "4"
     assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32"
@@ -55,6 +55,10 @@ def test_a_model_that_can_run_is_described(folder: Any) -> None:
     assert told["prefix caching"].startswith("on: ")
     assert told["adapters"] == "3 slots for ranks up to 16"
     assert told["device"] == "emulated"
+    assert told["memory"].startswith("about ")
+    assert told["  adapters"].endswith(" MiB")
+    assert " blocks of 16 tokens" in told["  KV blocks"]
+    assert told["compile cache"].split()[1:5] == ["0", "of", "7", "graphs"]
 
 
 def test_what_is_told_is_what_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
@@ -114,8 +118,11 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(folder: Any
     done = subprocess.run(
         [sys.executable, "-c", limited, *command], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["weight_bytes"] > 700 * 2**30
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["weight_bytes"] > 700 * 2**30
+    assert "without any KV cache it needs about" in told["reason"]
+    assert "--tensor-parallel-size" in told["reason"]
 
 
 MANY = """

@@ -146,7 +146,7 @@ def test_a_second_process_loads_at_once_and_shares_the_openmp_runtime(tmp_path: 
 def test_an_unwritable_store_gets_a_private_build(compiler: Path, tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
-    kernels = build._load(blocker / "rbln" / "kernels")
+    kernels = build._load([blocker / "rbln" / "kernels"])
     assert kernels.reason.startswith("built for this process")
     assert kernels.library is not None
     assert not kernels.library.exists()
@@ -158,15 +158,15 @@ def test_a_library_built_ahead_spares_the_build(compiler: Path, tmp_path: Path) 
     assert len(built) == 2
     assert compiler.read_text() == "link\nlink\n"
     store = kernel_store(tmp_path)
-    assert build.find_built(store) == (
+    assert build.find_built([store]) == (
         built[0],
         f"built ahead for CPUs with {levels[0]}",
     )
     (built[0] / "librbln_emulator.so").write_bytes(b"damaged")
-    found = build.find_built(store)
+    found = build.find_built([store])
     assert found == (built[1], "built ahead for CPUs with portable")
     build.find_or_build(store / build.build_key())
-    assert build.find_built(store) == (store / build.build_key(), "loaded from the cache")
+    assert build.find_built([store]) == (store / build.build_key(), "loaded from the cache")
 
 
 def test_a_damaged_library_for_this_cpu_is_not_replaced_by_one_for_less(
@@ -176,7 +176,7 @@ def test_a_damaged_library_for_this_cpu_is_not_replaced_by_one_for_less(
     store = kernel_store(tmp_path)
     native, _ = build.find_or_build(store / build.build_key())
     (native / "librbln_emulator.so").write_bytes(b"damaged")
-    assert build.find_built(store) is None
+    assert build.find_built([store]) is None
 
 
 def test_a_library_that_cannot_be_loaded_is_built_for_the_process(
@@ -190,7 +190,7 @@ def test_a_library_that_cannot_be_loaded_is_built_for_the_process(
         store / build.build_key(),
         {"librbln_emulator.so": strange, "library.json": make_record(strange, "native")},
     )
-    kernels = build._load(store)
+    kernels = build._load([store])
     assert kernels.reason.startswith("built for this process: the library in ")
 
 

@@ -1,0 +1,148 @@
+"""`rbln-serve cache` over a root with graphs and a library: what operators and scripts see."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
+from rbln_backend.compiler.cache_key import CacheKey
+from rbln_backend.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
+from server.cli import main
+
+KEYS = [
+    CacheKey({"architecture": "LlamaForCausalLM", "phase": "decode", "bucket": size})
+    for size in (1, 2, 4)
+]
+KERNEL = "0123456789abcdef" * 2
+DAY_S = 86400.0
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    store = ArtifactStore(graph_store(root), max_bytes=1 << 30, on_event=lambda _: None)
+    for key in KEYS:
+        store.store(key, {"program.json": b"x" * 1000})
+    library = b"\x7fELF code"
+    files = {LIBRARY: library, RECORD: make_record(library, "avx2")}
+    publish(kernel_store(root) / KERNEL, files)
+    return root
+
+
+def entry(root: Path, key: CacheKey) -> Path:
+    return graph_store(root) / key.digest[:2] / key.digest
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Return the exit code, the standard output and the standard error of one command."""
+
+    def run(*words: str | Path) -> tuple[int, str, str]:
+        code = main(["cache", *map(str, words)])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_what_is_exported_is_imported_once(run: Run, root: Path, tmp_path: Path) -> None:
+    bundle, new = tmp_path / "b.tar", tmp_path / "new"
+    code, out, err = run("export", bundle, "--cache-root", root)
+    digest, name = out.split()
+    assert (code, name, err) == (0, str(bundle), "3 graphs, 1 kernel libraries\n")
+    folder = tmp_path / "folder"
+    assert run("export", "--directory", folder, "--cache-root", root)[1].split()[0] == digest
+    code, out, _ = run("import", bundle, "--digest", digest, "--cache-root", new)
+    assert code == 0
+    assert out.splitlines() == [
+        f"3 graphs imported into {new}, 0 were there",
+        "1 kernel libraries imported, 0 were there",
+    ]
+    code, out, _ = run("import", folder, "--digest", digest, "--cache-root", new)
+    assert (code, out.splitlines()[0]) == (0, f"0 graphs imported into {new}, 3 were there")
+    listed = json.loads(run("list", "--json", "--cache-root", new)[1])
+    assert {graph["key"] for graph in listed["graphs"]} == {key.digest for key in KEYS}
+    assert listed["kernels"][0]["target"] == "avx2"
+
+
+def test_another_digest_is_refused_and_nothing_written(
+    run: Run, root: Path, tmp_path: Path
+) -> None:
+    bundle, new = tmp_path / "b.tar", tmp_path / "new"
+    run("export", bundle, "--cache-root", root)
+    code, _, err = run("import", bundle, "--digest", f"sha256:{'0' * 64}", "--cache-root", new)
+    assert code == 1
+    assert f"not sha256:{'0' * 64}" in err
+    assert not new.exists()
+
+
+def test_code_is_left_out_unless_trusted(run: Run, root: Path, tmp_path: Path) -> None:
+    bundle, new = tmp_path / "b.tar", tmp_path / "new"
+    run("export", bundle, "--cache-root", root)
+    code, out, _ = run("import", bundle, "--cache-root", new)
+    assert (code, kernel_store(new).exists()) == (0, False)
+    assert "1 kernel libraries left out: they are code; --digest or --trust-kernels" in out
+    run("import", bundle, "--trust-kernels", "--cache-root", new)
+    assert (kernel_store(new) / KERNEL / LIBRARY).exists()
+
+
+def test_an_empty_root_is_not_exported(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("export", tmp_path / "b.tar", "--cache-root", tmp_path / "typo")
+    assert code == 1
+    assert f"nothing is stored in {tmp_path / 'typo'}" in err
+    assert not (tmp_path / "b.tar").exists()
+
+
+def test_damage_is_found_and_moved_away(run: Run, root: Path) -> None:
+    (entry(root, KEYS[0]) / "program.json").write_bytes(b"y")
+    (kernel_store(root) / KERNEL / LIBRARY).write_bytes(b"y")
+    code, out, _ = run("verify", "--cache-root", root)
+    assert code == 1
+    assert out.splitlines()[-1] == "2 entries are whole, 2 damaged"
+    code, out, _ = run("verify", "--quarantine", "--json", "--cache-root", root)
+    assert (code, {item["key"] for item in json.loads(out)["damaged"]}) == (
+        1,
+        {KEYS[0].digest, KERNEL},
+    )
+    assert run("verify", "--cache-root", root)[:2] == (0, "2 entries are whole, 0 damaged\n")
+
+
+def test_pruning_takes_what_is_unused_longest(run: Run, root: Path) -> None:
+    for days, key in enumerate(KEYS, start=1):
+        manifest = entry(root, key) / "manifest.json"
+        used = manifest.stat().st_mtime - days * DAY_S
+        os.utime(manifest, (used, used))
+        os.utime(entry(root, key), (used, used))
+    code, out, _ = run("prune", "--keep-days", "2.5", "--dry-run", "--cache-root", root)
+    assert (code, out.splitlines()[0]) == (0, f"would remove {KEYS[2].digest} decode-4")
+    assert len(out.splitlines()) == 2
+    run("prune", "--max-bytes", "3K", "--cache-root", root)
+    left = json.loads(run("list", "--json", "--cache-root", root)[1])["graphs"]
+    assert [graph["graph"] for graph in left] == ["decode-2", "decode-1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["prune"], "say what to remove"),
+        (["import", "x.tar", "--digest", "sha256:short"], "64 hexadecimal digits"),
+        (["prune", "--max-bytes", "2 lots"], "must be a size such as 500M"),
+        (["list", "more"], "unknown arguments: more"),
+        (["inspect"], "--model"),
+    ],
+)
+def test_wrong_command_lines_end_with_2(
+    run: Run, capfd: pytest.CaptureFixture[str], words: list[str], reason: str
+) -> None:
+    try:
+        code, _, err = run(*words)
+    except SystemExit as end:
+        code, err = end.code, capfd.readouterr().err
+    assert code == 2
+    assert reason in err
