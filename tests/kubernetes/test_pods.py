@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
 from typing import Any
 
 import pytest
@@ -180,17 +181,22 @@ def test_the_cache_is_filled_before_the_server_starts() -> None:
     documents = render(ALL_ON)
     given = server(ALL_ON)
     first, second = given.pod["initContainers"]
-    assert [*first["command"], *first["args"]] == [
-        "rbln-serve",
-        "cache",
-        "import",
-        "/bundle/a/b.bundle",
-    ]
+    assert first["args"] == ["cache", "import", "/bundle/a/b.bundle"]
     assert second["args"] == given.container["args"]
     job = of_kind(documents, "Job")["spec"]["template"]["spec"]["containers"][0]
     # The same model, flags and environment, or it would be another cache key.
     assert job["args"] == ["compile", *given.container["args"]]
     assert job["env"] == second["env"]
+    for container in (first, job):
+        # What they write is for the group that the server is in, too.
+        shell = container["command"][2].replace("exec rbln-serve", "umask; printf '%s '")
+        ran = subprocess.run(
+            [*container["command"][:2], shell, *container["command"][3:], *container["args"]],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.split() == ["0002", *container["args"]]
     for container in (first, second, job):
         cache = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
         assert "readOnly" not in cache[0]
