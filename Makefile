@@ -17,7 +17,7 @@ name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench dashboards docs models lock clean
+.PHONY: help install dev serve test lint bench dashboards chart docs models lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -43,6 +43,9 @@ bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS 
 
 dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
 	$(python) -m deploy.grafana.generate
+
+chart: dev ## Rewrite values.schema.json of the Helm chart
+	$(python) -m deploy.kubernetes.generate
 
 docs: dev ## Rewrite the generated pages of docs/
 	$(quiet) $(python) docs/generate.py

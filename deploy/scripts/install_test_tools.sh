@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that tests need and this machine lacks: Prometheus with promtool
-# (tests/operators) and Chromium with its driver (the console's tests). Needs root where one is
-# missing; does nothing where all are there.
+# (tests/operators), Chromium with its driver (the console's tests) and nginx (tests/kubernetes; Helm
+# comes with requirements/dev.lock). Needs root where one is missing; does nothing where all are there.
 set -euo pipefail
 
 declare -A package=(
@@ -9,8 +9,11 @@ declare -A package=(
   [promtool]=prometheus
   [chromium]=chromium
   [chromedriver]=chromium-driver
+  [nginx]=nginx-light
 )
 
+# nginx lies where only root looks.
+PATH=$PATH:/usr/sbin
 missing=()
 for tool in "${!package[@]}"; do
   command -v "$tool" >/dev/null || missing+=("${package[$tool]}")

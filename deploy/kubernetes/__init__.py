@@ -1,0 +1,1 @@
+"""The Helm chart, and what makes its schema: `python -m deploy.kubernetes.generate`."""

@@ -1,0 +1,53 @@
+{{/* Combinations that a schema cannot see, refused with what to change. */}}
+{{- define "rbln-serve.checks" -}}
+{{- $v := .Values -}}
+{{- if and $v.metrics.serviceMonitor.enabled $v.metrics.podMonitor.enabled -}}
+{{- fail "metrics.serviceMonitor and metrics.podMonitor would both scrape each pod: enable one" -}}
+{{- end -}}
+{{- $scraped := or $v.metrics.serviceMonitor.enabled $v.metrics.podMonitor.enabled -}}
+{{- if and $scraped $v.auth.apiKeys.secretName (not $v.metrics.bearerSecret.name) (not $v.settings.open_metrics) -}}
+{{- fail "auth.apiKeys closes /metrics: set metrics.bearerSecret.name, or settings.open_metrics to true" -}}
+{{- end -}}
+{{- if and (eq $v.workload.kind "RayCluster") (ne $v.autoscaling.kind "none") -}}
+{{- fail "autoscaling.kind: a RayCluster is one replica of one model; use none" -}}
+{{- end -}}
+{{- if and (eq $v.workload.kind "RayCluster") (not $v.ray.version) -}}
+{{- fail "ray.version is needed with workload.kind RayCluster: that of the image" -}}
+{{- end -}}
+{{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.keda.prometheusAddress) -}}
+{{- fail "autoscaling.keda.prometheusAddress is needed with autoscaling.kind keda" -}}
+{{- end -}}
+{{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
+{{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- if and $v.cache.import.enabled (or (not $v.cache.import.file) (not $v.cache.import.volume)) -}}
+{{- fail "cache.import needs file, the bundle's path, and volume, where it lies" -}}
+{{- end -}}
+{{- if and $v.cache.prebuild.enabled (not $v.cache.persistence.enabled) -}}
+{{- fail "cache.prebuild fills a volume that pods share: set cache.persistence.enabled" -}}
+{{- end -}}
+{{- if and $v.cache.prebuild.enabled (eq $v.workload.kind "StatefulSet") (not $v.cache.persistence.existingClaim) -}}
+{{- fail "cache.prebuild cannot fill the claims of a StatefulSet: set cache.persistence.existingClaim, or use cache.import" -}}
+{{- end -}}
+{{- if and $v.cache.prebuild.npuName (eq $v.device.kind "emulated") -}}
+{{- fail "cache.prebuild.npuName has no effect with device.kind emulated" -}}
+{{- end -}}
+{{- if and (eq $v.workload.kind "Deployment") (eq (int $v.workload.maxSurge) 0) (eq (int $v.workload.maxUnavailable) 0) -}}
+{{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a roll could not begin" -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not $v.ingress.hosts) -}}
+{{- fail "ingress.hosts is empty" -}}
+{{- end -}}
+{{- if and $v.gateway.httpRoute.enabled (not $v.gateway.httpRoute.parentRefs) -}}
+{{- fail "gateway.httpRoute.parentRefs is empty: name the Gateway" -}}
+{{- end -}}
+{{- if and $v.gateway.inferencePool.enabled (not $v.gateway.inferencePool.endpointPicker.name) -}}
+{{- fail "gateway.inferencePool.endpointPicker.name is empty: the Service of the endpoint picker" -}}
+{{- end -}}
+{{- if and (eq $v.gateway.httpRoute.backend "InferencePool") (not $v.gateway.inferencePool.enabled) (not $v.gateway.inferencePool.name) -}}
+{{- fail "gateway.httpRoute.backend InferencePool: enable gateway.inferencePool or name one that exists" -}}
+{{- end -}}
+{{- if and $v.adapters.modules (not $v.adapters.enabled) -}}
+{{- fail "adapters.modules has no effect without adapters.enabled" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,153 @@
+{{/* The pod that serves, shared by all kinds of workload. */}}
+
+{{- define "rbln-serve.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  runAsNonRoot: true
+  capabilities: {drop: [ALL]}
+  seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* Requests and limits with the device in them; `resources` and the root context in a dict. */}}
+{{- define "rbln-serve.resources" -}}
+{{- $device := .root.Values.device -}}
+{{- $resources := deepCopy .resources -}}
+{{- if $device.hostOnly -}}
+{{- else if eq $device.kind "plugin" -}}
+{{- $_ := set $resources "limits" (merge (dict $device.resource ($device.count | toString)) (default (dict) $resources.limits)) -}}
+{{- else if eq $device.kind "dra" -}}
+{{- $_ := set $resources "claims" (list (dict "name" "npu")) -}}
+{{- end -}}
+resources:
+  {{- toYaml $resources | nindent 2 }}
+{{- end -}}
+
+{{- define "rbln-serve.nodeAffinity" -}}
+{{- $device := .Values.device -}}
+{{- $wanted := list -}}
+{{- if and $device.nodeLabels (ne $device.kind "emulated") (not $device.hostOnly) -}}
+{{- $wanted = append $wanted (dict "key" "rebellions.ai/npu.present" "operator" "In" "values" (list "true")) -}}
+{{- if $device.family -}}
+{{- $wanted = append $wanted (dict "key" "rebellions.ai/npu.family" "operator" "In" "values" (list $device.family)) -}}
+{{- end -}}
+{{- if $device.products -}}
+{{- $wanted = append $wanted (dict "key" "rebellions.ai/npu.product" "operator" "In" "values" $device.products) -}}
+{{- end -}}
+{{- end -}}
+{{- $affinity := deepCopy .Values.affinity -}}
+{{- if $wanted -}}
+{{- $node := default (dict) $affinity.nodeAffinity -}}
+{{- $required := default (dict) $node.requiredDuringSchedulingIgnoredDuringExecution -}}
+{{- /* Terms are alternatives, expressions of one term hold together: ours go into each of theirs. */ -}}
+{{- $terms := list -}}
+{{- range default (list (dict)) $required.nodeSelectorTerms -}}
+{{- $terms = append $terms (merge (dict "matchExpressions" (concat $wanted (default (list) .matchExpressions))) .) -}}
+{{- end -}}
+{{- $required = merge (dict "nodeSelectorTerms" $terms) $required -}}
+{{- $node = merge (dict "requiredDuringSchedulingIgnoredDuringExecution" $required) $node -}}
+{{- $affinity = merge (dict "nodeAffinity" $node) $affinity -}}
+{{- end -}}
+{{- with $affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where pods may run and as whom: of servers and of the pre-build job. */}}
+{{- define "rbln-serve.placement" -}}
+serviceAccountName: {{ include "rbln-serve.serviceAccountName" . }}
+automountServiceAccountToken: false
+# A Service called rbln-serve would put RBLN_SERVE_PORT and the like into the environment.
+enableServiceLinks: false
+securityContext:
+  {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- include "rbln-serve.nodeAffinity" . }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- if and (eq .Values.device.kind "dra") (not .Values.device.hostOnly) }}
+resourceClaims:
+  - name: npu
+    resourceClaimTemplateName: {{ include "rbln-serve.claimTemplate" . }}
+{{- end }}
+{{- end -}}
+
+{{/* The server's container. `command` is only given by RayCluster; else it is the image's. */}}
+{{- define "rbln-serve.serverContainer" -}}
+name: server
+image: {{ include "rbln-serve.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{ include "rbln-serve.containerSecurity" . }}
+args:
+  {{- include "rbln-serve.modelArgs" . | nindent 2 }}
+env:
+  {{- include "rbln-serve.serverEnv" . | nindent 2 }}
+ports:
+  - {name: http, containerPort: 8000, protocol: TCP}
+{{- include "rbln-serve.probes" . }}
+{{ include "rbln-serve.lifecycle" . }}
+{{ include "rbln-serve.resources" (dict "root" . "resources" .Values.resources) }}
+volumeMounts:
+  {{- include "rbln-serve.commonMounts" . | nindent 2 }}
+  {{- with include "rbln-serve.secretMounts" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+  - {name: cache, mountPath: /cache, readOnly: {{ .Values.cache.readOnly }}}
+{{- end -}}
+
+{{- define "rbln-serve.podMetadata" -}}
+labels:
+  {{- include "rbln-serve.labels" . | nindent 2 }}
+  app.kubernetes.io/component: server
+  {{- with .Values.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .Values.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "rbln-serve.podSpec" -}}
+{{ include "rbln-serve.placement" . }}
+terminationGracePeriodSeconds: {{ include "rbln-serve.gracePeriod" . }}
+{{- if .Values.topologySpread.enabled }}
+topologySpreadConstraints:
+  - topologyKey: {{ .Values.topologySpread.topologyKey }}
+    maxSkew: {{ .Values.topologySpread.maxSkew }}
+    whenUnsatisfiable: {{ .Values.topologySpread.whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "rbln-serve.serverLabels" . | nindent 8 }}
+    {{- if eq .Values.workload.kind "Deployment" }}
+    # During a roll the new pods are spread among themselves.
+    matchLabelKeys: [pod-template-hash]
+    {{- end }}
+{{- end }}
+{{- with include "rbln-serve.initContainers" . }}
+initContainers:
+  {{- . | nindent 2 }}
+{{- end }}
+containers:
+  {{- list (include "rbln-serve.serverContainer" . | fromYaml) | toYaml | nindent 2 }}
+volumes:
+  {{- include "rbln-serve.serverVolumes" . | nindent 2 }}
+{{- end -}}

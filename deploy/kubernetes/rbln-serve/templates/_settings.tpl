@@ -1,0 +1,67 @@
+{{/* Command line and environment of the server. Settings are variables, so that none shows as a flag. */}}
+
+{{/* The model and what changes graphs: the same for serving, compiling and asking the cache. */}}
+{{- define "rbln-serve.modelArgs" -}}
+- {{ .Values.model.path | quote }}
+{{- if .Values.model.servedNames }}
+- --served-model-name
+{{- range .Values.model.servedNames }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- if .Values.adapters.enabled }}
+- --enable-lora
+{{- if .Values.adapters.modules }}
+- --lora-modules
+{{- range $name, $path := .Values.adapters.modules }}
+- {{ printf "%s=%s" $name $path | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if eq .Values.workload.kind "RayCluster" }}
+- --distributed-executor-backend
+- ray
+{{- end }}
+{{- range .Values.engine.args }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Of every container that runs the image. */}}
+{{- define "rbln-serve.engineEnv" -}}
+- {name: VLLM_CACHE_ROOT, value: /cache}
+- {name: VLLM_RBLN_DEVICE, value: {{ ternary "emulated" "rebel" (eq .Values.device.kind "emulated") }}}
+- {name: HF_HUB_OFFLINE, value: "1"}
+- {name: HOME, value: /tmp}
+{{- range $name, $value := .Values.engine.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- define "rbln-serve.serverEnv" -}}
+{{ include "rbln-serve.engineEnv" . }}
+{{- if .Values.cache.readOnly }}
+- {name: VLLM_RBLN_CACHE_READ_ONLY, value: "true"}
+{{- end }}
+- {name: RBLN_SERVE_PORT, value: "8000"}
+- {name: RBLN_SERVE_DRAIN_TIMEOUT_S, value: {{ .Values.shutdown.drainTimeoutSeconds | toString | quote }}}
+{{- if .Values.adapters.enabled }}
+- {name: RBLN_SERVE_LORA_ROOT, value: /adapters}
+{{- end }}
+{{- if .Values.auth.apiKeys.secretName }}
+- {name: RBLN_SERVE_API_KEY_FILE, value: /etc/rbln-serve/api-keys/keys}
+{{- end }}
+{{- if .Values.auth.adminKeys.secretName }}
+- {name: RBLN_SERVE_ADMIN_KEY_FILE, value: /etc/rbln-serve/admin-keys/keys}
+{{- end }}
+{{- if .Values.tls.secretName }}
+- {name: RBLN_SERVE_SSL_CERTFILE, value: /etc/rbln-serve/tls/tls.crt}
+- {name: RBLN_SERVE_SSL_KEYFILE, value: /etc/rbln-serve/tls/tls.key}
+- {name: RBLN_SERVE_ENABLE_SSL_REFRESH, value: "true"}
+{{- end }}
+{{- /* toJson: numbers come as floats, which would print as 4.194304e+06. */}}
+{{- range $name, $value := .Values.settings }}
+- name: RBLN_SERVE_{{ upper $name }}
+  value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- end -}}

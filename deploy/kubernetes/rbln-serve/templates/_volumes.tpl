@@ -1,0 +1,80 @@
+{{/* What is mounted where. /tmp and /dev/shm are the only places to write besides the cache and adapters. */}}
+
+{{- define "rbln-serve.volumes" -}}
+- name: tmp
+  emptyDir: {sizeLimit: {{ .Values.tmpSize }}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.shmSize }}}
+{{- $claims := and (eq .Values.workload.kind "StatefulSet") .Values.cache.persistence.enabled (not .Values.cache.persistence.existingClaim) }}
+{{- if not .Values.cache.persistence.enabled }}
+- name: cache
+  emptyDir: {sizeLimit: {{ .Values.cache.emptyDirSize }}}
+{{- else if not $claims }}
+- name: cache
+  persistentVolumeClaim: {claimName: {{ include "rbln-serve.cacheClaim" . }}}
+{{- end }}
+{{- with .Values.model.volume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .Values.adapters.enabled }}
+- name: adapters
+  {{- toYaml (.Values.adapters.volume | default (dict "emptyDir" (dict))) | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Of servers alone: a job needs no secrets. */}}
+{{- define "rbln-serve.serverVolumes" -}}
+{{ include "rbln-serve.volumes" . }}
+{{- if .Values.cache.import.enabled }}
+- name: bundle
+  {{- toYaml .Values.cache.import.volume | nindent 2 }}
+{{- end }}
+{{- with .Values.auth.apiKeys }}{{ if .secretName }}
+- name: api-keys
+  secret: {secretName: {{ .secretName }}, defaultMode: 0440, items: [{key: {{ .key }}, path: keys}]}
+{{- end }}{{ end }}
+{{- with .Values.auth.adminKeys }}{{ if .secretName }}
+- name: admin-keys
+  secret: {secretName: {{ .secretName }}, defaultMode: 0440, items: [{key: {{ .key }}, path: keys}]}
+{{- end }}{{ end }}
+{{- with .Values.tls.secretName }}
+- name: tls
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
+{{/* Of every container that runs the image: those of the cache and the model. */}}
+{{- define "rbln-serve.commonMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: shm, mountPath: /dev/shm}
+{{- if .Values.model.volume }}
+- name: models
+  mountPath: /models
+  readOnly: true
+  {{- with .Values.model.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+{{- end }}
+{{- if .Values.adapters.enabled }}
+- name: adapters
+  mountPath: /adapters
+  readOnly: {{ .Values.adapters.readOnly }}
+  {{- with .Values.adapters.subPath }}
+  subPath: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whole directories, never a subPath: only those follow a Secret's change. */}}
+{{- define "rbln-serve.secretMounts" -}}
+{{- if .Values.auth.apiKeys.secretName }}
+- {name: api-keys, mountPath: /etc/rbln-serve/api-keys, readOnly: true}
+{{- end }}
+{{- if .Values.auth.adminKeys.secretName }}
+- {name: admin-keys, mountPath: /etc/rbln-serve/admin-keys, readOnly: true}
+{{- end }}
+{{- if .Values.tls.secretName }}
+- {name: tls, mountPath: /etc/rbln-serve/tls, readOnly: true}
+{{- end }}
+{{- end -}}

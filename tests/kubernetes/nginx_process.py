@@ -1,0 +1,64 @@
+"""Debian's nginx with deploy/nginx/nginx.conf, on ports of the test."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from deploy.kubernetes.generate import CHART
+
+CONFIG = CHART.parents[1] / "nginx" / "nginx.conf"
+
+
+class Nginx:
+    """One nginx; `replicas` are the ports behind it."""
+
+    def __init__(self, port: int, replicas: Sequence[int], folder: Path) -> None:
+        folder.mkdir()
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / "access.log"
+        command = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+        assert command, "nginx is missing: run deploy/scripts/install_test_tools.sh as root"
+        text = CONFIG.read_text(encoding="utf-8")
+        for old, new in zip((8001, 8002), replicas, strict=True):
+            text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
+        text = text.replace("listen 8080", f"listen 127.0.0.1:{port}")
+        text = re.sub(r"/tmp/(nginx-[\w.-]+)", rf"{folder}/\1", text)
+        text = text.replace("/dev/stdout", str(self.log))
+        config = folder / "nginx.conf"
+        config.write_text(text, encoding="utf-8")
+        self._errors = folder / "error.log"
+        with self._errors.open("wb") as log:
+            self._process = subprocess.Popen(
+                [command, "-c", str(config), "-e", "stderr", "-g", "daemon off;"],
+                stdout=log,
+                stderr=log,
+            )
+
+    def until_listening(self) -> None:
+        """Wait for the port."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            assert self._process.poll() is None, self._errors.read_text()
+            try:
+                assert httpx.get(f"{self.url}/metrics").status_code == 404
+            except httpx.TransportError:
+                time.sleep(0.05)
+            else:
+                return
+        raise AssertionError(self._errors.read_text())
+
+    def passed_on(self) -> list[str]:
+        """The lines of requests that more than one replica was asked for."""
+        lines = self.log.read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if ", " in line.rpartition('"')[2]]
+
+    def close(self) -> None:
+        """End nginx, its workers included."""
+        self._process.terminate()
+        self._process.wait(10)

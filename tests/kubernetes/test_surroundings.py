@@ -1,0 +1,99 @@
+"""What stands around the pods: monitoring, scaling, gateways, the network policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from server.observability.metrics import ServerMetrics
+from tests.kubernetes.chart import of_kind, render, server
+from tests.kubernetes.value_sets import ALL_ON, GATEWAY, HPA, KEDA, POD_MONITOR
+from tests.operators.prometheus_process import FOLDER
+
+_DASHBOARDS = FOLDER.parent / "grafana" / "dashboards"
+
+
+def _groups(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load((FOLDER / name).read_text())["groups"]
+    return found
+
+
+def test_rules_are_those_of_deploy_prometheus() -> None:
+    groups = of_kind(render(POD_MONITOR), "PrometheusRule")["spec"]["groups"]
+    assert groups == _groups("rules.yml") + _groups("alerts.yml")
+
+
+def test_runbooks_get_an_address() -> None:
+    groups = of_kind(render(ALL_ON), "PrometheusRule")["spec"]["groups"]
+    links = [
+        rule["annotations"]["runbook_url"] for g in groups for rule in g["rules"] if "alert" in rule
+    ]
+    assert "https://git.example/docs/runbooks/RblnOverload.md" in links
+    assert all(link.count("https://git.example/docs/runbooks/") == 1 for link in links)
+
+
+def test_dashboards_are_those_of_deploy_grafana() -> None:
+    maps = [doc for doc in render(ALL_ON) if doc["kind"] == "ConfigMap"]
+    assert all(doc["metadata"]["labels"]["grafana_dashboard"] == "1" for doc in maps)
+    shown = {name: json.loads(text) for doc in maps for name, text in doc["data"].items()}
+    assert shown == {p.name: json.loads(p.read_text()) for p in _DASHBOARDS.glob("*.json")}
+
+
+def test_scrapes_have_the_labels_that_rules_and_dashboards_ask_for() -> None:
+    scrape = of_kind(render(ALL_ON), "ServiceMonitor")["spec"]["endpoints"][0]
+    assert (scrape["scheme"], scrape["port"]) == ("https", "https")
+    assert scrape["authorization"]["credentials"] == {"name": "scrape", "key": "token"}
+    targets = {item["targetLabel"]: item for item in scrape["relabelings"]}
+    assert targets["job"]["replacement"] == "rbln-serve"
+    assert targets["hostname"]["sourceLabels"] == ["__meta_kubernetes_pod_node_name"]
+    pods = of_kind(render(POD_MONITOR), "PodMonitor")["spec"]["podMetricsEndpoints"][0]
+    assert "authorization" not in pods
+    assert pods["relabelings"] == scrape["relabelings"]
+
+
+def test_scaling_asks_for_metrics_that_exist(tmp_path: Path) -> None:
+    scaled = of_kind(render(KEDA), "ScaledObject")["spec"]
+    queries = [trigger["metadata"]["query"] for trigger in scaled["triggers"]]
+    assert queries == [
+        'sum(vllm:num_requests_waiting{namespace="serving",pod=~"llm-rbln-serve-.+"})',
+        'sum(rbln_admission_in_flight{namespace="serving",pod=~"llm-rbln-serve-.+"})',
+    ]
+    assert b"rbln_admission_in_flight" in ServerMetrics(tmp_path).render()
+    # The workload leaves its replicas to the scaler.
+    for values in (KEDA, HPA):
+        assert "replicas" not in of_kind(render(values), "Deployment")["spec"]
+    hpa = of_kind(render(HPA), "HorizontalPodAutoscaler")["spec"]
+    assert hpa["scaleTargetRef"]["name"] == "llm-rbln-serve"
+    assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
+
+
+def test_gateways_let_the_api_in_alone() -> None:
+    documents = render(ALL_ON)
+    ingress = of_kind(documents, "Ingress")["spec"]
+    paths = {path["path"] for rule in ingress["rules"] for path in rule["http"]["paths"]}
+    route = of_kind(documents, "HTTPRoute")["spec"]["rules"][0]
+    assert paths == {match["path"]["value"] for match in route["matches"]} == {"/v1"}
+    assert route["timeouts"] == {"request": "0s"}
+
+
+def test_the_route_leads_to_the_pool() -> None:
+    documents = render(GATEWAY)
+    pool = of_kind(documents, "InferencePool")
+    backend = of_kind(documents, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    # The endpoint picker asks pods, not the Service: its port is theirs.
+    port = server(GATEWAY).container["ports"][0]["containerPort"]
+    assert pool["spec"]["targetPorts"] == [{"number": port}]
+
+
+def test_pods_call_nobody_unless_told() -> None:
+    policy = of_kind(render(), "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
+    assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
+    strict = of_kind(render(ALL_ON), "NetworkPolicy")["spec"]
+    assert strict["ingress"][0]["from"] == ALL_ON["networkPolicy"]["from"]
+    assert strict["egress"] == ALL_ON["networkPolicy"]["egress"]
