@@ -3,8 +3,7 @@
 The library lies in ``<cache_root>/rbln/kernels/<key>/`` beside a record of its SHA-256; the key
 covers the sources, the flags, the CPU and torch. A build happens in a private directory and
 appears under its key in one rename, under a lock that processes share. Where there is no library
-for this very CPU, one that was built ahead for a level it reaches (``variants``) spares the build:
-from the cache root, or shipped beside the sources as in the container image.
+for this very CPU, one that was built ahead for a level it reaches (``variants``) spares the build.
 Where building or loading is impossible, the PyTorch bodies of ``fallback`` take over, and the
 ``KernelSet`` says why.
 """
@@ -134,14 +133,10 @@ def kernel_store(cache_root: Path) -> Path:
     return cache_root / "rbln" / "kernels"
 
 
-def shipped_store() -> Path:
-    """Where libraries lie that came with the installation, as those of the container image do."""
-    return _SOURCE_DIR / "shipped"
-
-
 def _load(store: Path) -> KernelSet:
     try:
-        entry, reason = _find_built_ahead(store) or _find_or_build_native(store)
+        store.mkdir(parents=True, exist_ok=True)
+        entry, reason = _find_built_ahead(store) or find_or_build(store / build_key())
         return _open_library(entry / _LIBRARY, reason)
     except OSError as error:
         if (store / build_key() / _RECORD).exists() or os.access(store, os.W_OK):
@@ -153,20 +148,14 @@ def _load(store: Path) -> KernelSet:
         return _open_library(Path(private) / _LIBRARY, reason)
 
 
-def _find_or_build_native(store: Path) -> tuple[Path, str]:
-    store.mkdir(parents=True, exist_ok=True)
-    return find_or_build(store / build_key())
-
-
 def _find_built_ahead(store: Path) -> tuple[Path, str] | None:
     """A library for the best level that this CPU reaches, if there is none for this very CPU."""
     if (store / build_key()).exists():
         return None
-    for level in (level for level in LEVELS if level.runs_here()):
-        for place, how in ((store, "built ahead"), (shipped_store(), "shipped")):
-            entry = place / build_key(level)
-            if is_intact(entry):
-                return entry, f"{how} for CPUs with {level.name}"
+    for level in LEVELS:
+        entry = store / build_key(level)
+        if level.runs_here() and is_intact(entry):
+            return entry, f"built ahead for CPUs with {level.name}"
     return None
 
 
@@ -233,8 +222,6 @@ def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
         staging = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
         try:
             seconds = _build(staging, target)
-            # mkdtemp made it for this user alone; libraries of an image are loaded by any.
-            staging.chmod(0o755)
             if damaged:
                 shutil.rmtree(entry)
             staging.rename(entry)

@@ -1,8 +1,7 @@
 """Builds the kernels for CPUs other than this one, for an image or a folder that travels.
 
 ``python -m rbln_backend.emulator.variants --into CACHE_ROOT`` puts one library per level where
-``build.load_kernels`` looks, which takes the best one that its host can run. ``--ship`` puts them
-beside the installed sources instead, where they serve every cache root.
+``build.load_kernels`` looks, which takes the best one that its host can run.
 """
 
 from __future__ import annotations
@@ -12,14 +11,15 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from rbln_backend.emulator.build import build_key, find_or_build, kernel_store, shipped_store
+from rbln_backend.emulator.build import build_key, find_or_build, kernel_store
 from rbln_backend.emulator.targets import LEVELS
 
 logger = logging.getLogger(__name__)
 
 
-def build_variants(store: Path, names: Sequence[str]) -> list[Path]:
+def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
     """The libraries of the levels in ``names``, built where missing; raises ``CompileError``."""
+    store = kernel_store(cache_root)
     store.mkdir(parents=True, exist_ok=True)
     entries = []
     for level in (level for level in LEVELS if level.name in names):
@@ -33,14 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     known = [level.name for level in LEVELS]
     parser = argparse.ArgumentParser(description="Build the kernels for CPUs other than this one.")
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--into", type=Path, metavar="CACHE_ROOT", help="cache root to build into")
-    place.add_argument("--ship", action="store_true", help="build into this installation")
+    parser.add_argument("--into", type=Path, required=True, help="cache root to build into")
     parser.add_argument("--variants", nargs="+", default=["all"], choices=["all", *known])
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    store = shipped_store() if options.ship else kernel_store(options.into)
-    build_variants(store, known if "all" in options.variants else options.variants)
+    build_variants(options.into, known if "all" in options.variants else options.variants)
 
 
 if __name__ == "__main__":
