@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rbln_backend.config import CHOICES, RblnConfig, did_you_mean
+from rbln_backend.config import RblnConfig, did_you_mean
+from rbln_backend.config_values import CHOICES
 from rbln_backend.errors import ConfigError
 
 _TRUE = ("true", "1", "yes", "on")
@@ -125,6 +126,9 @@ _INT = Parser("integer > 0", _parse_int)
 _COUNT = Parser("integer >= 0", _parse_count)
 _TEXT = Parser("text", _parse_text)
 _ANY_TEXT = Parser("text, may be empty", str)
+_PATHS = Parser(
+    "directories separated by colons", lambda raw: tuple(part for part in raw.split(":") if part)
+)
 _POLICY = _choice(*CHOICES["hot_path_policy"])
 _STRATEGY = _choice(*CHOICES["decode_batch_bucket_strategy"])
 _NUM_DEVICES = "num_devices_per_local_rank"
@@ -175,6 +179,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _row("XDG_CACHE_HOME", "cache_root", _XDG_CACHE, "Its `vllm/`, as vLLM reads it."),
     _row("VLLM_RBLN_CACHE_MAX_BYTES", "cache_max_bytes", _INT, "Bound of the store."),
     _row("VLLM_RBLN_CACHE_READ_ONLY", "cache_read_only", _BOOL, "Never write the store."),
+    _row("VLLM_RBLN_CACHE_BUNDLES", "cache_bundles", _PATHS, "Read-only bundles."),
     _row("VLLM_DISABLE_COMPILE_CACHE", "disable_compile_cache", _BOOL, "Bypass the store."),
     _row("RBLN_USE_CUSTOM_KERNEL", "use_custom_kernel", _BOOL, "Custom attention kernels."),
     _alias("RBLN_KERNEL_MODE", "use_custom_kernel", _TRITON, "Switch of early releases."),
@@ -245,7 +250,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
         None,
         _BOOL,
         Status.REFUSED,
-        "There is no compile-only mode; an ordinary start fills the store.",
+        "Use `rbln-serve compile`, which fills the store and ends.",
         accepts=False,
     ),
     _no_effect("VLLM_RBLN_SAMPLER", _BOOL, "Sampling is vLLM's, on the host.", target="sampler"),

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.config import RblnConfig
+from rbln_backend.config_values import CHOICES
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status, resolve
 from rbln_backend.errors import ConfigError
 
