@@ -4,7 +4,7 @@
 #       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
 # Every step is a script of deploy/scripts, which tests run as well.
 
-# The digest is the one docker-library/repo-info lists for this tag.
+# Tag and digest: the tag is for readers, the digest is what is taken.
 ARG BASE=python:3.11.16-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
 
 FROM ${BASE} AS build
@@ -18,7 +18,7 @@ COPY deploy/vllm-metadata deploy/vllm-metadata
 COPY default_model default_model
 COPY rbln_backend rbln_backend
 COPY server server
-RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model"]
+RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model", "/opt/bundle"]
 
 FROM build AS build-emulated
 RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
@@ -41,6 +41,7 @@ ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     VLLM_CACHE_ROOT=/cache \
+    VLLM_RBLN_CACHE_BUNDLES=/opt/bundle \
     HF_HOME=/models \
     HF_HUB_OFFLINE=1 \
     HF_MODULES_CACHE=/tmp/hf-modules \
@@ -74,10 +75,12 @@ LABEL org.opencontainers.image.title="rbln-serve" \
 
 FROM runtime AS npu
 COPY --from=build-npu /opt/venv /opt/venv
+COPY --from=build-npu /opt/bundle /opt/bundle
 COPY --from=build-npu /opt/default-model /opt/default-model
 LABEL org.opencontainers.image.description="OpenAI-compatible service on RBLN NPUs"
 
 FROM runtime AS emulated
 COPY --from=build-emulated /opt/venv /opt/venv
+COPY --from=build-emulated /opt/bundle /opt/bundle
 COPY --from=build-emulated /opt/default-model /opt/default-model
 LABEL org.opencontainers.image.description="OpenAI-compatible service on the CPU emulation of RBLN NPUs"
