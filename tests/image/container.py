@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,31 +23,29 @@ GROUP = 0
 
 @dataclass(frozen=True)
 class Image:
-    """A tag of buildah's storage below `folder`, and its root on this host."""
+    """An image of buildah's: its root on this host and what its Dockerfile says of running it."""
 
-    folder: Path
-    tag: str
-    root: Path = field(init=False)
-    config: dict[str, Any] = field(init=False)
+    root: Path
+    config: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        described = json.loads(self._buildah("inspect", "--type", "image", self.tag))
-        object.__setattr__(self, "config", described["Docker"]["config"])
-        working = self._buildah("from", "--pull-never", self.tag).strip()
-        object.__setattr__(self, "root", Path(self._buildah("mount", working).strip()))
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path, tag: str) -> Iterator[Image]:
+        """The image's files in a copy of their own, which is gone afterwards."""
+        described = json.loads(_buildah(folder, "inspect", "--type", "image", tag))
+        working = _buildah(folder, "from", "--pull-never", tag).strip()
+        try:
+            root = Path(_buildah(folder, "mount", working).strip())
+            yield cls(root, described["Docker"]["config"])
+        finally:
+            _buildah(folder, "rm", working)
 
-    def size_bytes(self) -> int:
-        """What the files of the image take."""
-        listed = subprocess.run(
-            ["du", "-s", "--block-size=1", str(self.root)], capture_output=True, check=True
-        )
-        return int(listed.stdout.split()[0])
 
-    def _buildah(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [str(BUILDAH), str(self.folder), *arguments], capture_output=True, text=True, check=True
-        )
-        return done.stdout
+def _buildah(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(BUILDAH), str(folder), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 class Container:
@@ -58,10 +58,9 @@ class Container:
         *arguments: str,
         user: int,
         volumes: dict[str, Path],
-        environment: dict[str, str] | None = None,
     ) -> None:
         self._image = image
-        self._user = user
+        self.user = user
         self._name = f"rbln-image-{place.name}-{user}"
         self._bundle = place / self._name
         self._state = place / "state"
@@ -69,7 +68,7 @@ class Container:
         shutil.rmtree(self._bundle, ignore_errors=True)
         self._bundle.mkdir(parents=True)
         words = image.config["Entrypoint"] + (list(arguments) or image.config["Cmd"])
-        spec = self._spec(words, volumes, environment or {})
+        spec = self._spec(words, volumes)
         (self._bundle / "config.json").write_text(json.dumps(spec), encoding="utf-8")
 
     def __enter__(self) -> Container:
@@ -87,10 +86,9 @@ class Container:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.process.poll() is None:
-            self.signal("KILL")
-        self.process.wait(30)
+        # Kills what still runs.
         subprocess.run(self._runc("delete", "--force", self._name), check=False)
+        self.process.wait(30)
 
     def signal(self, name: str) -> None:
         """Send process 1 a signal, as the orchestrator does."""
@@ -105,7 +103,7 @@ class Container:
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside, as the container's user."""
         return subprocess.run(
-            self._runc("exec", "--user", f"{self._user}:{GROUP}", self._name, *command),
+            self._runc("exec", "--user", f"{self.user}:{GROUP}", self._name, *command),
             capture_output=True,
             text=True,
             check=False,
@@ -120,17 +118,14 @@ class Container:
     def _runc(self, *arguments: str) -> list[str]:
         return ["runc", "--root", str(self._state), *arguments]
 
-    def _spec(
-        self, words: list[str], volumes: dict[str, Path], environment: dict[str, str]
-    ) -> dict[str, Any]:
+    def _spec(self, words: list[str], volumes: dict[str, Path]) -> dict[str, Any]:
         config = self._image.config
-        added = [f"{name}={value}" for name, value in environment.items()]
         return {
             "ociVersion": "1.0.2",
             "process": {
-                "user": {"uid": self._user, "gid": GROUP},
+                "user": {"uid": self.user, "gid": GROUP},
                 "args": words,
-                "env": [*config["Env"], *added],
+                "env": config["Env"],
                 "cwd": config["WorkingDir"],
                 "capabilities": {},
                 "noNewPrivileges": True,
@@ -154,8 +149,9 @@ def _system_mounts() -> list[dict[str, Any]]:
         {"destination": "/proc", "type": "proc", "source": "proc", "options": quiet},
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": [*quiet, "ro"]},
         _tmpfs("/dev", "mode=755"),
-        _tmpfs("/dev/shm", "mode=1777", "size=1g"),
-        _tmpfs("/tmp", "mode=1777", "size=1g"),
+        # As docker-compose.yml has them, and Docker mounts them.
+        _tmpfs("/dev/shm", "noexec", "nodev", "mode=1777", "size=1g"),
+        _tmpfs("/tmp", "noexec", "nodev", "mode=1777", "size=256m"),
     ]
 
 
