@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.architecture.source_tree import ROOT
 from tests.image.container import Container, Image
+from tests.image.test_scripts import make_wheel
 
 _TOOLS = ("buildah", "debootstrap", "runc", "nsenter", "curl")
 _MISSING = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -35,19 +39,36 @@ READY_WITHIN_S = 1200
 
 
 @pytest.fixture(scope="module")
-def image(
+def storage(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Image]:
-    given = request.config.getoption("--image-folder")
-    folder = Path(given or tmp_path_factory.mktemp("image"))
-    if given is None:
-        script = Path(__file__).with_name("build_image.sh")
-        with (folder / "build.log").open("w") as log:
-            subprocess.run([str(script), str(folder), TAG], stdout=log, stderr=log, check=True)
-    with Image.opened(folder, TAG) as opened:
+) -> Iterator[Path]:
+    """Where buildah has the image."""
+    if given := request.config.getoption("--image-folder"):
+        yield Path(given)
+        return
+    folder = tmp_path_factory.mktemp("image")
+    build(folder, TAG)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def build(folder: Path, tag: str, *arguments: str) -> str:
+    """Return what the build said."""
+    done = subprocess.run(
+        [str(Path(__file__).with_name("build_image.sh")), str(folder), tag, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image(storage: Path) -> Iterator[Image]:
+    with Image.opened(storage, TAG) as opened:
         yield opened
-    if given is None:
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +123,7 @@ def wait_until_healthy(container: Container) -> list[str]:
     return [*said, health.stdout]
 
 
-def get(container: Container, path: str) -> dict[str, object]:
+def get(container: Container, path: str) -> Any:
     return json.loads(_curl(container, path))
 
 
@@ -149,7 +170,6 @@ def test_it_has_an_init_and_no_network(served: Container) -> None:
 
 def test_its_kernels_were_built_with_the_image(served: Container) -> None:
     device = get(served, "/v1/server_info")["device"]
-    assert isinstance(device, dict)
     assert device["kernels"] == "native"
     assert device["library"].startswith("/opt/bundle/")
     assert served.run("sh", "-c", "command -v g++").returncode != 0
@@ -162,7 +182,6 @@ def test_the_next_user_starts_with_what_the_first_has_compiled(
         assert container.user != served.user
         wait_until_healthy(container)
         graphs = get(container, "/v1/server_info")["graphs"]
-        assert isinstance(graphs, list)
         assert {graph["result"] for graph in graphs} == {"loaded"}
         # It may also add to what belongs to the first.
         assert container.run("find", "/cache", "-type", "d", "!", "-writable").stdout == ""
@@ -192,3 +211,42 @@ def test_its_other_commands_are_there(start: Start) -> None:
         assert container.process.wait(READY_WITHIN_S) == 0, container.log.read_text()
     with start("--version") as container:
         assert container.process.wait(READY_WITHIN_S) == 0, container.log.read_text()
+
+
+# The first stage of the Dockerfile, from the image that was built, in place of the same work again.
+_BUILT = f"""\
+FROM {TAG} AS build
+USER 0
+WORKDIR /src
+COPY deploy/scripts deploy/scripts
+COPY requirements/torch.txt requirements/cpu.lock requirements/
+COPY pyproject.toml ./
+RUN ["/opt/venv/bin/python", "-m", "ensurepip"]
+"""
+
+_WRITTEN = ("etc", "home", "opt", "root", "run", "tmp", "var")
+
+
+def test_the_sdk_comes_through_the_secret_and_leaves_nothing_of_it(
+    storage: Path, tmp_path: Path
+) -> None:
+    """The vendor's packages are stand-ins: empty wheels of their names."""
+    make_wheel(tmp_path, "rebel-compiler", "0.12.0")
+    make_wheel(tmp_path, "torch-rbln", "0.12.3")
+    secret = tmp_path / "pip.conf"
+    secret.write_text("[global]\nno-index = true\nfind-links = /sdk\n# s3cret\n")
+    stages = re.split(r"^(?=FROM )", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert " AS build\n" in stages[1]
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("".join([stages[0], _BUILT, "\n", *stages[2:]]))
+    tag = f"{TAG}-npu"
+    options = ["--file", str(dockerfile), "--target", "npu", "-v", f"{tmp_path}:/sdk:ro"]
+    said = build(storage, tag, *options, "--secret", f"id=pip.conf,src={secret}")
+    assert "Successfully installed rebel-compiler-0.12.0 torch-rbln-0.12.3" in said
+    with Image.opened(storage, tag) as npu:
+        packages = npu.root / "opt/venv/lib/python3.11/site-packages"
+        assert (packages / "rebel_compiler-0.12.0.dist-info").is_dir()
+        assert not (npu.root / "src").exists()
+        found = ["grep", "-rlI", "-e", "s3cret", *(str(npu.root / name) for name in _WRITTEN)]
+        assert subprocess.run(found, capture_output=True, check=False).stdout == b""
+        assert "s3cret" not in json.dumps(npu.config)

@@ -84,7 +84,8 @@ def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     assert left == set(kept)
 
 
-def _wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """Write a wheel without content."""
     stem = f"{name.replace('-', '_')}-{version}"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
@@ -112,15 +113,15 @@ def test_the_sdk_comes_from_the_secrets_index_and_moves_no_locked_version(tmp_pa
     packages = environment / "lib" / "python3.11" / "site-packages"
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    _wheel(wheels, "rebel-compiler", "0.12.0", "torch==2.9.0")
-    _wheel(wheels, "torch", "2.9.0")
-    _wheel(wheels, "torch-rbln", "0.12.3")
+    make_wheel(wheels, "rebel-compiler", "0.12.0", "torch==2.9.0")
+    make_wheel(wheels, "torch", "2.9.0")
+    make_wheel(wheels, "torch-rbln", "0.12.3")
     refused = _install_sdk(wheels, environment)
     assert refused.returncode != 0
     assert "rebel-compiler 0.12.0 depends on torch==2.9.0" in refused.stdout
     assert not list(packages.glob("torch*"))
     for version in ("0.12.0", "0.12.1"):
-        _wheel(wheels, "rebel-compiler", version)
+        make_wheel(wheels, "rebel-compiler", version)
     done = _install_sdk(wheels, environment)
     assert done.returncode == 0, done.stderr
     assert (packages / "rebel_compiler-0.12.0.dist-info").is_dir()
