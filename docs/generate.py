@@ -265,6 +265,7 @@ def _values(annotation: str, choices: Sequence[str] | None) -> str:
         "Processors": "`none` or processors",
         "str": "text",
         "str | None": "text",
+        "tuple[str, ...]": "list of text",
         "tuple[int, ...]": "list of integers > 0",
         "tuple[int, ...] | None": "list of integers > 0",
     }
