@@ -1,39 +1,86 @@
-# The service on the emulated device (CPU). Build: docker build -t rbln-serve .
-# An image for an NPU needs the vendor's packages and driver and is not this one.
-FROM python:3.11-slim-bookworm AS build
-WORKDIR /app
-RUN python -m venv /opt/venv
-COPY requirements/torch.txt requirements/cpu.lock requirements/
+# Images of rbln-serve; docs/containers.md has the how and the why.
+#   docker build -t rbln-serve .                                   the emulated device (CPU)
+#   docker build -t rbln-serve:npu --target npu \
+#       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
+# Every step is a script of deploy/scripts, which tests run as well.
+
+# Tag and digest: the tag is for readers, the digest is what is taken.
+ARG BASE=python:3.11.16-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
+
+FROM ${BASE} AS build
+WORKDIR /src
 COPY deploy/scripts deploy/scripts
-RUN deploy/scripts/install_locked.sh /opt/venv requirements/torch.txt requirements/cpu.lock
+RUN ["deploy/scripts/install_packages.sh", "g++"]
+COPY requirements/torch.txt requirements/cpu.lock requirements/
+RUN ["deploy/scripts/make_venv.sh", "/opt/venv", "requirements/torch.txt", "requirements/cpu.lock"]
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/vllm-metadata deploy/vllm-metadata
 COPY default_model default_model
 COPY rbln_backend rbln_backend
 COPY server server
-RUN deploy/scripts/install_project.sh /opt/venv \
-    && /opt/venv/bin/python -m default_model.build --out /opt/default-model
+RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model", "/opt/bundle"]
 
-FROM python:3.11-slim-bookworm
-# g++ builds the kernels for the CPU of the machine at the first start; they are kept in the cache volume.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 rbln \
-    && install --directory --owner=rbln --group=rbln /cache
-COPY --from=build /opt/venv /opt/venv
-COPY --from=build /opt/default-model /opt/default-model
-ENV PATH=/opt/venv/bin:$PATH \
+FROM build AS build-emulated
+RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
+
+FROM build AS build-npu
+# A pip.conf with the vendor's index and the account's credentials; mounted for this step alone.
+RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
+    deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
+
+FROM ${BASE} AS runtime
+COPY deploy/scripts /opt/rbln-serve/
+# tini is process 1: it hands signals on and reaps what the server's processes leave behind.
+RUN /opt/rbln-serve/install_packages.sh tini && /opt/rbln-serve/prepare_runtime.sh
+# Nothing is fetched at start, reported or written outside the volumes and /tmp. USER and LOGNAME
+# stand in for the line in /etc/passwd that an arbitrary user id has not.
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/home/rbln \
+    USER=rbln \
+    LOGNAME=rbln \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
     VLLM_CACHE_ROOT=/cache \
-    VLLM_NO_USAGE_STATS=1
-USER rbln
+    VLLM_RBLN_CACHE_BUNDLES=/opt/bundle \
+    HF_HOME=/models \
+    HF_HUB_OFFLINE=1 \
+    HF_MODULES_CACHE=/tmp/hf-modules \
+    XDG_CACHE_HOME=/tmp/.cache \
+    XDG_CONFIG_HOME=/tmp/.config \
+    VLLM_NO_USAGE_STATS=1 \
+    DO_NOT_TRACK=1
 WORKDIR /home/rbln
-VOLUME /cache
+USER 10001:0
+VOLUME ["/models", "/cache", "/adapters"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# The service answers probes while it loads; /readyz turns 200 when it can serve.
-HEALTHCHECK --interval=10s --timeout=3s --start-period=180s \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/readyz', timeout=2)"]
-ENTRYPOINT ["rbln-serve", "serve"]
-CMD ["/opt/default-model", "--served-model-name", "default-model", "--host", "0.0.0.0"]
+# Ready means that every graph is compiled, which a cold NPU may take an hour for; a server that
+# cannot start or hangs ends by itself long before.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=2h --retries=3 \
+    CMD ["/opt/venv/bin/python", "-IS", "/opt/rbln-serve/container_health.py"]
+ENTRYPOINT ["/usr/bin/tini", "--", "/opt/rbln-serve/container_start.sh"]
+CMD ["/opt/default-model", "--served-model-name", "default-model"]
+ARG BASE
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+ARG CREATED=unknown
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.title="rbln-serve" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}" \
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.base.name="${BASE}"
+
+FROM runtime AS npu
+COPY --from=build-npu /opt/venv /opt/venv
+COPY --from=build-npu /opt/bundle /opt/bundle
+COPY --from=build-npu /opt/default-model /opt/default-model
+LABEL org.opencontainers.image.description="OpenAI-compatible service on RBLN NPUs"
+
+FROM runtime AS emulated
+COPY --from=build-emulated /opt/venv /opt/venv
+COPY --from=build-emulated /opt/bundle /opt/bundle
+COPY --from=build-emulated /opt/default-model /opt/default-model
+LABEL org.opencontainers.image.description="OpenAI-compatible service on the CPU emulation of RBLN NPUs"

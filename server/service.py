@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -204,6 +205,13 @@ def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvico
     )
 
 
+def local_url(scheme: str, address: tuple[Any, ...]) -> str:
+    """Return where a program on this host reaches a socket bound to `address`."""
+    host, port = address[:2]
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
+
+
 async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
     async with contextlib.nullcontext() if tls is None else tls.following_files():
         await server.serve(sockets=[listener])
@@ -227,6 +235,7 @@ async def serve(
     scheme = "https" if settings.ssl_certfile else "http"
     host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
     url = f"{scheme}://{host}:{listener.getsockname()[1]}"
+    (run_dir / "url").write_text(local_url(scheme, listener.getsockname()), encoding="ascii")
     service = Service(settings, lifecycle, admission, launcher, run_dir, url)
     app = create_app(
         settings,

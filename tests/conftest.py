@@ -28,8 +28,9 @@ def checkpoints() -> CheckpointCache:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests/unit/emulator and tests/conformance; only this conftest can make options."""
+    """For kernels, tests/image and tests/conformance; only this conftest can make options."""
     parser.addoption("--kernel-variant", help="avx512_bf16, avx512 or portable; see kernel_cache")
+    parser.addoption("--image-folder", help="tests/image: what build_image.sh built there is run")
     parser.addoption("--base-url", help="tests/conformance: the server to test, not one of ours")
     parser.addoption("--api-key", help="tests/conformance: a key of that server")
     parser.addoption("--model", help="tests/conformance: a model of it; unset, its first")

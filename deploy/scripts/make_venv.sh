@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# make_venv.sh VENV FILE...: a virtual environment with exactly what the requirements files list.
+set -euo pipefail
+
+venv=$1
+scripts=$(dirname "$0")
+python=$("$scripts/find_python.sh")
+"$python" -m venv "$venv"
+# An image keeps no downloads.
+PIP_NO_CACHE_DIR=1 "$scripts/install_locked.sh" "$@"

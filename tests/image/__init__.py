@@ -1,0 +1,1 @@
+"""The container image and what starts it."""

@@ -1,0 +1,139 @@
+"""The Dockerfile keeps its promises, as far as reading it can tell; test_image.py builds it."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from server import __version__
+from tests.architecture.source_tree import ROOT
+
+SCRIPTS = ROOT / "deploy" / "scripts"
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Every instruction and its words, with lines that go on joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    return [(line.split()[0], line.split(None, 1)[1]) for line in joined.splitlines() if line]
+
+
+def words_of(name: str) -> list[str]:
+    return [words for kind, words in instructions() if kind == name]
+
+
+def tool(name: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(name)), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_hadolint_is_content() -> None:
+    tool("hadolint", "Dockerfile")
+
+
+def test_shellcheck_is_content() -> None:
+    folders = (SCRIPTS, Path(__file__).parent)
+    tool("shellcheck", *(str(path) for folder in folders for path in sorted(folder.glob("*.sh"))))
+
+
+def test_every_step_is_a_script_that_can_run() -> None:
+    steps = words_of("RUN")
+    named = [Path(name).name for step in steps for name in re.findall(r"\S+\.sh", step)]
+    assert len(named) >= len(steps) >= 4
+    for name in named:
+        assert (SCRIPTS / name).stat().st_mode & stat.S_IXUSR, name
+    for step in steps:
+        words = json.loads(step) if step.startswith("[") else step.split()
+        commands = [word for word in words if not word.startswith("--")]
+        assert commands[0].endswith(".sh"), step
+
+
+def test_the_base_is_pinned_and_the_same_everywhere() -> None:
+    (base,) = (words for words in words_of("ARG") if words.startswith("BASE="))
+    assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    sources = [words.split(" AS ") for words in words_of("FROM")]
+    stages = [stage for _, stage in sources]
+    for index, (source, _) in enumerate(sources):
+        assert source == "${BASE}" or source in stages[:index]
+    assert stages[-1] == "emulated"
+    assert "npu" in stages
+
+
+def test_only_what_is_there_is_copied_and_nothing_is_fetched() -> None:
+    assert not words_of("ADD")
+    allowed = [
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    ]
+    for words in words_of("COPY"):
+        if words.startswith("--from="):
+            continue
+        for source in words.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert any(source == rule or source.startswith(f"{rule}/") for rule in allowed), source
+
+
+def test_the_process_is_an_unknown_user_below_an_init_that_gets_the_signals() -> None:
+    (user,) = words_of("USER")
+    assert re.fullmatch(r"[1-9]\d*:0", user)
+    assert f"user={user.partition(':')[0]}\n" in (SCRIPTS / "prepare_runtime.sh").read_text()
+    (entry,) = words_of("ENTRYPOINT")
+    assert json.loads(entry)[:2] == ["/usr/bin/tini", "--"]
+    assert Path(json.loads(entry)[2]).name == "container_start.sh"
+    assert (SCRIPTS / "container_start.sh").read_text().count("exec rbln-serve") == 2
+    (command,) = words_of("CMD")
+    assert json.loads(command)[0] == "/opt/default-model"
+    assert words_of("STOPSIGNAL") == ["SIGTERM"]
+
+
+def test_health_is_readiness_with_time_for_a_cold_start() -> None:
+    (check,) = words_of("HEALTHCHECK")
+    assert "--start-period=2h" in check
+    command = json.loads(check.partition(" CMD ")[2])
+    assert command[1] == "-IS"
+    assert Path(command[2]).name == "container_health.py"
+    assert "GET /readyz" in (SCRIPTS / "container_health.py").read_text()
+
+
+def test_nothing_is_asked_of_a_network_at_start() -> None:
+    (environment,) = words_of("ENV")
+    settings = dict(word.split("=", 1) for word in environment.split())
+    assert settings["HF_HUB_OFFLINE"] == settings["VLLM_NO_USAGE_STATS"] == "1"
+    (volumes,) = words_of("VOLUME")
+    for name in ("VLLM_CACHE_ROOT", "HF_HOME"):
+        assert settings[name] in json.loads(volumes)
+    elsewhere = [value for name, value in settings.items() if name.endswith(("_CACHE", "_HOME"))]
+    assert all(value.startswith(("/cache", "/models", "/tmp/")) for value in elsewhere)
+
+
+def test_credentials_are_mounted_for_their_step_alone() -> None:
+    (step,) = (words for words in words_of("RUN") if "install_sdk.sh" in words)
+    assert "--mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true" in step
+    named = [*words_of("ARG"), *words_of("ENV"), *words_of("COPY")]
+    assert not [
+        words for words in named if re.search("pip.conf|password|token|secret", words, re.I)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", "title description licenses version revision created source base.name".split()
+)
+def test_labels_say_what_the_image_is(name: str) -> None:
+    assert f"org.opencontainers.image.{name}=" in " ".join(words_of("LABEL"))
+
+
+def test_the_version_is_the_projects() -> None:
+    assert f"VERSION={__version__}" in words_of("ARG")

@@ -1,0 +1,197 @@
+"""The image's scripts, run here one by one; the costly ones run in test_image.py."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from server.service import local_url
+from tests.architecture.source_tree import ROOT
+from tests.http.certificates import make_authority
+from tests.http.scripted import ScriptedLauncher, running
+
+SCRIPTS = ROOT / "deploy" / "scripts"
+
+
+def run(
+    script: str, *arguments: str, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPTS / script), *arguments],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=check,
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
+def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\n")
+    run("prepare_runtime.sh", str(tmp_path))
+    run("prepare_runtime.sh", str(tmp_path))
+    lines = (tmp_path / "etc" / "passwd").read_text().splitlines()
+    assert [line.split(":")[:4] for line in lines[1:]] == [["rbln", "x", "10001", "0"]]
+    for folder in ("home/rbln", "cache", "models", "adapters"):
+        status = (tmp_path / folder).stat()
+        assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (10001, 0, 0o2775)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        (("/models/a", "--port", "1"), "serve /models/a --port 1"),
+        (("serve", "/models/a"), "serve /models/a"),
+        (("compile", "/models/a"), "compile /models/a"),
+        (("./compile",), "serve ./compile"),
+        (("--version",), "--version"),
+    ],
+)
+def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
+    tmp_path: Path, arguments: tuple[str, ...], passed_on: str
+) -> None:
+    command = tmp_path / "rbln-serve"
+    command.write_text('#!/bin/sh\necho "$@"\numask\n')
+    command.chmod(0o755)
+    done = run("container_start.sh", *arguments, PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert done.stdout.splitlines() == [passed_on, "0002"]
+
+
+def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    kept = ["torch/bin/torch_shm_manager", "torch/lib/libtorch.so", "pipeline/__init__.py"]
+    gone = [
+        "torch/bin/protoc",
+        "torch/include/a.h",
+        "torch/test/t",
+        "pip/a.py",
+        "pip-1.dist-info/M",
+    ]
+    for name in (*kept, *gone):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).touch()
+    (tmp_path / "bin").mkdir()
+    run("trim_venv.sh", str(tmp_path))
+    left = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
+    assert left == set(kept)
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+    """Write a wheel without content."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            f"{stem}.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        )
+        wheel.writestr(
+            f"{stem}.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def _install_sdk(wheels: Path, environment: Path) -> subprocess.CompletedProcess[str]:
+    config = wheels / "pip.conf"
+    config.write_text(f"[global]\nno-index = true\nfind-links = {wheels}\n# s3cret\n")
+    return run("install_sdk.sh", str(environment), str(config), check=False, HOME=str(wheels))
+
+
+@pytest.mark.wide
+def test_the_sdk_comes_from_the_secrets_index_and_moves_no_locked_version(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    packages = environment / "lib" / "python3.11" / "site-packages"
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    make_wheel(wheels, "rebel-compiler", "0.12.0", "torch==2.9.0")
+    make_wheel(wheels, "torch", "2.9.0")
+    make_wheel(wheels, "torch-rbln", "0.12.3")
+    refused = _install_sdk(wheels, environment)
+    assert refused.returncode != 0
+    assert "rebel-compiler 0.12.0 depends on torch==2.9.0" in refused.stdout
+    assert not list(packages.glob("torch*"))
+    for version in ("0.12.0", "0.12.1"):
+        make_wheel(wheels, "rebel-compiler", version)
+    done = _install_sdk(wheels, environment)
+    assert done.returncode == 0, done.stderr
+    assert (packages / "rebel_compiler-0.12.0.dist-info").is_dir()
+    assert (packages / "torch_rbln-0.12.3.dist-info").is_dir()
+    left = [path for path in environment.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert not [path for path in left if b"s3cret" in path.read_bytes()]
+
+
+def _health(run_root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-IS", str(SCRIPTS / "container_health.py")],
+        env={"RBLN_SERVE_RUN_ROOT": str(run_root), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+async def _healthy(run_root: Path, **environment: str) -> tuple[int, str]:
+    import asyncio
+
+    done = await asyncio.to_thread(_health, run_root, **environment)
+    return done.returncode, done.stdout.strip()
+
+
+async def test_health_follows_the_server_to_its_port_and_its_readiness(tmp_path: Path) -> None:
+    assert await _healthy(tmp_path) == (
+        1,
+        f"no server has listened yet: no rbln-serve-*/url in {tmp_path}",
+    )
+    stale = tmp_path / "rbln-serve-killed"
+    stale.mkdir()
+    (stale / "url").write_text("http://127.0.0.1:1")
+    os.utime(stale / "url", (1, 1))
+    run_dir = tmp_path / "rbln-serve-now"
+    run_dir.mkdir()
+    launcher = ScriptedLauncher()
+    async with running(run_dir, launcher) as service:
+        assert await _healthy(tmp_path) == (1, "HTTP/1.1 503 Service Unavailable")
+        launcher.launched.set()
+        await service.until_ready()
+        assert await _healthy(tmp_path) == (0, "HTTP/1.1 200 OK")
+    assert (await _healthy(tmp_path))[0] == 1
+
+
+async def test_health_follows_the_server_to_tls(tmp_path: Path) -> None:
+    authority = make_authority(tmp_path)
+    certificate, key = authority.sign(tmp_path / "server")
+    run_dir = tmp_path / "rbln-serve-now"
+    run_dir.mkdir()
+    both = tmp_path / "client.pem"
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
+    context = ssl.create_default_context(cafile=str(authority.file))
+    context.load_cert_chain(both)
+    settings = {"ssl_certfile": certificate, "ssl_keyfile": key, "ssl_ca_certs": authority.file}
+    async with running(run_dir, client_context=context, **settings, ssl_cert_reqs="required"):
+        assert (await _healthy(tmp_path))[0] == 1
+        assert await _healthy(tmp_path, HEALTH_CERTFILE=str(both)) == (0, "HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        (("0.0.0.0", 80), "http://127.0.0.1:80"),
+        (("10.1.2.3", 8000), "http://10.1.2.3:8000"),
+        (("::", 8000, 0, 0), "http://[::1]:8000"),
+        (("fe80::1", 1, 0, 0), "http://[fe80::1]:1"),
+    ],
+)
+def test_the_server_says_where_programs_beside_it_reach_it(
+    address: tuple[object, ...], url: str
+) -> None:
+    assert local_url("http", address) == url
