@@ -11,10 +11,15 @@ from datetime import timedelta
 
 import vllm
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed.device_communicators.base_device_communicator import (
+    DeviceCommunicatorBase,
+)
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_pp_group,
+    get_tp_group,
     init_distributed_environment,
 )
 from vllm.forward_context import set_forward_context
@@ -48,6 +53,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.pooling_params import PoolingParams
+from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
@@ -158,6 +164,7 @@ __all__ = [
     "CachedRequestState",
     "CompilationTimes",
     "CustomOp",
+    "DeviceCommunicatorBase",
     "DispatchPooler",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -168,6 +175,7 @@ __all__ = [
     "GemmaRMSNorm",
     "GrammarOutput",
     "InputBatch",
+    "IntermediateTensors",
     "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
@@ -221,7 +229,9 @@ __all__ = [
     "get_current_vllm_config",
     "get_hash_fn_by_name",
     "get_model_loader",
+    "get_pp_group",
     "get_request_block_hasher",
+    "get_tp_group",
     "init_logger",
     "init_process_groups",
     "initialize_model",
