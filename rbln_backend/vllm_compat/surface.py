@@ -74,7 +74,12 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -161,6 +166,7 @@ __all__ = [
     "AttentionType",
     "BlockHash",
     "BlockPool",
+    "CachedRequestData",
     "CachedRequestState",
     "CompilationTimes",
     "CustomOp",

@@ -92,6 +92,10 @@ class RequestBatches:
             request = self.requests[request_id]
             request.num_computed_tokens = cached.num_computed_tokens[index]
             if not self._records:
+                tokens = cached.all_token_ids.get(request_id)
+                if tokens is not None:
+                    # It was preempted; its latest token has not come with any step.
+                    request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
                 self._learn(request, cached.new_token_ids[index])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
