@@ -52,8 +52,8 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
     share_logging,
 )
-from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.vllm_compat.worker_process import end_with_engine
+from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.phase_timer import timed_phase
