@@ -1,6 +1,6 @@
 """Measures what more ranks cost or gain on one machine: every arrangement in turn, in one run.
 
-``python -m benchmarks.world_size --model 15m --batch 1 8 --save``. All arrangements share the
+``python -m benchmarks.world_size --model 160m --batch 1 8 --save``. All arrangements share the
 machine's cores, so that no gain is to be expected here: the figures show what ranks cost.
 """
 
@@ -43,9 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.world_size", description=__doc__)
     parser.add_argument(
         "--model",
-        default="15m",
+        default="160m",
         metavar="SIZE|PATH",
-        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 15m)",
+        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 160m)",
     )
     parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
     parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
