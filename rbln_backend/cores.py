@@ -14,6 +14,9 @@ from pathlib import Path
 from rbln_backend.cgroups import cgroup_folders
 from rbln_backend.errors import ConfigError
 
+LOCAL_ENGINES = "rbln_local_engines"
+"""Key of vLLM's ``additional_config``: how many data-parallel engines share this host."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoreBudget:

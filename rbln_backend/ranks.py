@@ -16,13 +16,16 @@ class RankPlace:
     """The place of a worker.
 
     `engine` is the data-parallel engine, as vLLM's own metrics number it; `rank` counts within the
-    engine, which has `ranks` of them, `tensor_ranks` for each pipeline stage.
+    engine, which has `ranks` of them, `tensor_ranks` for each pipeline stage. Of the ranks of all
+    engines, `local_ranks` are on this host, and this one is number `local_number` of them.
     """
 
     engine: int = 0
     rank: int = 0
     ranks: int = 1
     tensor_ranks: int = 1
+    local_number: int = 0
+    local_ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.engine < 0 or not 0 <= self.rank < self.ranks:
@@ -41,6 +44,9 @@ class RankPlace:
         return self.rank == 0
 
     @property
-    def counts_samples(self) -> bool:
-        """Whether this rank counts what the last pipeline stage does after the graph."""
+    def replies(self) -> bool:
+        """Whether the executor waits for this rank's results: the first of the last stage.
+
+        It also counts what that stage does after the graph; the others are never heard.
+        """
         return self.rank == self.ranks - self.tensor_ranks

@@ -57,11 +57,41 @@ QUANTIZATION = Feature(
     "for which vLLM has no kernel on this device",
     "serve a bfloat16 copy of the checkpoint",
 )
-MULTI_RANK = Feature(
-    "tensor, pipeline, data or expert parallelism",
-    "--tensor-parallel-size and its like",
-    "which drives one device with one rank",
+EXPERT_PARALLEL = Feature(
+    "expert parallelism",
+    "--enable-expert-parallel",
+    "whose ranks share the experts' matrices, not the experts",
+    "drop the flag; --tensor-parallel-size spreads experts as well",
+)
+CONTEXT_PARALLEL = Feature(
+    "context parallelism",
+    "--prefill-context-parallel-size, --decode-context-parallel-size",
+    "whose attention ops see the whole context of a request on one rank",
+    "use --tensor-parallel-size",
+)
+HOSTS = Feature(
+    "ranks on other hosts that no Ray places",
+    "--nnodes, --data-parallel-size-local, -hybrid-lb, -external-lb, --data-parallel-backend ray",
+    "which starts all ranks itself or has Ray start them",
+    "use --distributed-executor-backend ray, or one service per host behind a load balancer",
+)
+OWN_LAUNCHER = Feature(
+    "ranks that the user starts",
+    "--distributed-executor-backend external_launcher",
+    "whose HTTP process starts the engine",
+    "use mp on one host, ray on several",
+)
+MICRO_BATCHES = Feature(
+    "batches that are run in two halves",
+    "--enable-dbo, --ubatch-size",
+    "whose graphs take a whole batch",
     "drop the flag",
+)
+LORA_RANKS = Feature(
+    "LoRA adapters on several ranks",
+    "--enable-lora with any parallelism",
+    "whose slots hold whole adapters of one rank",
+    "drop --enable-lora, run one rank, or merge the adapter into the checkpoint",
 )
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
@@ -196,7 +226,12 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
-    MULTI_RANK,
+    EXPERT_PARALLEL,
+    CONTEXT_PARALLEL,
+    HOSTS,
+    OWN_LAUNCHER,
+    MICRO_BATCHES,
+    LORA_RANKS,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_MODEL,

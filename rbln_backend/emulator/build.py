@@ -62,12 +62,15 @@ _SOURCES = (
     "moe_tensors",
     "lora",
     "lora_tensors",
+    "channel",
+    "channel_tensors",
     "replay",
     "team",
     "memory",
 )
 _OVER_TENSORS = (
-    *("library", "attention_tensors", "moe_tensors", "lora_tensors", "replay", "memory"),
+    *("library", "attention_tensors", "moe_tensors", "lora_tensors", "channel_tensors"),
+    *("replay", "memory"),
 )
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
 _FLAGS = (

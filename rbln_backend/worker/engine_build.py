@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.parallel.peers import Peers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.ranks import RankPlace
 from rbln_backend.stats import MetricsBoard
@@ -44,10 +46,12 @@ from rbln_backend.worker.host_pooler import HostPooler
 from rbln_backend.worker.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
-from rbln_backend.worker.preflight import bucket_tables
+from rbln_backend.worker.preflight import bucket_tables, largest_decode
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.request_batches import RequestBatches
 from rbln_backend.worker.sampler import GreedySampler
+from rbln_backend.worker.stage import handed_buffers, make_stage
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
@@ -58,6 +62,7 @@ from rbln_backend.worker.warmup_plan import plan
 
 logger = init_logger(__name__)
 
+Runner = RblnModelRunner | PoolingRunner | RelayRunner
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
@@ -101,9 +106,11 @@ class EngineBuild:
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
+        self._stage = make_stage(parts.model)
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
+            handed=None if self._stage.part.is_first else partial(handed_buffers, parts.model),
         )
         dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
@@ -121,10 +128,11 @@ class EngineBuild:
         if self._usage is not None:
             self._usage.close()
 
-    def warm_up(self, progress: ProgressWriter) -> RblnModelRunner | PoolingRunner:
+    def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
-            self._warm_up_graphs(WarmUp(progress, self._parts.board))
+            peers = Peers.of_this_rank()
+            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -145,7 +153,8 @@ class EngineBuild:
         return FilledStore(warm_up.results, [str(spec) for spec in missing])
 
     def _requests(self) -> list[GraphRequest]:
-        specs = plan(self._graphs.tables, has_logits=self._generates)
+        has_logits = self._generates and self._stage.part.is_last
+        specs = plan(self._graphs.tables, has_logits=has_logits)
         return [self._request(spec) for spec in specs]
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
@@ -200,6 +209,7 @@ class EngineBuild:
             store=self._store,
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
+            part=self._stage.part,
             capture_workers=_capture_workers(parts),
         )
 
@@ -219,16 +229,20 @@ class EngineBuild:
         device = {**compiler.fingerprint(), "device": compiler.hardware}
         return open_recorder(root, config.model_config, device, tables)
 
-    def _make_runner(self) -> RblnModelRunner | PoolingRunner:
+    def _make_runner(self) -> Runner:
         config = self._parts.vllm_config
-        batches = RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs)
+        is_last = self._stage.part.is_last
+        batches = RequestBatches(self._input_batch, largest_decode(config), samples=is_last)
         steps = StepRunner(
             batches=batches,
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
             metrics=self._step_metrics(),
+            stage=self._stage,
         )
+        if not is_last:
+            return RelayRunner(steps)
         if not self._generates:
             caching = bool(config.cache_config.enable_prefix_caching)
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
@@ -242,7 +256,7 @@ class EngineBuild:
             steps=steps,
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
-            grammar_mask=GrammarMask(self._parts.board.only_if(self._parts.place.counts_samples)),
+            grammar_mask=GrammarMask(self._parts.board.only_if(self._parts.place.replies)),
         )
 
     def _step_metrics(self) -> StepMetrics:
@@ -278,7 +292,7 @@ def _capture_workers(parts: EngineParts) -> int:
     """This rank's share of the cores; the SDK's compiler is not known to survive a fork."""
     if parts.compiler.name != "emulated":
         return 1
-    ranks = parts.vllm_config.parallel_config.world_size
+    ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

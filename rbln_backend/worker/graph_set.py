@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
@@ -40,10 +42,13 @@ class GraphSet:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
+        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
         inputs = {
-            spec: StepInputs.allocate(spec, groups, encoder_layers, has_adapters=has_adapters)
+            spec: StepInputs.allocate(
+                spec, groups, encoder_layers, has_adapters=has_adapters, handed=handed
+            )
             for spec in plan(tables, has_logits=False)
         }
         return cls(tables, inputs, dispatch)

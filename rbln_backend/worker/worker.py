@@ -31,8 +31,10 @@ from rbln_backend.kv_cache.layout import (
     num_partitions,
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
+from rbln_backend.parallel.collectives import groups
+from rbln_backend.parallel.rules import is_parallel
+from rbln_backend.parallel.sdk_environment import set_sdk_environment
 from rbln_backend.progress import ProgressWriter
-from rbln_backend.ranks import RankPlace
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -54,14 +56,14 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
     share_logging,
 )
+from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.adapter_calls import AdapterCalls
-from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.host_pooler import pooling_tasks
-from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.phase_timer import timed_phase
-from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.rank_place import rank_place
 from rbln_backend.worker.runtime import set_up_runtime
 from rbln_backend.worker.self_description import SelfDescription
 from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
@@ -72,8 +74,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_STEP_FAILED = 70
 
 
 def _told(
@@ -101,27 +106,26 @@ class RblnWorker(AdapterCalls, WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         share_logging()
+        if vllm_config.parallel_config.distributed_executor_backend == "mp":
+            end_with_engine()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)
+        self._place = rank_place(vllm_config, rank, local_rank)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
-        terminal = sys.stderr if is_driver_worker else None
-        parallel = vllm_config.parallel_config
-        # vLLM numbers the ranks of each engine from 0; the run directory is that of all engines.
-        self._place = RankPlace(
-            engine=parallel.data_parallel_index,
-            rank=rank,
-            ranks=parallel.world_size,
-            tensor_ranks=parallel.tensor_parallel_size,
-        )
-        self._progress = ProgressWriter(run_dir, self._place.number, terminal)
-        self._board = MetricsBoard(run_dir, self._place.number)
-        writer = DescriptionWriter(run_dir, self._place.number)
+        if run_dir is not None and not run_dir.is_dir():
+            # Of a rank that Ray has placed on another host nobody would read it.
+            run_dir = None
+        number = self._place.number
+        # One rank tells the terminal for all of them; the API process hears each.
+        self._progress = ProgressWriter(run_dir, number, sys.stderr if number == 0 else None)
+        self._board = MetricsBoard(run_dir, number)
+        writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: Profiler = NoProfiler()
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
-        self._runner: RblnModelRunner | PoolingRunner | None = None
+        self._runner: Runner | None = None
 
     @_told
     def init_device(self) -> None:
@@ -139,6 +143,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
+        self._compiler.join(groups())
 
     @_told
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -204,9 +209,10 @@ class RblnWorker(AdapterCalls, WorkerBase):
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.
         for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
+        ranks = self._place.local_ranks
         return kv_budget_bytes(
-            total_bytes=memory.total_bytes,
-            available_bytes=memory.available_bytes - for_packing,
+            total_bytes=memory.total_bytes // ranks,
+            available_bytes=memory.available_bytes // ranks - for_packing,
             utilization=self.cache_config.gpu_memory_utilization,
             used_bytes=psutil.Process(os.getpid()).memory_info().rss + for_packing,
             bytes_per_block=bytes_per_block,
@@ -225,8 +231,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
             compiler=self._compiler,
             attention_layers=self._attention_layers(),
             board=self._board,
-            adapters=self._adapters,
             place=self._place,
+            adapters=self._adapters,
         )
         self._build = EngineBuild(parts, kv_cache_config)
         self._description.has_kv_caches(kv_cache_config)
@@ -246,13 +252,26 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self._runner is not None
-        return self._runner.execute_model(scheduler_output)
+        return self._guarded(self._runner.execute_model, scheduler_output)
 
     def sample_tokens(  # type: ignore[override]  # upstream's callers accept None, its type does not
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | None:
         assert self._runner is not None
-        return self._runner.sample_tokens(grammar_output)
+        return self._guarded(self._runner.sample_tokens, grammar_output)
+
+    def _guarded(self, step: Callable[[A], R], argument: A) -> R:
+        """A part of a step. Where it fails on a rank that nobody listens to, the process ends.
+
+        The executor waits for the rank that replies, and that one for this one.
+        """
+        try:
+            return step(argument)
+        except Exception as error:
+            if self._place.replies:
+                raise
+            logger.exception("Rank %d cannot go on", self.rank)
+            raise SystemExit(_STEP_FAILED) from error
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         if self.model_config.runner_type == "generate":
@@ -290,6 +309,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
             sdk = find_sdk()
             if self._rbln.profiler and sdk is not None:
                 self._profiler = RebelProfiler(sdk)
+            warning = set_sdk_environment() if is_parallel(self.parallel_config) else None
+            if warning:
+                logger.warning(warning)
             rebel = make_rebel_compiler(
                 self._rbln, None if self._rbln.disable_compile_cache else root
             )
@@ -298,8 +320,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = make_emulated_compiler(self._rbln)
-        ranks = self.parallel_config.local_world_size
-        runtime = set_up_runtime(self._rbln, self.local_rank, ranks)
+        place = self._place
+        runtime = set_up_runtime(self._rbln, place.local_number, place.local_ranks)
         self._description.has_kernels(compiler, kernels, runtime)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",

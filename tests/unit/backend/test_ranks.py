@@ -42,7 +42,7 @@ def test_one_rank_of_an_engine_counts(tensor_ranks: int) -> None:
     places = [RankPlace(rank=n, ranks=4, tensor_ranks=tensor_ranks) for n in range(4)]
     assert [place.rank for place in places if place.counts_steps] == [0]
     # The first of the last stage: the one whose output vLLM's executor takes.
-    assert [place.rank for place in places if place.counts_samples] == [4 - tensor_ranks]
+    assert [place.rank for place in places if place.replies] == [4 - tensor_ranks]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_steps_are_counted_once_an_engine_and_compiles_once_a_rank(tmp_path: Pat
         steps = StepMetrics(
             board.only_if(place.counts_steps), [DECODE, PREFILL], engine=place.engine
         )
-        mask = GrammarMask(board.only_if(place.counts_samples))
+        mask = GrammarMask(board.only_if(place.replies))
         for _ in range(3):
             steps.record(DECODE, 5, 5, 0.01)
             mask._seconds.observe(0.001)
