@@ -13,6 +13,9 @@ from pathlib import Path
 
 from rbln_backend.errors import ConfigError
 
+LOCAL_ENGINES = "rbln_local_engines"
+"""Key of vLLM's ``additional_config``: how many data-parallel engines share this host."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoreBudget:

@@ -11,19 +11,21 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.config import RblnConfig
+from rbln_backend.cores import LOCAL_ENGINES
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
 from rbln_backend.unsupported import (
+    CONTEXT_PARALLEL,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
+    EXPERT_PARALLEL,
     KV_TRANSFER,
     LORA_DTYPE,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_TARGET,
     MLA,
-    MULTI_RANK,
     MULTIMODAL,
     QUANTIZED_EXPERTS,
     SPARSE_ATTENTION,
@@ -137,6 +139,10 @@ class RblnPlatform(Platform):
         return "rbln_backend.attention.backend.RblnAttentionBackend"
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "rbln_backend.parallel.communicator.RblnCommunicator"
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "rbln_backend.lora.punica.RblnPunicaWrapper"
 
@@ -153,6 +159,7 @@ class RblnPlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         rbln = _resolve_config(vllm_config)
+        _note_local_engines(vllm_config)
         _settle_pooling(vllm_config)
         _refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
@@ -210,6 +217,13 @@ def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
     return resolved.config
 
 
+def _note_local_engines(vllm_config: VllmConfig) -> None:
+    """Keep what vLLM will not tell an engine of a dense model: how many share the host."""
+    assert isinstance(vllm_config.additional_config, dict)
+    number = vllm_config.parallel_config.data_parallel_size_local
+    vllm_config.additional_config[LOCAL_ENGINES] = max(1, number)
+
+
 def _settle_pooling(vllm_config: VllmConfig) -> None:
     """Poolers that read a whole prompt: chunks are gathered for them, prefix hits are not made."""
     model = _model_config(vllm_config)
@@ -239,7 +253,9 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         )
     _refuse_first(
         {
-            MULTI_RANK: model_parallel,
+            EXPERT_PARALLEL: parallel.enable_expert_parallel,
+            CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
+            or parallel.decode_context_parallel_size > 1,
             SPECULATION: vllm_config.speculative_config is not None,
             KV_TRANSFER: vllm_config.kv_transfer_config is not None,
         }

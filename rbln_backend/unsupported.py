@@ -51,11 +51,17 @@ QUANTIZATION = Feature(
     "for which vLLM has no kernel on this device",
     "serve a bfloat16 copy of the checkpoint",
 )
-MULTI_RANK = Feature(
-    "tensor, pipeline, data or expert parallelism",
-    "--tensor-parallel-size and its like",
-    "which drives one device with one rank",
-    "drop the flag",
+EXPERT_PARALLEL = Feature(
+    "expert parallelism",
+    "--enable-expert-parallel",
+    "whose ranks share the experts' matrices, not the experts",
+    "drop the flag; --tensor-parallel-size spreads experts as well",
+)
+CONTEXT_PARALLEL = Feature(
+    "context parallelism",
+    "--prefill-context-parallel-size, --decode-context-parallel-size",
+    "whose attention ops see the whole context of a request on one rank",
+    "use --tensor-parallel-size",
 )
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
@@ -189,7 +195,8 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
-    MULTI_RANK,
+    EXPERT_PARALLEL,
+    CONTEXT_PARALLEL,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_MODEL,

@@ -12,7 +12,10 @@ from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.recorder import Recorder, Step
+from rbln_backend.emulator.build import native_library
 from rbln_backend.emulator.replay import Recording, StartRecording
+from rbln_backend.parallel.channel import open_channel, use_channels
+from rbln_backend.parallel.collectives import Group
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,7 @@ class EmulatedCompiler:
         self._fingerprint = dict(fingerprint)
         self._packed = packed
         self._record = record
+        self._channels: dict[str, int] = {}
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         return {"compiler": self.name, "packed": self._packed, **self._fingerprint}
@@ -92,9 +96,20 @@ class EmulatedCompiler:
     def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
         """Host memory needs no fixed addresses: graphs share caches by being given the tensors."""
 
+    def join(self, groups: Mapping[str, Group]) -> None:
+        """Ranks of one host reduce through shared memory, others through torch.distributed."""
+        library = native_library()
+        if library is None:
+            return
+        for name, group in groups.items():
+            number = open_channel(group, library)
+            if number is not None:
+                self._channels[name] = number
+
     def lower(self, program: Program) -> Program:
         return lower_graph(program, pack_linear=self._packed)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         graph, inputs = fold_constants(program, tensors)
+        use_channels(graph, self._channels)
         return EmulatedGraph(spec, graph, inputs, self._record)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rbln_backend.errors import CompileError
+from rbln_backend.parallel import collectives
 
 Target = Callable[..., Any] | str
 
@@ -55,7 +56,9 @@ _METHODS = frozenset(
     ).split()
 )
 
-_OP_NAMESPACES = frozenset(("rbln_custom_ops", "rbln_triton_ops", "rbln_emulator"))
+_OP_NAMESPACES = frozenset(
+    ("rbln_custom_ops", "rbln_triton_ops", "rbln_emulator", collectives.NAMESPACE)
+)
 _ATEN_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select"))
 
 

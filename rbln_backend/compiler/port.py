@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rbln_backend.compiler.program import Program
+    from rbln_backend.parallel.collectives import Group
 
 
 class Phase(Enum):
@@ -91,6 +92,13 @@ class Compiler(Protocol):
 
     def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
         """Told once, before the first ``load``, which tensors every graph shares as KV caches."""
+        ...
+
+    def join(self, groups: Mapping[str, Group]) -> None:
+        """Told once, before the first ``load``, which ranks the collectives of graphs reach.
+
+        Every rank of each group calls it at the same time.
+        """
         ...
 
     def lower(self, program: Program) -> Program:

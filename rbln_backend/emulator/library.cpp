@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention_tensors.h"
+#include "channel_tensors.h"
 #include "kernels.h"
 #include "lora_tensors.h"
 #include "moe_tensors.h"
@@ -211,6 +212,11 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("moe", TORCH_FN(rbln::moe_tensors));
   m.impl("moe_masked", TORCH_FN(rbln::moe_masked_tensors));
   m.impl("add_lora_", TORCH_FN(rbln::add_lora_tensors));
+}
+
+TORCH_LIBRARY_IMPL(rbln_channels, CPU, m) {
+  m.impl("all_reduce", TORCH_FN(rbln::all_reduce_tensor));
+  m.impl("all_gather", TORCH_FN(rbln::all_gather_tensor));
 }
 
 TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {

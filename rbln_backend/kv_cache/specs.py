@@ -167,3 +167,11 @@ def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, PagedSpe
         assert isinstance(layer_spec, PagedSpec | WindowSpec), f"{name}: {type(layer_spec)}"
         result[name] = layer_spec
     return result
+
+
+def any_layer_spec(spec: KVCacheSpec) -> PagedSpec | WindowSpec:
+    """The spec of some layer of a group, whichever ranks the layers are on."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    found = next(iter(inner.values())) if inner else spec
+    assert isinstance(found, PagedSpec | WindowSpec), str(type(found))
+    return found

@@ -73,13 +73,13 @@ class KvCaches:
     def restore_windows(self, transfers: WindowTransfers) -> None:
         """Fill window blocks from the log, before a step."""
         for restore in transfers.restores:
-            for layer in self.windows[restore.group]:
+            for layer in self.windows.get(restore.group, ()):
                 layer.restore(restore)
 
     def store_windows(self, transfers: WindowTransfers) -> None:
         """Log the pages that a step completed, after it."""
         for store in transfers.stores:
-            for layer in self.windows[store.group]:
+            for layer in self.windows.get(store.group, ()):
                 layer.store(store)
 
 

@@ -18,6 +18,15 @@ def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False
     return pools or num_computed_tokens < num_tokens - 1
 
 
+def decode_share(num_decoding: int, max_num_seqs: int, stages: int) -> int:
+    """How many of the decoding requests a step may take.
+
+    A pipeline has a step in each of its ``stages`` at the same time. Each takes its part of what
+    there is, so that the steps are alike, and never more than the largest bucket.
+    """
+    return min(max_num_seqs // stages, -(-num_decoding // stages))
+
+
 def adapter_fits(adapter: int | None, running: Set[int], max_adapters: int) -> bool:
     """Whether a request with this adapter may join those whose adapters are ``running``."""
     return adapter is None or adapter in running or len(running) < max_adapters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from rbln_backend.kv_cache.transfers import WindowTransfers
-from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.vllm_compat.surface import CachedRequestData, SchedulerOutput
 
 _NO_TRANSFERS = WindowTransfers()
 
@@ -23,6 +23,18 @@ def with_transfers(output: SchedulerOutput, transfers: WindowTransfers) -> Sched
         return output
     values = {item.name: getattr(output, item.name) for item in fields(output)}
     return WindowedSchedulerOutput(**values, window_transfers=transfers)
+
+
+def forget_known_tokens(cached: CachedRequestData) -> None:
+    """Drop tokens that the ranks have.
+
+    Upstream sends all tokens of a request that was not in the step before, for a cache that ours
+    do not need: their states live as long as the request. Only one that was preempted may have a
+    token that stages before the last have not seen.
+    """
+    known = cached.all_token_ids
+    if known:
+        cached.all_token_ids = {i: known[i] for i in cached.resumed_req_ids if i in known}
 
 
 def window_transfers(output: SchedulerOutput) -> WindowTransfers:

@@ -11,8 +11,14 @@ from typing import Any
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import prefill_chunk_table
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.scheduler.constraints import adapter_fits, is_prefill, prefill_block_reason
+from rbln_backend.scheduler.constraints import (
+    adapter_fits,
+    decode_share,
+    is_prefill,
+    prefill_block_reason,
+)
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
+from rbln_backend.scheduler.output import forget_known_tokens
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
@@ -36,7 +42,7 @@ class RblnScheduler(Scheduler):
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
     * a prefill step sees no decoding request, and admits at most one waiting request;
     * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
-    * a decode step admits nobody;
+    * a decode step admits nobody, and leaves the other stages of a pipeline their share;
     * all running requests together use at most ``max_loras`` adapters.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
@@ -56,6 +62,7 @@ class RblnScheduler(Scheduler):
         pin_backend(self.structured_output_manager, vllm_config)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
+        self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._chunks = _chunk_plan(vllm_config)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
@@ -67,7 +74,9 @@ class RblnScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
-        return self._reuse.finish(self._schedule_step(throttle_prefills))
+        output = self._schedule_step(throttle_prefills)
+        forget_known_tokens(output.scheduled_cached_reqs)
+        return self._reuse.finish(output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -111,7 +120,7 @@ class RblnScheduler(Scheduler):
             num_waiting=len(self.waiting) + len(self.skipped_waiting),
             num_running=len(self.running),
             max_num_seqs=self.max_num_running_reqs,
-            decodes_owed=self._decodes_owed > 0 and len(self.running) > num_prefilling,
+            decodes_owed=self._decodes_owed > 0 and any(map(_can_decode, self.running)),
         )
 
     def _schedule_prefill(
@@ -131,7 +140,11 @@ class RblnScheduler(Scheduler):
         decoding = self.running
         if prefilling:
             decoding = [request for request in self.running if request not in prefilling]
-        with self._narrowed(decoding, prefilling, max_running=len(decoding)):
+        share = decode_share(len(decoding), self.max_num_running_reqs, self._stages)
+        with (
+            self._narrowed(decoding, prefilling, max_running=len(decoding)),
+            self._at_most(share if self._stages > 1 else None),
+        ):
             return super().schedule(throttle_prefills)
 
     def _without_adapter_room(self) -> list[Request]:
@@ -156,12 +169,19 @@ class RblnScheduler(Scheduler):
         planned as if it got nothing.
         """
         request = prefilling[0] if prefilling else self._next_waiting()
-        if self._chunks is None or request is None:
+        tokens = None
+        if self._chunks is not None and request is not None:
+            left = request.num_tokens - request.num_computed_tokens
+            tokens = self._chunks.next_chunk(left)
+        with self._at_most(tokens):
             yield
-            return
+
+    @contextmanager
+    def _at_most(self, tokens: int | None) -> Iterator[None]:
+        """Give the step ``tokens`` tokens; None: as many as any."""
         whole_budget = self.max_num_scheduled_tokens
-        left = request.num_tokens - request.num_computed_tokens
-        self.max_num_scheduled_tokens = self._chunks.next_chunk(left)
+        if tokens is not None:
+            self.max_num_scheduled_tokens = tokens
         try:
             yield
         finally:
@@ -212,6 +232,11 @@ def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
 def _is_prefill(request: Request) -> bool:
     pools = request.pooling_params is not None
     return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
+
+
+def _can_decode(request: Request) -> bool:
+    """Whether its next token can be computed now: not while a step that makes one is under way."""
+    return not _is_prefill(request) and request.num_computed_tokens < request.num_tokens
 
 
 def _adapter(request: Request) -> int | None:

@@ -11,10 +11,15 @@ from datetime import timedelta
 
 import vllm
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed.device_communicators.base_device_communicator import (
+    DeviceCommunicatorBase,
+)
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
+    get_pp_group,
+    get_tp_group,
     init_distributed_environment,
 )
 from vllm.forward_context import set_forward_context
@@ -49,6 +54,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.pooling_params import PoolingParams
+from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
@@ -69,7 +75,12 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    GrammarOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
@@ -156,9 +167,11 @@ __all__ = [
     "AttentionType",
     "BlockHash",
     "BlockPool",
+    "CachedRequestData",
     "CachedRequestState",
     "CompilationTimes",
     "CustomOp",
+    "DeviceCommunicatorBase",
     "DispatchPooler",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -169,6 +182,7 @@ __all__ = [
     "GemmaRMSNorm",
     "GrammarOutput",
     "InputBatch",
+    "IntermediateTensors",
     "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
@@ -223,7 +237,9 @@ __all__ = [
     "get_current_vllm_config",
     "get_hash_fn_by_name",
     "get_model_loader",
+    "get_pp_group",
     "get_request_block_hasher",
+    "get_tp_group",
     "init_logger",
     "init_process_groups",
     "initialize_model",

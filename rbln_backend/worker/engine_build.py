@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +45,13 @@ from rbln_backend.worker.host_pooler import HostPooler
 from rbln_backend.worker.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
-from rbln_backend.worker.preflight import bucket_tables
+from rbln_backend.worker.preflight import bucket_tables, largest_decode
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.rank_place import RankPlace
+from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.request_batches import RequestBatches
 from rbln_backend.worker.sampler import GreedySampler
+from rbln_backend.worker.stage import handed_buffers, make_stage
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
@@ -58,6 +62,7 @@ from rbln_backend.worker.warmup_plan import plan
 
 logger = init_logger(__name__)
 
+Runner = RblnModelRunner | PoolingRunner | RelayRunner
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
@@ -73,6 +78,7 @@ class EngineParts:
     compiler: Compiler
     attention_layers: Mapping[str, Any]
     board: MetricsBoard
+    place: RankPlace
     adapters: Adapters | None = None
 
 
@@ -92,10 +98,12 @@ class EngineBuild:
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
+        self._stage = make_stage(parts.model)
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
             has_tokens_mask=bool(self._moe) and rbln.use_moe_tokens_mask,
+            handed=None if self._stage.part.is_first else partial(handed_buffers, parts.model),
         )
         dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
@@ -113,7 +121,7 @@ class EngineBuild:
         if self._usage is not None:
             self._usage.close()
 
-    def warm_up(self, progress: ProgressWriter) -> RblnModelRunner | PoolingRunner:
+    def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
             self._warm_up_graphs(WarmUp(progress, self._parts.board))
@@ -125,7 +133,8 @@ class EngineBuild:
         return self._make_runner()
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
-        specs = plan(self._graphs.tables, has_logits=self._generates)
+        has_logits = self._generates and self._stage.part.is_last
+        specs = plan(self._graphs.tables, has_logits=has_logits)
         graphs = warm_up.compile_all([self._request(spec) for spec in specs], self._factory)
         with torch.inference_mode():
             warm_up.run_all(graphs)
@@ -177,6 +186,7 @@ class EngineBuild:
             store=self._store,
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
+            part=self._stage.part,
             capture_workers=_capture_workers(parts),
         )
 
@@ -191,21 +201,25 @@ class EngineBuild:
         """One rank counts: all of them run the same sizes."""
         config, rbln = self._parts.vllm_config, self._parts.rbln
         writes = rbln.record_usage and not rbln.cache_read_only
-        if not writes or not self._generates or config.parallel_config.rank != 0:
+        if not writes or not self._generates or self._parts.place.number != 0:
             return None
         root = Path(rbln.cache_root) / "rbln" / "usage"
         return open_recorder(root, config.model_config, self._parts.compiler.fingerprint(), tables)
 
-    def _make_runner(self) -> RblnModelRunner | PoolingRunner:
+    def _make_runner(self) -> Runner:
         config = self._parts.vllm_config
-        batches = RequestBatches(self._input_batch, config.scheduler_config.max_num_seqs)
+        is_last = self._stage.part.is_last
+        batches = RequestBatches(self._input_batch, largest_decode(config), samples=is_last)
         steps = StepRunner(
             batches=batches,
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
             metrics=StepMetrics(self._parts.board, list(self._graphs.inputs), self._usage),
+            stage=self._stage,
         )
+        if not is_last:
+            return RelayRunner(steps)
         if not self._generates:
             caching = bool(config.cache_config.enable_prefix_caching)
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
@@ -249,7 +263,7 @@ def _capture_workers(parts: EngineParts) -> int:
     """This rank's share of the cores; the SDK's compiler is not known to survive a fork."""
     if parts.compiler.name != "emulated":
         return 1
-    ranks = parts.vllm_config.parallel_config.world_size
+    ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

@@ -20,7 +20,7 @@ from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.vllm_compat.surface import init_logger
 from rbln_backend.worker.capture_pool import capture_in_children
-from rbln_backend.worker.graph_functions import graph_function
+from rbln_backend.worker.graph_functions import WHOLE, ModelPart, graph_function
 
 logger = init_logger(__name__)
 
@@ -65,10 +65,12 @@ class GraphFactory:
         store: ArtifactStore | None,
         key_fields: Mapping[str, Any],
         forward_context: ForwardContext,
+        part: ModelPart = WHOLE,
         capture_workers: int = 1,
     ) -> None:
         """``capture_workers``: processes that capture at once, when several graphs are missing."""
         self._model = model
+        self._part = part
         self._compiler = compiler
         self._table = table
         self._store = store
@@ -187,7 +189,7 @@ class GraphFactory:
         return program
 
     def _capture(self, request: GraphRequest) -> Program:
-        function, names = graph_function(request.spec.phase, self._model)
+        function, names = graph_function(request.spec.phase, self._model, self._part)
         args = tuple(request.inputs[name] for name in names)
         with self._forward_context(request):
             return self._compiler.lower(capture(function, args, self._table, request.inputs))

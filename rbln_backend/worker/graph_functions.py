@@ -1,51 +1,82 @@
-"""The functions that are captured, one per phase: embedding to LM head, or to hidden states."""
+"""The functions that are captured, one per phase: embedding to LM head, or to hidden states.
+
+Of a model in several pipeline stages, each rank captures its own part: what a stage hands to the
+next is an output here and an input there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from rbln_backend.compiler.port import Phase
+from rbln_backend.vllm_compat.surface import IntermediateTensors
 
 GraphFunction = Callable[..., Any]
+_Forward = Callable[..., Any]
+
+HANDED = "handed."
+"""Before the names of the inputs that come from the stage before."""
 
 
-def graph_function(phase: Phase, model: nn.Module) -> tuple[GraphFunction, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """Which stage of a pipeline is captured."""
+
+    is_first: bool = True
+    is_last: bool = True
+    handed: tuple[str, ...] = ()
+    """Names of the tensors that stages hand on, in order; none in a single stage."""
+
+    @property
+    def received(self) -> tuple[str, ...]:
+        """The graph inputs that come from the stage before."""
+        return () if self.is_first else tuple(HANDED + name for name in self.handed)
+
+
+WHOLE = ModelPart()
+
+
+def graph_function(
+    phase: Phase, model: nn.Module, part: ModelPart = WHOLE
+) -> tuple[GraphFunction, tuple[str, ...]]:
     """The function of ``phase`` over ``model`` and the input names it takes, in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
+    forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
+    if not part.is_last:
+        return _handing_on(forward, part.handed), names
     if phase is Phase.POOLING:
-        return _pooling(model), ("input_ids", "positions")
+        return _pooling(forward), names
     if phase is Phase.PREFILL:
-        return _prefill(model), ("input_ids", "positions", "token_indices")
-    return _decode(model), ("input_ids", "positions")
+        return _prefill(model, forward), ("token_indices", *names)
+    return _decode(model, forward), names
 
 
-def _prefill(model: Any) -> GraphFunction:
-    def prefill(
-        input_ids: Tensor, positions: Tensor, token_indices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """[1, L], [1, L], [1] -> logits [1, V] of one row, hidden states [L, H]."""
-        hidden = _hidden(model, input_ids, positions)
+def _prefill(model: Any, forward: _Forward) -> GraphFunction:
+    def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """[1], then [1, L], [1, L] -> logits [1, V] of one row, hidden states [L, H]."""
+        hidden = forward(*inputs)
         return model.compute_logits(hidden.index_select(0, token_indices)), hidden
 
     return prefill
 
 
-def _pooling(model: Any) -> GraphFunction:
-    def pooling(input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
+def _pooling(forward: _Forward) -> GraphFunction:
+    def pooling(*inputs: Tensor) -> tuple[Tensor]:
         """[1, L], [1, L] -> hidden states [L, H]; the pooler runs on the host."""
-        return (_hidden(model, input_ids, positions),)
+        return (forward(*inputs),)
 
     return pooling
 
 
-def _decode(model: Any) -> GraphFunction:
-    def decode(input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
+def _decode(model: Any, forward: _Forward) -> GraphFunction:
+    def decode(*inputs: Tensor) -> tuple[Tensor]:
         """[B, 1], [B, 1] -> logits [B, V]."""
-        return (model.compute_logits(_hidden(model, input_ids, positions)),)
+        return (model.compute_logits(forward(*inputs)),)
 
     return decode
 
@@ -58,12 +89,26 @@ def _logits(model: Any) -> GraphFunction:
     return logits
 
 
-def _hidden(model: Any, input_ids: Tensor, positions: Tensor) -> Tensor:
-    # vLLM's models take a flat run of tokens; the batch shape lives in the attention metadata.
-    hidden: Tensor = model(
-        input_ids=input_ids.view(-1),
-        positions=positions.view(-1),
-        intermediate_tensors=None,
-        inputs_embeds=None,
-    )
-    return hidden
+def _handing_on(forward: _Forward, handed: tuple[str, ...]) -> GraphFunction:
+    def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
+        """As the last stage, up to the tensors [rows, H] that the next one takes."""
+        result = forward(*inputs)
+        return tuple(result[name] for name in handed)
+
+    return stage
+
+
+def _forward(model: Any, part: ModelPart) -> _Forward:
+    def forward(input_ids: Tensor, positions: Tensor, *received: Tensor) -> Any:
+        # vLLM's models take a flat run of tokens; the batch shape lies in the attention metadata.
+        intermediates = None
+        if not part.is_first:
+            intermediates = IntermediateTensors(dict(zip(part.handed, received, strict=True)))
+        return model(
+            input_ids=input_ids.view(-1),
+            positions=positions.view(-1),
+            intermediate_tensors=intermediates,
+            inputs_embeds=None,
+        )
+
+    return forward

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
@@ -41,6 +43,7 @@ class GraphSet:
         *,
         has_adapters: bool = False,
         has_tokens_mask: bool = False,
+        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
         inputs = {
@@ -48,6 +51,7 @@ class GraphSet:
                 *(spec, groups, encoder_layers),
                 has_adapters=has_adapters,
                 has_tokens_mask=has_tokens_mask,
+                handed=handed,
             )
             for spec in plan(tables, has_logits=False)
         }

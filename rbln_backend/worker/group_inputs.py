@@ -18,7 +18,7 @@ from rbln_backend.attention.metadata import (
 )
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.kv_cache.layout import num_partitions
-from rbln_backend.kv_cache.specs import WindowSpec, layer_specs
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
@@ -63,7 +63,8 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
     groups = []
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
-        spec = next(iter(specs.values()))
+        # A pipeline stage may have no layer of a group, whose blocks it still gets to hear of.
+        spec = next(iter(specs.values()), None) or any_layer_spec(group.kv_cache_spec)
         is_window = isinstance(spec, WindowSpec)
         block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
         groups.append(

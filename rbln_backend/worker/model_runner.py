@@ -34,7 +34,8 @@ class _PendingStep(NamedTuple):
     scheduled: SchedulerOutput
     work: StepWork
     logits: Tensor
-    """[num_reqs, V]; the padded rows are already cut off."""
+    """[num_reqs, V]; the padded rows are already cut off. Of no use in a chunk that is not the
+    last of its prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
 
 
@@ -56,24 +57,28 @@ class RblnModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run the step's graph. None means ``sample_tokens`` has the result."""
+        """Run the step's graph. None means ``sample_tokens`` has the result.
+
+        It has it for every step that ran something: with several steps under way, an engine takes
+        results from there alone.
+        """
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         work, (logits, *rest) = result
         prompt_logprobs = self._collect_prompt_logprobs(work, rest[0] if rest else None)
-        if not work.samples:
-            return _without_tokens(work, prompt_logprobs)
         self._pending = _PendingStep(scheduled, work, logits[: work.num_reqs], prompt_logprobs)
         return None
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
-        """Mask, sample and record; None when the last step had nothing to sample."""
+        """Mask, sample and record; None when the last step ran nothing."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
         work, logits = pending.work, pending.logits
+        if not work.samples:
+            return _without_tokens(work, pending.prompt_logprobs)
         if grammar is not None:
             # The mask is applied on the host, in float32.
             logits = logits.to(torch.float32)

@@ -127,8 +127,14 @@ def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTab
         return {Phase.POOLING: chunks}
     return {
         Phase.PREFILL: chunks,
-        Phase.DECODE: decode_bucket_table(rbln, scheduler.max_num_seqs),
+        Phase.DECODE: decode_bucket_table(rbln, largest_decode(config)),
     }
+
+
+def largest_decode(config: VllmConfig) -> int:
+    """Requests of the largest decode step: each of the stages of a pipeline has one under way."""
+    stages = config.parallel_config.pipeline_parallel_size
+    return config.scheduler_config.max_num_seqs // stages
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

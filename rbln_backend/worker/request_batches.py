@@ -36,16 +36,24 @@ class StepWork:
 
 
 class RequestBatches:
-    """Applies scheduler output; a prefill batch of one and a decode batch of ``max_num_seqs``.
+    """Applies scheduler output; a prefill batch of one and a decode batch.
 
     Two batches, so that a prefill between decode steps does not disturb the decode rows and their
     sampling state.
     """
 
-    def __init__(self, make_batch: Callable[[int], InputBatch], max_num_seqs: int) -> None:
+    def __init__(
+        self, make_batch: Callable[[int], InputBatch], max_batch: int, *, samples: bool = True
+    ) -> None:
+        """``max_batch``: requests of the largest decode step.
+
+        ``samples``: this rank records the tokens that it samples; otherwise it learns of them from
+        the scheduler.
+        """
         self.requests: dict[str, CachedRequestState] = {}
         self._prefill = make_batch(1)
-        self._decode = make_batch(max_num_seqs)
+        self._decode = make_batch(max_batch)
+        self._records = samples
 
     def apply(self, scheduled: SchedulerOutput) -> StepWork | None:
         """Update the states and return this step's work, or None when nothing is scheduled."""
@@ -83,6 +91,12 @@ class RequestBatches:
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             request.num_computed_tokens = cached.num_computed_tokens[index]
+            if not self._records:
+                tokens = cached.all_token_ids.get(request_id)
+                if tokens is not None:
+                    # It was preempted; its latest token has not come with any step.
+                    request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
+                self._learn(request, cached.new_token_ids[index])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 # Preempted and resumed: it starts over with fresh blocks.
@@ -92,6 +106,21 @@ class RequestBatches:
                 self._decode.remove_request(request_id)
             elif new_blocks is not None:
                 self._append_blocks(request, new_blocks)
+
+    def _learn(self, request: CachedRequestState, step_tokens: list[int]) -> None:
+        """Append what the last stage has sampled since this rank last saw the request.
+
+        ``step_tokens`` are those of the step, from the first one that is not computed.
+        """
+        end = request.num_computed_tokens + len(step_tokens)
+        for place in range(request.num_tokens, end):
+            token = step_tokens[place - request.num_computed_tokens]
+            for batch in (self._prefill, self._decode):
+                row = batch.req_id_to_index.get(request.req_id)
+                if row is not None:
+                    batch.token_ids_cpu[row, place] = token
+                    batch.num_tokens_no_spec[row] = place + 1
+            request.output_token_ids.append(token)
 
     def _append_blocks(
         self, request: CachedRequestState, new_blocks: tuple[list[int], ...]

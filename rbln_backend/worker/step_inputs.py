@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,14 +51,20 @@ class StepInputs:
         *,
         has_adapters: bool = False,
         has_tokens_mask: bool = False,
+        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
-        """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache."""
+        """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache.
+
+        ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
+        """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
             "input_ids": torch.zeros(batch, length, dtype=torch.int64),
             "positions": torch.zeros(batch, length, dtype=torch.int64),
             "token_indices": torch.zeros(1, dtype=torch.int64),
         }
+        if handed is not None:
+            tensors |= handed(batch * length)
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
         if has_adapters:
             tensors[INPUT_NAME] = slots

@@ -14,6 +14,7 @@ from rbln_backend.vllm_compat.surface import SchedulerOutput
 from rbln_backend.worker.adapter_rows import AdapterRows
 from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.request_batches import RequestBatches, StepWork
+from rbln_backend.worker.stage import Stage
 from rbln_backend.worker.step_inputs import StepInputs
 from rbln_backend.worker.step_metrics import StepMetrics
 
@@ -39,12 +40,14 @@ class StepRunner:
         adapters: AdapterRows,
         kv_caches: KvCaches,
         metrics: StepMetrics,
+        stage: Stage,
     ) -> None:
         self.batches = batches
         self._graphs = graphs
         self._adapters = adapters
         self._kv_caches = kv_caches
         self._metrics = metrics
+        self._stage = stage
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; None when nothing is scheduled."""
@@ -57,7 +60,9 @@ class StepRunner:
         step = self._graphs.select(work.phase, work.size)
         _fill(step.inputs, work)
         self._adapters.fill(step.inputs, work)
+        self._stage.receive(step.inputs)
         outputs = self._run(step, work)
+        self._stage.hand_on(outputs)
         self._kv_caches.store_windows(transfers)
         return StepResult(work, outputs)
 

@@ -31,6 +31,7 @@ from rbln_backend.kv_cache.layout import (
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.moe.layers import experts_info, install_expert_layers
+from rbln_backend.parallel.collectives import groups
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -53,13 +54,12 @@ from rbln_backend.vllm_compat.surface import (
     share_logging,
 )
 from rbln_backend.worker.adapter_calls import AdapterCalls
-from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.host_pooler import pooling_tasks
-from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.phase_timer import timed_phase
-from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.rank_place import rank_place
 from rbln_backend.worker.runtime import set_up_runtime
 from rbln_backend.worker.self_description import SelfDescription
 from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
@@ -101,17 +101,19 @@ class RblnWorker(AdapterCalls, WorkerBase):
         share_logging()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)
+        self._place = rank_place(vllm_config, rank, local_rank)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
-        terminal = sys.stderr if is_driver_worker else None
-        self._progress = ProgressWriter(run_dir, rank, terminal)
-        self._board = MetricsBoard(run_dir, rank)
-        writer = DescriptionWriter(run_dir, rank)
+        number = self._place.number
+        # One rank tells the terminal for all of them; the API process hears each.
+        self._progress = ProgressWriter(run_dir, number, sys.stderr if number == 0 else None)
+        self._board = MetricsBoard(run_dir, number)
+        writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: Profiler = NoProfiler()
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
-        self._runner: RblnModelRunner | PoolingRunner | None = None
+        self._runner: Runner | None = None
 
     @_told
     def init_device(self) -> None:
@@ -129,6 +131,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
+        self._compiler.join(groups())
 
     @_told
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -200,9 +203,10 @@ class RblnWorker(AdapterCalls, WorkerBase):
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.
         for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
+        ranks = self._place.local_ranks
         return kv_budget_bytes(
-            total_bytes=memory.total,
-            available_bytes=memory.available - for_packing,
+            total_bytes=memory.total // ranks,
+            available_bytes=memory.available // ranks - for_packing,
             utilization=self.cache_config.gpu_memory_utilization,
             used_bytes=psutil.Process(os.getpid()).memory_info().rss + for_packing,
             bytes_per_block=bytes_per_block,
@@ -221,6 +225,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             compiler=self._compiler,
             attention_layers=self._attention_layers(),
             board=self._board,
+            place=self._place,
             adapters=self._adapters,
         )
         self._build = EngineBuild(parts, kv_cache_config)
@@ -294,8 +299,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = make_emulated_compiler(self._rbln)
-        ranks = self.parallel_config.local_world_size
-        runtime = set_up_runtime(self._rbln, self.local_rank, ranks)
+        place = self._place
+        runtime = set_up_runtime(self._rbln, place.local_number, place.local_ranks)
         self._description.has_kernels(compiler, kernels, runtime)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",

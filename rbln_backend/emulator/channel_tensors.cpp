@@ -1,0 +1,60 @@
+#include "channel_tensors.h"
+
+#include <vector>
+
+#include "channel.h"
+#include "tensors.h"
+
+namespace rbln {
+namespace {
+
+using at::Tensor;
+
+// A copy of a strided tensor would be gone at the next replay.
+Tensor dense(const Tensor& x) {
+  if (x.is_contiguous()) return x;
+  forbid_replay();
+  return x.contiguous();
+}
+
+}  // namespace
+
+Tensor all_reduce_tensor(const Tensor& x, int64_t number) {
+  const Tensor source = dense(x);
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  Channel* const line = &channel(number);
+  launch([line, dtype = dtype_of(x, "x"), in = source.const_data_ptr(),
+          target = out.mutable_data_ptr(), count = x.numel()] {
+    line->all_reduce(dtype, in, target, count);
+  });
+  return out;
+}
+
+Tensor all_gather_tensor(const Tensor& x, int64_t dim, int64_t world_size, int64_t number) {
+  const Tensor source = dense(x);
+  if (dim < 0) dim += x.dim();
+  TORCH_CHECK(dim >= 0 && dim < x.dim(), "x has no dimension ", dim);
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[size_t(dim)] *= world_size;
+  int64_t rows = 1, row_bytes = int64_t(x.element_size());
+  for (int64_t i = 0; i < x.dim(); ++i) (i < dim ? rows : row_bytes) *= x.size(i);
+  const Tensor out = empty_like_dtype(sizes, x);
+  Channel* const line = &channel(number);
+  launch([line, in = source.const_data_ptr(), target = out.mutable_data_ptr(), rows, row_bytes] {
+    line->all_gather(in, target, rows, row_bytes);
+  });
+  return out;
+}
+
+}  // namespace rbln
+
+// See open_channel; for ctypes.
+extern "C" __attribute__((visibility("default"))) int64_t rbln_emulator_open_channel(
+    const char* path, int rank, int ranks, int64_t seat_bytes, const int32_t* processes) {
+  return rbln::open_channel(path, rank, ranks, seat_bytes, processes);
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t rbln_emulator_channel_bytes(
+    int ranks, int64_t seat_bytes) {
+  return rbln::channel_bytes(ranks, seat_bytes);
+}
