@@ -24,6 +24,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.parallel.peers import Peers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
@@ -124,7 +125,8 @@ class EngineBuild:
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
-            self._warm_up_graphs(WarmUp(progress, self._parts.board))
+            peers = Peers.of_this_rank()
+            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -215,7 +217,7 @@ class EngineBuild:
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
-            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs), self._usage),
+            metrics=StepMetrics(self._step_board(), list(self._graphs.inputs), self._usage),
             stage=self._stage,
         )
         if not is_last:
@@ -234,6 +236,11 @@ class EngineBuild:
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
         )
+
+    def _step_board(self) -> MetricsBoard:
+        """Steps are counted once per engine, whatever ranks it has."""
+        parts = self._parts
+        return parts.board if parts.place.counts_steps else MetricsBoard(None, parts.place.number)
 
     def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
         if self._parts.adapters is None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.parallel.peers import Peers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
@@ -15,15 +16,32 @@ from rbln_backend.worker.phase_timer import timed_phase
 class WarmUp:
     """Reports each graph on the terminal, in the progress file and in the metrics."""
 
-    def __init__(self, progress: ProgressWriter, board: MetricsBoard) -> None:
+    def __init__(
+        self, progress: ProgressWriter, board: MetricsBoard, peers: Peers | None = None
+    ) -> None:
+        """``peers``: the ranks that must run the same graphs at the same time."""
         self._progress = progress
         self._board = board
+        self._peers = peers or Peers(None)
+        self._fresh: Set[str] = frozenset()
         self._results: dict[GraphSpec, Result] = {}
 
     def compile_all(
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> list[CompiledGraph]:
         """Every graph of the plan, in its order; raises ``CompileError``."""
+        graphs: list[CompiledGraph] = []
+
+        def compile_here() -> Set[str]:
+            graphs.extend(self._compile(requests, factory))
+            return {str(spec) for spec, how in self._results.items() if how == "compiled"}
+
+        self._fresh = self._peers.together(compile_here)
+        return graphs
+
+    def _compile(
+        self, requests: Sequence[GraphRequest], factory: GraphFactory
+    ) -> list[CompiledGraph]:
         self._progress.phase("compile")
         names = [str(request.spec) for request in requests]
         self._progress.plan(names, workers=factory.capture_workers)
@@ -36,14 +54,14 @@ class WarmUp:
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """First run over padding only: pages are touched, threads are started.
 
-        Of the graphs that were loaded the smallest of each phase runs, and the others prepare: they
+        Of the graphs that every rank loaded the smallest of each phase runs, and the others prepare: they
         ran when they were made, and a large model's long chunks would take seconds here.
         """
         self._progress.phase("warmup")
         warm = set()
         with timed_phase(self._board, "warmup"):
             for graph in graphs:
-                if self._results[graph.spec] == "compiled" or graph.spec.phase not in warm:
+                if str(graph.spec) in self._fresh or graph.spec.phase not in warm:
                     graph.run()
                 else:
                     graph.prepare()

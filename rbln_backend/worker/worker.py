@@ -54,6 +54,7 @@ from rbln_backend.vllm_compat.surface import (
     share_logging,
 )
 from rbln_backend.worker.adapter_calls import AdapterCalls
+from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.phase_timer import timed_phase
@@ -70,8 +71,11 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
+A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_STEP_FAILED = 70
 
 
 def _told(
@@ -99,6 +103,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         share_logging()
+        if vllm_config.parallel_config.distributed_executor_backend == "mp":
+            end_with_engine()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)
         self._place = rank_place(vllm_config, rank, local_rank)
@@ -246,13 +252,26 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self._runner is not None
-        return self._runner.execute_model(scheduler_output)
+        return self._guarded(self._runner.execute_model, scheduler_output)
 
     def sample_tokens(  # type: ignore[override]  # upstream's callers accept None, its type does not
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | None:
         assert self._runner is not None
-        return self._runner.sample_tokens(grammar_output)
+        return self._guarded(self._runner.sample_tokens, grammar_output)
+
+    def _guarded(self, step: Callable[[A], R], argument: A) -> R:
+        """A part of a step. Where it fails on a rank that nobody listens to, the process ends.
+
+        The executor waits for the rank that replies, and that one for this one.
+        """
+        try:
+            return step(argument)
+        except Exception as error:
+            if self._place.replies:
+                raise
+            logger.exception("Rank %d cannot go on", self.rank)
+            raise SystemExit(_STEP_FAILED) from error
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         if self.model_config.runner_type == "generate":
