@@ -17,9 +17,12 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
+    DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
-    EXPERT_PARALLEL,
+    EXPERT_BALANCING,
+    EXPERT_EXCHANGE,
+    EXPERT_PARALLEL_TP_DP,
     KV_TRANSFER,
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -35,7 +38,7 @@ from rbln_backend.unsupported import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from rbln_backend.grammar.trial import GrammarTrial
@@ -253,7 +256,6 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         )
     _refuse_first(
         {
-            EXPERT_PARALLEL: parallel.enable_expert_parallel,
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
             or parallel.decode_context_parallel_size > 1,
             SPECULATION: vllm_config.speculative_config is not None,
@@ -263,11 +265,28 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     model = _model_config(vllm_config)
     if model is not None:
         _refuse_model(model)
+        if model.is_moe:
+            _refuse_expert_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _refuse_expert_ranks(parallel: ParallelConfig) -> None:
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    splits = parallel.enable_expert_parallel
+    _refuse_first(
+        {
+            EXPERT_BALANCING: parallel.enable_eplb or parallel.enable_elastic_ep,
+            EXPERT_EXCHANGE: parallel.all2all_backend != "allgather_reducescatter",
+            EXPERT_PARALLEL_TP_DP: splits and tensor > 1 and data > 1,
+            DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
+        }
+    )
+    if splits and tensor * data == 1:
+        logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
 def _refuse_model(model: ModelConfig) -> None:

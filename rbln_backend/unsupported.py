@@ -51,11 +51,29 @@ QUANTIZATION = Feature(
     "for which vLLM has no kernel on this device",
     "serve a bfloat16 copy of the checkpoint",
 )
-EXPERT_PARALLEL = Feature(
-    "expert parallelism",
-    "--enable-expert-parallel",
-    "whose ranks share the experts' matrices, not the experts",
-    "drop the flag; --tensor-parallel-size spreads experts as well",
+EXPERT_PARALLEL_TP_DP = Feature(
+    "expert parallelism over tensor-parallel and data-parallel ranks at once",
+    "--enable-expert-parallel with --tensor-parallel-size and --data-parallel-size above 1",
+    "for which vLLM's models split the rows of a batch, which graphs here do not",
+    "drop --enable-expert-parallel, which splits every expert among all ranks, or use one of both",
+)
+EXPERT_BALANCING = Feature(
+    "moving experts between ranks",
+    "--enable-eplb, --enable-elastic-ep",
+    "whose graphs are bound to the experts that a rank has loaded",
+    "drop the flag",
+)
+EXPERT_EXCHANGE = Feature(
+    "another exchange of experts' tokens",
+    "--all2all-backend other than allgather_reducescatter",
+    "whose graphs gather the tokens of all data-parallel ranks",
+    "drop --all2all-backend",
+)
+DATA_PARALLEL_STAGES = Feature(
+    "data parallelism of pipelines of a mixture of experts",
+    "--data-parallel-size and --pipeline-parallel-size above 1",
+    "whose stages have several steps under way, while data-parallel ranks agree on each one",
+    "drop one of both",
 )
 CONTEXT_PARALLEL = Feature(
     "context parallelism",
@@ -195,7 +213,10 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
-    EXPERT_PARALLEL,
+    EXPERT_PARALLEL_TP_DP,
+    EXPERT_BALANCING,
+    EXPERT_EXCHANGE,
+    DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
     LORA_ON_NPU,
     LORA_POOLING,

@@ -217,6 +217,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
 TORCH_LIBRARY_IMPL(rbln_channels, CPU, m) {
   m.impl("all_reduce", TORCH_FN(rbln::all_reduce_tensor));
   m.impl("all_gather", TORCH_FN(rbln::all_gather_tensor));
+  m.impl("reduce_scatter", TORCH_FN(rbln::reduce_scatter_tensor));
 }
 
 TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {

@@ -8,8 +8,10 @@ computes by the path that was chosen when the layer was made.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
@@ -56,6 +58,28 @@ class RblnMoERunner(MoERunner):
 
     def _encode_layer_name(self) -> str:
         return str(self.layer_name)
+
+    def _maybe_dispatch(
+        self, hidden_states: Tensor, router_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[T, ...] of this rank to [ranks * T, ...] of all data-parallel ones."""
+        ranks = self.moe_config.dp_size
+        if ranks == 1:
+            return hidden_states, router_logits
+        gather = torch.ops.rbln_collectives.all_gather
+        return gather(hidden_states, 0, ranks, "dp"), gather(router_logits, 0, ranks, "dp")
+
+    def _maybe_combine(self, shared_output: Tensor | None, hidden_states: Any) -> Any:
+        """Each data-parallel rank gets the sum of its own rows; vLLM adds up the others."""
+        ranks = self.moe_config.dp_size
+        if ranks > 1:
+            scatter = torch.ops.rbln_collectives.reduce_scatter
+            hidden_states = scatter(hidden_states, 0, ranks, "dp")
+        return hidden_states if self.shared_experts is None else (shared_output, hidden_states)
+
+    def _sequence_parallel_context(self) -> AbstractContextManager[None]:
+        """Rows are not split among tensor-parallel ranks: the platform refuses what would."""
+        return nullcontext()
 
     def _forward_traced(
         self,

@@ -76,7 +76,8 @@ class Routing:
         chosen = best.topk(self.top_groups, dim=-1)[1]
         is_open = torch.zeros_like(best).scatter(1, chosen, 1.0)
         closed = (is_open == 0).unsqueeze(-1).expand_as(by_group)
-        return by_group.masked_fill(closed, float("-inf")).flatten(-2)
+        scores_open: Tensor = by_group.masked_fill(closed, float("-inf")).flatten(-2)
+        return scores_open
 
 
 def local_ids(ids: Tensor, expert_map: Tensor | None, tokens_mask: Tensor | None) -> Tensor:

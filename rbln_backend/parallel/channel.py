@@ -27,8 +27,9 @@ NAMESPACE = "rbln_channels"
 SCHEMAS = {
     "all_reduce": "(Tensor x, int channel) -> Tensor",
     "all_gather": "(Tensor x, int dim, int world_size, int channel) -> Tensor",
+    "reduce_scatter": "(Tensor x, int dim, int world_size, int channel) -> Tensor",
 }
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a file of our own there, mode 0600)
+SHARED_MEMORY = Path("/dev/shm")
 # What a rank hands over at once; two of them per rank. A container's /dev/shm has 64 MiB.
 SEAT_BYTES = 1 << 20
 

@@ -46,6 +46,8 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data": parallel.data_parallel_size,
             "expert": parallel.enable_expert_parallel,
             "rank": parallel.rank,
+            # Ranks may hold different numbers of experts.
+            "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
         "rbln": rbln.graph_fields(),
         "lora": _adapter_fields(config),

@@ -24,6 +24,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
@@ -53,6 +54,7 @@ from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.request_batches import RequestBatches
 from rbln_backend.worker.sampler import GreedySampler
 from rbln_backend.worker.stage import handed_buffers, make_stage
+from rbln_backend.worker.step_agreement import DataRanks, SoleRank, StepAgreement
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
@@ -100,10 +102,12 @@ class EngineBuild:
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
         self._stage = make_stage(parts.model)
+        self._agreement = _agreement(config)
+        masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
-            has_tokens_mask=bool(self._moe) and rbln.use_moe_tokens_mask,
+            masked_ranks=self._agreement.ranks if masks_tokens else 0,
             handed=None if self._stage.part.is_first else partial(handed_buffers, parts.model),
         )
         dtype = next(parts.model.parameters()).dtype
@@ -197,7 +201,9 @@ class EngineBuild:
             self._parts.adapters.read_by(request.inputs)
         for method in self._moe:
             method.tokens_mask = request.inputs.get(TOKENS_MASK)
-        return set_forward_context(request.metadata, self._parts.vllm_config, slot_mapping={})
+        config, rows = self._parts.vllm_config, request.spec.batch_size * request.spec.query_len
+        everywhere = torch.full((config.parallel_config.data_parallel_size,), rows)
+        return set_forward_context(*(request.metadata, config, rows, everywhere), slot_mapping={})
 
     def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:
         """One rank counts: all of them run the same sizes."""
@@ -219,6 +225,7 @@ class EngineBuild:
             kv_caches=self._kv_caches,
             metrics=StepMetrics(self._step_board(), list(self._graphs.inputs), self._usage),
             stage=self._stage,
+            agreement=self._agreement,
         )
         if not is_last:
             return RelayRunner(steps)
@@ -272,6 +279,13 @@ def _capture_workers(parts: EngineParts) -> int:
         return 1
     ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _agreement(config: VllmConfig) -> StepAgreement:
+    """Engines of a dense model are by themselves, whatever their number."""
+    if config.parallel_config.data_parallel_size == 1:
+        return SoleRank()
+    return DataRanks(groups()["dp"])
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

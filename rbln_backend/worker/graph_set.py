@@ -42,7 +42,7 @@ class GraphSet:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
-        has_tokens_mask: bool = False,
+        masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
@@ -50,7 +50,7 @@ class GraphSet:
             spec: StepInputs.allocate(
                 *(spec, groups, encoder_layers),
                 has_adapters=has_adapters,
-                has_tokens_mask=has_tokens_mask,
+                masked_ranks=masked_ranks,
                 handed=handed,
             )
             for spec in plan(tables, has_logits=False)

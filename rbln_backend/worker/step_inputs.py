@@ -35,7 +35,7 @@ class StepInputs:
     adapter_slots: IntArray
     """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
     tokens_mask: npt.NDArray[np.float32]
-    """[B * L, 1]: 0 in padding; empty in an engine whose graphs do not read it."""
+    """[ranks, B * L]: 0 in padding; no ranks in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
     """One per KV cache group, in vLLM's order."""
     tensors: dict[str, Tensor]
@@ -50,12 +50,13 @@ class StepInputs:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
-        has_tokens_mask: bool = False,
+        masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
         """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache.
 
-        ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
+        ``masked_ranks``: the data-parallel ranks whose rows graphs tell from padding, 0 if they do
+        not. ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
         """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
@@ -68,8 +69,8 @@ class StepInputs:
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
         if has_adapters:
             tensors[INPUT_NAME] = slots
-        mask = torch.zeros(batch * length if has_tokens_mask else 0, 1)
-        if has_tokens_mask:
+        mask = torch.zeros(masked_ranks * batch * length, 1)
+        if masked_ranks:
             tensors[TOKENS_MASK] = mask
         parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
         for part in parts:
@@ -86,7 +87,7 @@ class StepInputs:
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
             adapter_slots=slots.numpy(),
-            tokens_mask=mask.numpy(),
+            tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
             tensors=tensors,
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
@@ -100,7 +101,6 @@ class StepInputs:
         self.positions[0, :count] = np.arange(start, start + count)
         self.positions[0, count:] = 0
         self.token_indices[0] = count - 1
-        self._fill_mask(count)
         for group, row in zip(self.groups, block_rows, strict=True):
             group.fill_prefill(start, count, row)
 
@@ -117,11 +117,20 @@ class StepInputs:
         if count < self.spec.bucket:
             self.token_ids[count:] = 0
             self.positions[count:] = 0
-        self._fill_mask(count)
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill_decode(num_computed, rows)
 
-    def _fill_mask(self, count: int) -> None:
-        """The first ``count`` rows are tokens."""
-        self.tokens_mask[:count] = 1.0
-        self.tokens_mask[count:] = 0.0
+    def fill_idle(self) -> None:
+        """Nothing but padding: every row goes to the null block and to no adapter."""
+        for whole in (self.token_ids, self.positions, self.token_indices):
+            whole[...] = 0
+        self.adapter_slots[...] = NO_ADAPTER
+        for group in self.groups:
+            for tensor in group.tensors.values():
+                tensor.zero_()
+
+    def fill_mask(self, counts: Sequence[int]) -> None:
+        """The first ``counts[r]`` rows of rank r are tokens."""
+        for rows, count in zip(self.tokens_mask, counts, strict=False):
+            rows[:count] = 1.0
+            rows[count:] = 0.0

@@ -53,8 +53,8 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
     share_logging,
 )
-from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.vllm_compat.worker_process import end_with_engine
+from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.phase_timer import timed_phase
@@ -259,6 +259,11 @@ class RblnWorker(AdapterCalls, WorkerBase):
     ) -> ModelRunnerOutput | None:
         assert self._runner is not None
         return self._guarded(self._runner.sample_tokens, grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Called in place of ``execute_model`` while other data-parallel ranks have work."""
+        assert self._runner is not None
+        self._runner.execute_idle()
 
     def _guarded(self, step: Callable[[A], R], argument: A) -> R:
         """A part of a step. Where it fails on a rank that nobody listens to, the process ends.
