@@ -20,7 +20,6 @@ from rbln_backend.unsupported import (
     DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
-    EXPERT_BALANCING,
     EXPERT_EXCHANGE,
     EXPERT_PARALLEL_TP_DP,
     KV_TRANSFER,
@@ -279,7 +278,6 @@ def _refuse_expert_ranks(parallel: ParallelConfig) -> None:
     splits = parallel.enable_expert_parallel
     _refuse_first(
         {
-            EXPERT_BALANCING: parallel.enable_eplb or parallel.enable_elastic_ep,
             EXPERT_EXCHANGE: parallel.all2all_backend != "allgather_reducescatter",
             EXPERT_PARALLEL_TP_DP: splits and tensor > 1 and data > 1,
             DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,

@@ -57,12 +57,6 @@ EXPERT_PARALLEL_TP_DP = Feature(
     "for which vLLM's models split the rows of a batch, which graphs here do not",
     "drop --enable-expert-parallel, which splits every expert among all ranks, or use one of both",
 )
-EXPERT_BALANCING = Feature(
-    "moving experts between ranks",
-    "--enable-eplb, --enable-elastic-ep",
-    "whose graphs are bound to the experts that a rank has loaded",
-    "drop the flag",
-)
 EXPERT_EXCHANGE = Feature(
     "another exchange of experts' tokens",
     "--all2all-backend other than allgather_reducescatter",
@@ -214,7 +208,6 @@ FEATURES: tuple[Feature, ...] = (
     QUANTIZED_EXPERTS,
     QUANTIZATION,
     EXPERT_PARALLEL_TP_DP,
-    EXPERT_BALANCING,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -38,8 +39,9 @@ LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
 def inspect_model(config: VllmConfig) -> ModelReport:
     """Describe the model in a process that runs no engine: makes vLLM's process groups for it.
 
-    Raises ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it
-    cannot run, and whatever vLLM's layers raise themselves.
+    Numbers are those of the whole model, however many ranks will share it. Raises
+    ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it cannot run,
+    and whatever vLLM's layers raise themselves.
     """
     rbln = configured(config)
     device = choose_device(rbln)
@@ -48,9 +50,10 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         install_layers()
     install_expert_layers()
     tables = bucket_tables(config, rbln)
-    with _process_groups(config):
-        skeleton = Skeleton(config)
-        specs = check_layers(skeleton, config, rbln)
+    whole = _of_one_rank(config)
+    with _process_groups(whole):
+        skeleton = Skeleton(whole)
+        specs = check_layers(skeleton, whole, rbln)
     model, scheduled = config.model_config, plan(tables, has_logits=generates(config))
     caching, reason = _prefix_caching(config, rbln, specs)
     lora = config.lora_config
@@ -73,6 +76,16 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
     )
+
+
+def _of_one_rank(config: VllmConfig) -> VllmConfig:
+    """The same engine without its other ranks, for which process groups would wait."""
+    alone = copy.copy(config)
+    alone.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
+    parallel.data_parallel_size = parallel.world_size = 1
+    parallel.data_parallel_rank = 0
+    return alone
 
 
 @contextmanager

@@ -30,6 +30,12 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs
 Generate = Callable[[list[int], int | None], Awaitable[Any]]
 
 
+@pytest.fixture(autouse=True)
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of this process would take the process groups of its engines for its own."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
 def chosen_logprobs(outputs: Sequence[Any]) -> list[list[float]]:
     return [
         [step[token].logprob for token, step in zip(o.token_ids, o.logprobs, strict=True)]
