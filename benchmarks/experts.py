@@ -109,10 +109,12 @@ class _Layers:
         w13, w2 = next(self.packed)
         total: Tensor = torch.zeros(x.shape)
         for number in range(EXPERTS):
-            inner = OPS.silu_and_mul(OPS.linear(x, w13[number], None, 2 * INTERMEDIATE))
+            gate_up = OPS.linear(x, w13[number], None, 2 * INTERMEDIATE)
+            inner = OPS.activate(gate_up, "silu", True)
             share = by_expert[:, number : number + 1]
             total += OPS.linear(inner, w2[number], None, HIDDEN).float() * share
-        return total.to(x.dtype)
+        summed: Tensor = total.to(x.dtype)
+        return summed
 
     def torch_grouped(self, x: Tensor, logits: Tensor) -> Tensor:
         """The chosen experts in PyTorch, as transformers computes them."""

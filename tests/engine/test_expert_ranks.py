@@ -90,15 +90,11 @@ def on_two_engines(args: AsyncEngineArgs, use: Callable[[Generate], Awaitable[No
         numbers = iter(range(1000))
 
         async def generate(prompt: list[int], rank: int | None) -> Any:
-            final = None
-            async for final in llm.generate(
-                {"prompt_token_ids": prompt},
-                SHORT,
-                request_id=str(next(numbers)),
-                data_parallel_rank=rank,
-            ):
-                pass
-            return final
+            number = str(next(numbers))
+            outputs = llm.generate(
+                {"prompt_token_ids": prompt}, SHORT, number, data_parallel_rank=rank
+            )
+            return [output async for output in outputs][-1]
 
         try:
             await use(generate)
@@ -114,6 +110,7 @@ def on_two_engines(args: AsyncEngineArgs, use: Callable[[Generate], Awaitable[No
         ("qwen3_moe", {}),
         ("qwen3_moe", {"enable_expert_parallel": True}),
         ("qwen2_moe", {"enable_expert_parallel": True}),
+        ("gpt_oss", {}),
         ("gpt_oss", {"enable_expert_parallel": True}),
         ("mixtral", {"tensor_parallel_size": 2}),
     ],
