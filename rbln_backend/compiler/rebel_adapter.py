@@ -19,6 +19,8 @@ from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import INPUT, KV
 from rbln_backend.errors import CompileError
+from rbln_backend.parallel.collectives import Group
+from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
 
 _OUT_OF_MEMORY = ("SYS_ENOMEM: Out of memory", "SYS_EBUSY: Lack of device memory")
 
@@ -68,7 +70,6 @@ class RebelCompiler:
         cache_dir: Path | None,
         strict: bool,
         num_devices: int = 1,
-        process_groups: Mapping[str, list[int]] | None = None,
     ) -> None:
         self._sdk = sdk
         self._device = device
@@ -77,12 +78,13 @@ class RebelCompiler:
         options: dict[str, Any] = {
             "compile_context": self._context,
             "num_devices": num_devices,
-            "process_group_dict": dict(process_groups or {}),
+            "process_group_dict": {},
             "mode": "strict" if strict else None,
             "cache_dir": str(cache_dir) if cache_dir else None,
         }
         # The SDK's callers drop empty values before the call.
         self._options = {key: value for key, value in options.items() if value not in (None, "")}
+        self._groups: Mapping[str, Group] = {}
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         version = str(getattr(self._sdk, "__version__", "unknown"))
@@ -99,6 +101,11 @@ class RebelCompiler:
         for name, cache in caches.items():
             self._context.mark_static_address(cache, name)
 
+    def join(self, groups: Mapping[str, Group]) -> None:
+        """Collectives are given to the SDK as torch's own, which name their process group."""
+        self._groups = groups
+        self._options["process_group_dict"] = process_group_dict(groups)
+
     def lower(self, program: Program) -> Program:
         return program
 
@@ -107,6 +114,8 @@ class RebelCompiler:
         holder: list[Any] = []
         options = {**self._options, "_runtime_holder": holder}
         module, inputs = _with_weights_inside(program, tensors)
+        use_functional_ops(module.graph, self._groups)
+        module.recompile()
         try:
             runtime = self._backend(module, inputs, options=options)
         except RuntimeError as error:

@@ -98,15 +98,15 @@ def _reduce_scatter(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
     return part.contiguous()
 
 
-def _fake_all_reduce(x: Tensor, group: str) -> Tensor:
+def _fake_all_reduce(x: Tensor, group: str) -> Tensor:  # noqa: ARG001
     return x.new_empty(x.shape)
 
 
-def _fake_all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
+def _fake_all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:  # noqa: ARG001
     return x.new_empty(_gathered_shape(x, dim, world_size))
 
 
-def _fake_reduce_scatter(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
+def _fake_reduce_scatter(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:  # noqa: ARG001
     shape = list(x.shape)
     shape[dim] //= world_size
     return x.new_empty(shape)

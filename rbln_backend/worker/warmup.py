@@ -54,8 +54,9 @@ class WarmUp:
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """First run over padding only: pages are touched, threads are started.
 
-        Of the graphs that every rank loaded the smallest of each phase runs, and the others prepare: they
-        ran when they were made, and a large model's long chunks would take seconds here.
+        Of the graphs that every rank loaded the smallest of each phase runs, and the others
+        prepare: they ran when they were made, and a large model's long chunks would take seconds
+        here.
         """
         self._progress.phase("warmup")
         warm = set()

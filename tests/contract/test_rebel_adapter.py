@@ -96,7 +96,6 @@ def test_compiles_with_the_documented_options(sdk_root: Path) -> None:
         cache_dir=sdk_root / "cache",
         strict=True,
         num_devices=2,
-        process_groups={"tp": [0, 1]},
     )
     compiler.adopt_kv_caches({"layer": cache})
     x, weight = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
@@ -116,7 +115,7 @@ def test_compiles_with_the_documented_options(sdk_root: Path) -> None:
     assert set(kwargs) == {"options"}
     assert options["mode"] == "strict"
     assert options["num_devices"] == 2
-    assert options["process_group_dict"] == {"tp": [0, 1]}
+    assert options["process_group_dict"] == {}
     assert options["cache_dir"] == str(sdk_root / "cache")
     assert options["compile_context"].use_weight_sharing is True
     assert options["compile_context"].static["layer"] is cache

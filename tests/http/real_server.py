@@ -94,6 +94,16 @@ class RealServer:
         return sum(float(x.split()[-1]) for x in page.splitlines() if x.startswith(start))
 
 
+def descendants(pid: int) -> dict[int, str]:
+    """Every process below ``pid``, with its command line or title."""
+    found: dict[int, str] = {}
+    for child in _children(pid):
+        found[child] = Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ")
+        found |= descendants(child)
+    return found
+
+
 def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    return [int(child) for child in path.read_text().split()]
+    # A process may be started by any thread of its parent.
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in lists for child in path.read_text().split()]

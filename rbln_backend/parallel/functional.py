@@ -1,0 +1,78 @@
+"""The collectives of a graph as torch's functional ones, which compilers of others know.
+
+The RBLN SDK finds the ranks of a collective by the name of its process group, through the option
+``process_group_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from rbln_backend.parallel.collectives import Group, collective_name
+
+_SUM = "sum"
+
+
+def process_group_dict(groups: Mapping[str, Group]) -> dict[str, list[int]]:
+    """The ranks behind the name of every process group of ``groups``."""
+    return {
+        str(process_group.group_name): list(group.ranks)
+        for group in groups.values()
+        for process_group in (group.process_group, group.host_group)
+    }
+
+
+def use_functional_ops(graph: fx.Graph, groups: Mapping[str, Group]) -> None:
+    """Replace every collective of ``graph``; raises ``KeyError`` for a group that is not there."""
+    for node in list(graph.nodes):
+        name = collective_name(node.target)
+        if name is None:
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_WRITERS[name](graph, node, groups[node.args[-1]]))
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, op: Callable[..., object], *args: object) -> fx.Node:
+    done = graph.call_function(op, args)
+    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (done,))
+
+
+def _all_reduce(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
+    op = torch.ops._c10d_functional.all_reduce.default
+    return _call(graph, op, node.args[0], _SUM, group.process_group.group_name)
+
+
+def _all_gather(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
+    x, dim, world_size, _ = node.args
+    op = torch.ops._c10d_functional.all_gather_into_tensor.default
+    rows = _call(graph, op, x, world_size, group.process_group.group_name)
+    return _moved(graph, rows, world_size, source=0, target=dim)
+
+
+def _reduce_scatter(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
+    x, dim, world_size, _ = node.args
+    rows = _moved(graph, x, world_size, source=dim, target=0)
+    op = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    return _call(graph, op, rows, _SUM, world_size, group.process_group.group_name)
+
+
+def _moved(
+    graph: fx.Graph, x: object, world_size: object, *, source: object, target: object
+) -> fx.Node:
+    """The parts of ``x`` along ``source`` one after the other along ``target``.
+
+    The functional collectives know the first dimension alone.
+    """
+    parts = graph.call_function(torch.chunk, (x, world_size, source))
+    return graph.call_function(torch.cat, (parts, target))
+
+
+_WRITERS: Mapping[str, Callable[[fx.Graph, fx.Node, Group], fx.Node]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}

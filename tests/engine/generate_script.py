@@ -1,0 +1,51 @@
+"""An engine of any number of ranks in a process of its own, run by ``script.run_script``.
+
+The argument is ``[checkpoint, options of AsyncEngineArgs, prompts, number of tokens]``. The result
+has the tokens of every prompt, greedily, each with its log-probability. Requests go to the
+data-parallel engines in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def answer(
+    engine: AsyncLLM, number: int, prompt: list[int], num_tokens: int, engines: int
+) -> dict[str, Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    last = None
+    async for output in engine.generate(
+        {"prompt_token_ids": prompt},
+        params,
+        str(number),
+        data_parallel_rank=number % engines if engines > 1 else None,
+    ):
+        last = output.outputs[0]
+    assert last is not None
+    assert last.logprobs is not None
+    tokens = list(last.token_ids)
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, last.logprobs, strict=True)]
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+async def main(checkpoint: str, options: Any, prompts: list[list[int]], num_tokens: int) -> None:
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **options))
+    engines = options.get("data_parallel_size", 1)
+    try:
+        answers = await asyncio.gather(
+            *(answer(engine, i, p, num_tokens, engines) for i, p in enumerate(prompts))
+        )
+    finally:
+        engine.shutdown()
+    sys.stdout.write(f"RESULT {json.dumps(answers)}\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*json.loads(sys.argv[1])))
