@@ -120,7 +120,7 @@ class _Layers:
         """The chosen experts in PyTorch, as transformers computes them."""
         weights, ids = _routed(logits)
         w13, w2 = next(self.unpacked)
-        total = torch.zeros_like(x)
+        total: Tensor = torch.zeros_like(x)
         for number in ids.unique().tolist():
             rows, slots = (ids == number).nonzero(as_tuple=True)
             gate, up = (x[rows] @ w13[number].t()).chunk(2, dim=-1)
@@ -130,7 +130,8 @@ class _Layers:
 
 
 def _random(generator: torch.Generator, columns: int, depth: int) -> Tensor:
-    return (torch.randn(EXPERTS, columns, depth, generator=generator) * depth**-0.5).bfloat16()
+    plain = torch.randn(EXPERTS, columns, depth, generator=generator)
+    return plain.mul(float(depth**-0.5)).bfloat16()
 
 
 def _packed(matrices: Tensor) -> Tensor:
@@ -144,7 +145,8 @@ def _routed(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_expert(logits: Tensor) -> Tensor:
     weights, ids = _routed(logits)
-    return torch.zeros(logits.shape).scatter(1, ids, weights)
+    spread: Tensor = torch.zeros(logits.shape).scatter(1, ids, weights)
+    return spread
 
 
 def measure_layer(layers: _Layers, rows: int) -> LayerRow:

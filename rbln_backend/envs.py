@@ -147,7 +147,7 @@ def _no_effect(name: str, parser: Parser, doc: str, target: str | None = None) -
 
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET_"
-_NO_MOE = "Experts run on one rank, and in one way."
+_NO_MOE = "Tokens of experts are always gathered, and their sums scattered."
 _NO_ALL2ALL = "Every rank is given all tokens and adds up its experts' part of them."
 
 ENV_VARS: tuple[EnvVar, ...] = (
@@ -277,7 +277,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _no_effect("VLLM_RBLN_BACKFILL_TRACE_REQS", _ANY_TEXT, "Tracing follows vLLM's flags."),
     _no_effect("VLLM_RBLN_DP_INPUT_ALL_GATHER", _BOOL, _NO_MOE),
     _no_effect("VLLM_RBLN_LOGITS_ALL_GATHER", _BOOL, "vLLM's logits processor decides."),
-    _no_effect("VLLM_RBLN_SPECIALIZE_MOE_DECODE", _BOOL, _NO_MOE),
+    _no_effect("VLLM_RBLN_SPECIALIZE_MOE_DECODE", _BOOL, "Decode graphs are always small."),
     _no_effect("VLLM_RBLN_MOE_REDUCE_SCATTER", _BOOL, _NO_MOE),
 )
 

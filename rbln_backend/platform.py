@@ -17,11 +17,8 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
-    DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
-    EXPERT_EXCHANGE,
-    EXPERT_PARALLEL_TP_DP,
     KV_TRANSFER,
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -37,7 +34,7 @@ from rbln_backend.unsupported import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from rbln_backend.grammar.trial import GrammarTrial
@@ -265,26 +262,14 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model is not None:
         _refuse_model(model)
         if model.is_moe:
-            _refuse_expert_ranks(parallel)
+            from rbln_backend.moe.ranks import check_ranks
+
+            check_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
-
-
-def _refuse_expert_ranks(parallel: ParallelConfig) -> None:
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-    splits = parallel.enable_expert_parallel
-    _refuse_first(
-        {
-            EXPERT_EXCHANGE: parallel.all2all_backend != "allgather_reducescatter",
-            EXPERT_PARALLEL_TP_DP: splits and tensor > 1 and data > 1,
-            DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
-        }
-    )
-    if splits and tensor * data == 1:
-        logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
 def _refuse_model(model: ModelConfig) -> None:

@@ -63,7 +63,10 @@ def test_experts_of_two_ranks(engines: Engines, arch: str, path: str) -> None:
     engine = engines.fresh(
         arch, rbln=PATHS[path], tensor_parallel_size=2, enable_expert_parallel=True
     )
-    outputs = engine.generate(prompts, GREEDY)
+    try:
+        outputs = engine.generate(prompts, GREEDY)
+    finally:
+        engine.core.shutdown()
     assert_equals_reference(engine, prompts, outputs)
     assert_same(outputs, alone)
 
