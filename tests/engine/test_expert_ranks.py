@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.conftest import DEFAULTS, Engine, Engines
-from tests.engine.test_equality import GREEDY, assert_equals_reference, make_prompts
+from tests.engine.test_equality import assert_equals_reference, make_prompts
 from tests.engine.test_moe import PATHS
 from tests.kernel_cache import share_kernels
 
@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.wide]
 PROMPT_LENGTHS = [3, 17, 64, 65, 130, 200]
 # Sums over ranks are taken in another order than within one.
 TOLERANCE = 1e-4
-SHORT = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1)
+NUM_TOKENS = 16
+SHORT = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
 
 Generate = Callable[[list[int], int | None], Awaitable[Any]]
 
@@ -58,16 +59,16 @@ def assert_same(outputs: Sequence[Any], alone: Sequence[Any]) -> None:
     ],
 )
 def test_experts_of_two_ranks(engines: Engines, arch: str, path: str) -> None:
-    prompts = make_prompts(PROMPT_LENGTHS, seed=60)
-    alone = engines(arch).generate(prompts, GREEDY)
+    prompts = make_prompts(PROMPT_LENGTHS, seed=61)
+    alone = engines(arch).generate(prompts, SHORT)
     engine = engines.fresh(
         arch, rbln=PATHS[path], tensor_parallel_size=2, enable_expert_parallel=True
     )
     try:
-        outputs = engine.generate(prompts, GREEDY)
+        outputs = engine.generate(prompts, SHORT)
     finally:
         engine.core.shutdown()
-    assert_equals_reference(engine, prompts, outputs)
+    assert_equals_reference(engine, prompts, outputs, NUM_TOKENS)
     assert_same(outputs, alone)
 
 
