@@ -15,6 +15,7 @@ from rbln_backend.cores import LOCAL_ENGINES
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
+from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
     DUAL_CHUNK_ATTENTION,
@@ -66,7 +67,7 @@ class RblnPlatform(Platform):
     device_type: str = "cpu"
     dispatch_key: str = "CPU"
     dist_backend: str = "gloo"
-    ray_device_key: str = ""
+    ray_device_key: str = "RBLN"
     device_control_env_var: str = "RBLN_VISIBLE_DEVICES"
     # Nothing is compiled on the side: "eager" keeps vLLM's small helpers out of Inductor.
     simple_compile_backend: str = "eager"
@@ -241,15 +242,7 @@ def _settle_pooling(vllm_config: VllmConfig) -> None:
 
 def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    model_parallel = (
-        parallel.world_size > 1
-        or parallel.data_parallel_size > 1
-        or parallel.enable_expert_parallel
-    )
-    if model_parallel and rbln.profiler:
-        raise RuntimeError(
-            "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
-        )
+    check_ranks(vllm_config, profiler=rbln.profiler)
     _refuse_first(
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1

@@ -75,6 +75,30 @@ CONTEXT_PARALLEL = Feature(
     "whose attention ops see the whole context of a request on one rank",
     "use --tensor-parallel-size",
 )
+HOSTS = Feature(
+    "ranks on other hosts that no Ray places",
+    "--nnodes, --data-parallel-size-local, -hybrid-lb, -external-lb, --data-parallel-backend ray",
+    "which starts all ranks itself or has Ray start them",
+    "use --distributed-executor-backend ray, or one service per host behind a load balancer",
+)
+OWN_LAUNCHER = Feature(
+    "ranks that the user starts",
+    "--distributed-executor-backend external_launcher",
+    "whose HTTP process starts the engine",
+    "use mp on one host, ray on several",
+)
+MICRO_BATCHES = Feature(
+    "batches that are run in two halves",
+    "--enable-dbo, --ubatch-size",
+    "whose graphs take a whole batch",
+    "drop the flag",
+)
+LORA_RANKS = Feature(
+    "LoRA adapters on several ranks",
+    "--enable-lora with any parallelism",
+    "whose slots hold whole adapters of one rank",
+    "drop --enable-lora, run one rank, or merge the adapter into the checkpoint",
+)
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
     "--enable-lora, on an NPU",
@@ -211,6 +235,10 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
+    HOSTS,
+    OWN_LAUNCHER,
+    MICRO_BATCHES,
+    LORA_RANKS,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_MODEL,

@@ -7,6 +7,7 @@ The RBLN SDK finds the ranks of a collective by the name of its process group, t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,7 +37,7 @@ def use_functional_ops(graph: fx.Graph, groups: Mapping[str, Group]) -> None:
         graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, op: Callable[..., object], *args: object) -> fx.Node:
+def _call(graph: fx.Graph, op: Callable[..., object], *args: Any) -> fx.Node:
     done = graph.call_function(op, args)
     return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (done,))
 
@@ -60,9 +61,7 @@ def _reduce_scatter(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
     return _call(graph, op, rows, _SUM, world_size, group.process_group.group_name)
 
 
-def _moved(
-    graph: fx.Graph, x: object, world_size: object, *, source: object, target: object
-) -> fx.Node:
+def _moved(graph: fx.Graph, x: Any, world_size: Any, *, source: Any, target: Any) -> fx.Node:
     """The parts of ``x`` along ``source`` one after the other along ``target``.
 
     The functional collectives know the first dimension alone.

@@ -31,7 +31,8 @@ def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
     parallel, additional = config.parallel_config, config.additional_config
     assert isinstance(additional, dict)
     engine = parallel.data_parallel_index
-    local = parallel.local_world_size
+    # Ray tells a rank which devices of its host the engine has, one for each of its ranks there.
+    local = len(parallel.assigned_physical_gpu_ids or ()) or parallel.local_world_size
     return RankPlace(
         number=engine * parallel.world_size + rank,
         engine=engine,

@@ -66,8 +66,8 @@ class PipelineStage:
             return
         # The next stage has taken the tensors of the step before, or is about to: at most one step
         # is under way, so that a stage cannot run ahead of a slower one without end.
-        for work, _ in self._sent:
-            work.wait()
+        for sent, _ in self._sent:
+            sent.wait()
         target = self._group.ranks[self._group.rank + 1]
         self._sent = []
         for output in outputs:

@@ -32,6 +32,8 @@ from rbln_backend.kv_cache.layout import (
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
+from rbln_backend.parallel.rules import is_parallel
+from rbln_backend.parallel.sdk_environment import set_sdk_environment
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -109,6 +111,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._rbln = configured(vllm_config)
         self._place = rank_place(vllm_config, rank, local_rank)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
+        if run_dir is not None and not run_dir.is_dir():
+            # Of a rank that Ray has placed on another host nobody would read it.
+            run_dir = None
         number = self._place.number
         # One rank tells the terminal for all of them; the API process hears each.
         self._progress = ProgressWriter(run_dir, number, sys.stderr if number == 0 else None)
@@ -315,6 +320,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
             sdk = find_sdk()
             if self._rbln.profiler and sdk is not None:
                 self._profiler = RebelProfiler(sdk)
+            warning = set_sdk_environment() if is_parallel(self.parallel_config) else None
+            if warning:
+                logger.warning(warning)
             rebel = make_rebel_compiler(
                 self._rbln, None if self._rbln.disable_compile_cache else root
             )

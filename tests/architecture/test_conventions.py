@@ -10,6 +10,8 @@ from pathlib import Path
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
 
 ENVIRONMENT_READERS = {"rbln_backend/envs.py", "server/settings.py"}
+# Sets what the SDK reads, and looks whether the user has.
+ENVIRONMENT_WRITERS = {"rbln_backend/parallel/sdk_environment.py"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 
@@ -26,7 +28,7 @@ def _reads_environment(path: Path) -> bool:
 
 def test_the_environment_is_read_in_two_modules() -> None:
     readers = {relative(path) for path in python_files(*PACKAGES) if _reads_environment(path)}
-    assert readers <= ENVIRONMENT_READERS
+    assert readers <= ENVIRONMENT_READERS | ENVIRONMENT_WRITERS
 
 
 def test_no_file_is_named_for_nothing() -> None:

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 
-def run_script(script: Path, argument: object, environment: Mapping[str, str]) -> Any:
+def run_script(
+    script: Path, argument: object, environment: Mapping[str, str], *, timeout_s: float = 180
+) -> Any:
     """Run ``script`` with ``argument`` as its JSON ``sys.argv[1]``; it must end with 0."""
     result = subprocess.run(
         [sys.executable, str(script), json.dumps(argument)],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout_s,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

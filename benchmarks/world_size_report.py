@@ -1,0 +1,85 @@
+"""The report of benchmarks.world_size."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+
+from benchmarks.command import disturbance, machine_lines
+from benchmarks.machine import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One batch of one arrangement in one round.
+
+    `step_ms` is the time in which every request gets a token; `cpu_ms` the processor time of all
+    processes of the engine for it, its share of the prefill included.
+    """
+
+    arrangement: str
+    round: int
+    batch: int
+    step_ms: float
+    cpu_ms: float
+    other_busy_cores: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the command."""
+
+    started: str
+    command: str
+    machine: Machine
+    load_before: float
+    model: str
+    parameters: int
+    samples: list[Sample]
+
+
+def markdown(run: Run) -> str:
+    """Return the report."""
+    lines = [
+        f"# Steps by world size, {run.started}",
+        "",
+        f"`{run.command}`",
+        "",
+        *machine_lines(run.machine, run.load_before),
+        f"- Model {run.model}, {run.parameters / 1e6:.1f}M parameters. Ranks divide the cores.",
+        f"- {disturbance([sample.other_busy_cores for sample in run.samples])}",
+    ]
+    for batch in sorted({sample.batch for sample in run.samples}):
+        lines += ["", f"## Batch {batch}", "", *_table(run, batch)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(run: Run, batch: int) -> list[str]:
+    rows = [
+        "Milliseconds per token of every request, medians over the rounds.",
+        "",
+        "| ranks | step | least | processor time | tokens/s | step of one rank over it |",
+        "|---|---|---|---|---|---|",
+    ]
+    samples = [sample for sample in run.samples if sample.batch == batch]
+    names = list(dict.fromkeys(sample.arrangement for sample in samples))
+    alone = _median(samples, names[0])
+    for name in names:
+        step = _median(samples, name)
+        least = min(sample.step_ms for sample in samples if sample.arrangement == name)
+        cpu = statistics.median(s.cpu_ms for s in samples if s.arrangement == name)
+        rows.append(
+            f"| {name} | {step:.2f} | {least:.2f} | {cpu:.2f} | {1000 * batch / step:.0f} | "
+            f"{alone / step:.2f} |"
+        )
+    return rows
+
+
+def _median(samples: list[Sample], name: str) -> float:
+    return statistics.median(s.step_ms for s in samples if s.arrangement == name)
+
+
+def to_json(run: Run) -> str:
+    """Return the samples."""
+    return json.dumps(asdict(run), indent=1) + "\n"

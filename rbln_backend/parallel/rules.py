@@ -1,0 +1,75 @@
+"""What a configuration with several ranks may ask for; no rank exists yet."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rbln_backend.errors import ConfigError
+from rbln_backend.unsupported import HOSTS, LORA_RANKS, MICRO_BATCHES, OWN_LAUNCHER
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+def is_parallel(parallel: ParallelConfig) -> bool:
+    """Whether there is more than one rank, or the documents' checks for several apply."""
+    several = parallel.world_size > 1 or parallel.data_parallel_size > 1
+    return several or parallel.enable_expert_parallel
+
+
+def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
+    """Raise ``UnsupportedModelError``, ``ConfigError`` or ``RuntimeError`` for what cannot work.
+
+    The profiler's message is the documented one.
+    """
+    parallel = config.parallel_config
+    if is_parallel(parallel) and profiler:
+        raise RuntimeError(
+            "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
+        )
+    ranks = parallel.world_size * parallel.data_parallel_size
+    refusals = {
+        OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
+        HOSTS: _spans_hosts_by_itself(parallel),
+        MICRO_BATCHES: parallel.use_ubatching,
+        LORA_RANKS: config.lora_config is not None and ranks > 1,
+    }
+    for feature, is_present in refusals.items():
+        if is_present:
+            raise feature.refusal()
+    _check_stages(config)
+
+
+def _spans_hosts_by_itself(parallel: ParallelConfig) -> bool:
+    """Whether processes would be waited for that no start of this service makes."""
+    return (
+        parallel.nnodes > 1
+        or parallel.local_engines_only
+        or parallel.data_parallel_backend == "ray"
+        or _lacks_engines(parallel)
+    )
+
+
+def _lacks_engines(parallel: ParallelConfig) -> bool:
+    """A process of which the user says which data-parallel rank it is lacks none."""
+    is_told = parallel.data_parallel_rank_local is not None
+    return not is_told and parallel.data_parallel_size_local < parallel.data_parallel_size
+
+
+def _check_stages(config: VllmConfig) -> None:
+    stages = config.parallel_config.pipeline_parallel_size
+    number = config.scheduler_config.max_num_seqs
+    if number < stages:
+        raise ConfigError(
+            f"--max-num-seqs {number} is below --pipeline-parallel-size {stages}: every stage has "
+            f"a step of max_num_seqs // stages requests; give at least {stages}"
+        )
+    if number % stages:
+        logger.warning(
+            "--max-num-seqs %d is no multiple of the %d pipeline stages: a step takes at most %d "
+            "requests, so %d of them never run together with the others",
+            *(number, stages, number // stages, number % stages),
+        )

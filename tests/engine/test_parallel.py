@@ -1,0 +1,97 @@
+"""Several ranks say what one says: tensor, pipeline and data parallel, alone and together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.engine.conftest import Engines
+from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
+from tests.engine.test_equality import make_prompts
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# A token, blocks and chunks to both sides of their ends; more prompts than a step takes.
+PROMPTS = make_prompts([1, 17, 64, 65, 130, 200], seed=500)
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
+DATA: dict[str, Any] = {"data_parallel_size": 2}
+# Ranks add up their parts of a sum; stages and engines compute what one rank computes.
+ROUNDING, NONE = 1e-4, 0.0
+wide = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        (TENSOR, ROUNDING),
+        (PIPELINE, NONE),
+        pytest.param(TENSOR | PIPELINE, ROUNDING, marks=wide),
+        pytest.param(DATA, NONE, marks=wide),
+        pytest.param(TENSOR | DATA, ROUNDING, marks=wide),
+        pytest.param(PIPELINE | DATA, NONE, marks=wide),
+    ],
+)
+def test_ranks_say_what_one_says(
+    engines: Engines, tmp_path: Path, options: dict[str, Any], tolerance: float
+) -> None:
+    engine = engines("llama")
+    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS, **options)
+    assert_as_one_rank(engine, PROMPTS, answers, tolerance)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [TENSOR, PIPELINE])
+@pytest.mark.parametrize("arch", ["qwen3", "exaone4"])
+def test_other_layers(engines: Engines, tmp_path: Path, arch: str, options: dict[str, Any]) -> None:
+    """Norms over heads; sliding windows in some layers, which may all lie in one stage."""
+    engine = engines(arch)
+    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS, **options)
+    assert_as_one_rank(engine, PROMPTS, answers, ROUNDING)
+
+
+@pytest.mark.wide
+def test_without_kernels_ranks_talk_through_torch(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("llama")
+    plain = {"additional_config": {"rbln": {"num_threads": 1, "kernels": "aten"}}}
+    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS[:3], **TENSOR, **plain)
+    assert_as_one_rank(engine, PROMPTS[:3], answers, ROUNDING)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [TENSOR, PIPELINE])
+def test_a_store_that_lacks_graphs_of_one_rank(
+    engines: Engines, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """As a start leaves it that was killed: ranks have not come equally far."""
+    engine = engines("llama")
+    prompts = PROMPTS[:3]
+    run_ranks(engine.checkpoint, tmp_path, prompts, **options)
+    stored = artifacts(tmp_path)
+    for artifact in stored[::3]:
+        shutil.rmtree(artifact)
+    answers = run_ranks(engine.checkpoint, tmp_path, prompts, **options)
+    assert_as_one_rank(engine, prompts, answers, ROUNDING)
+    assert artifacts(tmp_path) == stored
+
+
+def artifacts(cache_root: Path) -> list[Path]:
+    return sorted(path.parent for path in (cache_root / "rbln" / "graphs").rglob("manifest.json"))
+
+
+@pytest.mark.wide
+def test_the_sdk_gets_collectives_by_their_process_group(
+    engines: Engines, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    """On the stand-in of ``tests/contract``, which runs them on the CPU."""
+    from tests.contract.test_rebel_adapter import install_sdk
+
+    install_sdk(tmp_path / "sdk", "RBLN-CR13")
+    engine = engines("llama")
+    sdk = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path / 'sdk'}"}
+    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS[:3], environment=sdk, **TENSOR)
+    assert_as_one_rank(engine, PROMPTS[:3], answers, ROUNDING)
