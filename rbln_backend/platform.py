@@ -255,9 +255,9 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model is not None:
         _refuse_model(model)
         if model.is_moe:
-            from rbln_backend.moe.ranks import check_ranks
+            from rbln_backend.moe.ranks import check_expert_ranks
 
-            check_ranks(parallel)
+            check_expert_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(

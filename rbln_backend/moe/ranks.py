@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_ranks(parallel: ParallelConfig) -> None:
+def check_expert_ranks(parallel: ParallelConfig) -> None:
     """For a mixture of experts. Raises ``UnsupportedModelError`` for what its layers cannot do."""
     tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
     splits = parallel.enable_expert_parallel
