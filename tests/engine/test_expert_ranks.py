@@ -1,6 +1,6 @@
 """Experts divided among ranks: the tokens of one process, by expert and by data parallelism.
 
-Wide: every case starts two or four processes.
+Wide: every case starts two or four processes, each of which compiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.engine.test_equality import assert_equals_reference, make_prompts
 from tests.engine.test_moe import PATHS
 from tests.kernel_cache import share_kernels
 
-pytestmark = [pytest.mark.engine, pytest.mark.wide]
+pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(900)]
 
 PROMPT_LENGTHS = [3, 17, 64, 65, 130, 200]
 # Sums over ranks are taken in another order than within one.
