@@ -50,7 +50,11 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "Disabling chunked prefill is not supported",
         ),
-        ({"tensor_parallel_size": 2}, "parallelism"),
+        ({"pipeline_parallel_size": 8}, "--max-num-seqs 4 is below --pipeline-parallel-size 8"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, "ranks on other hosts that no Ray places"),
+        ({"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters on several ranks"),
+        ({"ubatch_size": 2}, "batches that are run in two halves"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "context parallelism"),
         (
             {"structured_outputs_config": {"backend": "guidance"}},
             "--structured-outputs-config.backend must be auto or xgrammar",

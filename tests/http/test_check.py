@@ -172,10 +172,10 @@ def test_a_refusal_is_one_line(folder: Any) -> None:
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(folder: Any) -> None:
-    told = verdict(folder(LLAMA), "--tensor-parallel-size", "2")
+    told = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
     assert told["ok"] is False
-    assert "tensor, pipeline, data or expert parallelism" in told["reason"]
-    assert "drop the flag" in told["reason"]
+    assert "ranks on other hosts that no Ray places" in told["reason"]
+    assert "--distributed-executor-backend ray" in told["reason"]
 
 
 def test_a_folder_without_a_tokenizer(folder: Any) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
+from rbln_backend.scheduler.constraints import (
+    decode_share,
+    is_prefill,
+    prefill_block_reason,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,19 @@ def test_an_unfinished_prefill_needs_no_free_slot() -> None:
 )
 def test_reasons(facts: dict[str, int | bool], text: str) -> None:
     assert text in (reason(**facts) or "")
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "max_num_seqs", "stages", "share"),
+    [
+        pytest.param(5, 8, 1, 5, id="one stage takes all"),
+        pytest.param(8, 8, 2, 4, id="half each"),
+        pytest.param(3, 8, 2, 2, id="of few an equal part, rounded up"),
+        pytest.param(1, 8, 4, 1, id="never none"),
+        pytest.param(9, 9, 2, 4, id="never more than the largest bucket"),
+    ],
+)
+def test_stages_share_what_decodes(
+    num_decoding: int, max_num_seqs: int, stages: int, share: int
+) -> None:
+    assert decode_share(num_decoding, max_num_seqs, stages) == share
