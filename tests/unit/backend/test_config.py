@@ -17,6 +17,9 @@ FIELDS = [
     "strict_mode",
     "enable_warm_up",
     "hot_path_policy",
+    "moe_use_opt_kernel",
+    "moe_custom_kernel",
+    "use_moe_tokens_mask",
     "decode_batch_bucket_strategy",
     "decode_batch_bucket_min",
     "decode_batch_bucket_step",
@@ -183,6 +186,9 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         "use_custom_kernel",
         "enforce_model_fp32",
         "num_devices_per_local_rank",
+        "moe_use_opt_kernel",
+        "moe_custom_kernel",
+        "use_moe_tokens_mask",
     }
 
 
