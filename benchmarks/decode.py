@@ -76,7 +76,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     models = []
     for name in args.model:
         say(f"checkpoint {name}")
-        models.append(_measure_model(find_checkpoint(name), sides, args))
+        models.append(measure_model(find_checkpoint(name), sides, args))
     return Run(
         started=started,
         command=command,
@@ -115,9 +115,10 @@ def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, 
     }
 
 
-def _measure_model(
+def measure_model(
     checkpoint: Checkpoint, sides: Sequence[Side], args: argparse.Namespace
 ) -> ModelResult:
+    """Measure every side over `checkpoint`; `args` are this command's, the first side is ours."""
     engine_args = _engine_args(checkpoint, args)
     samples: list[Sample] = []
     bandwidths: list[float] = []

@@ -21,7 +21,6 @@ from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
-    EXPERT_PARALLEL,
     KV_TRANSFER,
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -268,7 +267,6 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     check_ranks(vllm_config, profiler=rbln.profiler)
     _refuse_first(
         {
-            EXPERT_PARALLEL: parallel.enable_expert_parallel,
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
             or parallel.decode_context_parallel_size > 1,
             SPECULATION: vllm_config.speculative_config is not None,
@@ -278,6 +276,10 @@ def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     model = _model_config(vllm_config)
     if model is not None:
         _refuse_model(model)
+        if model.is_moe:
+            from rbln_backend.moe.ranks import check_expert_ranks
+
+            check_expert_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(

@@ -27,17 +27,11 @@ class Feature:
         )
 
 
-EXPERTS_ON_NPU = Feature(
-    "mixture-of-experts layers",
-    "Mixtral, Qwen-MoE, gpt-oss, on an NPU",
-    "whose graphs for an NPU have no op for experts",
-    "run it on the emulated device, which has one",
-)
 EXPERT_ROUTING = Feature(
-    "expert routing that is not a plain top-k softmax",
-    "GLM-4.5, Phi-3.5-MoE, Llama-4",
-    "whose routing op knows no groups, biases, scales or functions of the model's own",
-    "serve a model that routes like Mixtral, Qwen-MoE or gpt-oss",
+    "expert routing by token ids, to experts that do nothing, or with weights on the inputs",
+    "DeepSeek-V4, LongCat-Flash, Llama-4",
+    "whose experts are chosen by the router's scores and weighted afterwards",
+    "serve a model that routes like Mixtral, Qwen-MoE, GLM-4.5 or gpt-oss",
 )
 EXPERT_ACTIVATION = Feature(
     "experts with another activation than SiLU or the SwiGLU of gpt-oss",
@@ -57,11 +51,23 @@ QUANTIZATION = Feature(
     "for which vLLM has no kernel on this device",
     "serve a bfloat16 copy of the checkpoint",
 )
-EXPERT_PARALLEL = Feature(
-    "expert parallelism",
-    "--enable-expert-parallel",
-    "whose ranks share the experts' matrices, not the experts",
-    "drop the flag; --tensor-parallel-size spreads experts as well",
+EXPERT_PARALLEL_TP_DP = Feature(
+    "expert parallelism over tensor-parallel and data-parallel ranks at once",
+    "--enable-expert-parallel with --tensor-parallel-size and --data-parallel-size above 1",
+    "for which vLLM's models split the rows of a batch, which graphs here do not",
+    "drop --enable-expert-parallel, which splits every expert among all ranks, or use one of both",
+)
+EXPERT_EXCHANGE = Feature(
+    "another exchange of experts' tokens",
+    "--all2all-backend other than allgather_reducescatter",
+    "whose graphs gather the tokens of all data-parallel ranks",
+    "drop --all2all-backend",
+)
+DATA_PARALLEL_STAGES = Feature(
+    "data parallelism of pipelines of a mixture of experts",
+    "--data-parallel-size and --pipeline-parallel-size above 1",
+    "whose stages have several steps under way, while data-parallel ranks agree on each one",
+    "drop one of both",
 )
 CONTEXT_PARALLEL = Feature(
     "context parallelism",
@@ -221,12 +227,13 @@ FEATURES: tuple[Feature, ...] = (
     KV_SHARING,
     SOFT_CAP,
     UNEQUAL_HEADS,
-    EXPERTS_ON_NPU,
     EXPERT_ROUTING,
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
-    EXPERT_PARALLEL,
+    EXPERT_PARALLEL_TP_DP,
+    EXPERT_EXCHANGE,
+    DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
     HOSTS,
     OWN_LAUNCHER,

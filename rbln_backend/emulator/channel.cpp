@@ -108,6 +108,14 @@ void sum(const std::vector<const void*>& parts, void* out, int64_t count) {
   });
 }
 
+void sum_of(Dtype dtype, const std::vector<const void*>& parts, void* out, int64_t count) {
+  if (dtype == Dtype::f32) sum<float>(parts, out, count);
+  if (dtype == Dtype::bf16) sum<bf16>(parts, out, count);
+  if (dtype == Dtype::f16) sum<f16>(parts, out, count);
+}
+
+int64_t bytes_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
 class SharedChannel final : public Channel {
  public:
   SharedChannel(char* memory, int rank, int ranks, int64_t seat_bytes, const int32_t* processes)
@@ -121,7 +129,7 @@ class SharedChannel final : public Channel {
   }
 
   void all_reduce(Dtype dtype, const void* in, void* out, int64_t count) override {
-    const int64_t width = dtype == Dtype::f32 ? 4 : 2;
+    const int64_t width = bytes_of(dtype);
     const int64_t at_once = seat_bytes_ / width;
     for (int64_t done = 0; done < count; done += at_once) {
       const int64_t some = std::min(at_once, count - done);
@@ -132,10 +140,26 @@ class SharedChannel final : public Channel {
       std::vector<const void*> parts;
       for (int other = 0; other < ranks_; ++other)
         parts.push_back(other == rank_ ? source : desk(other));
-      void* const target = static_cast<char*>(out) + done * width;
-      if (dtype == Dtype::f32) sum<float>(parts, target, some);
-      if (dtype == Dtype::bf16) sum<bf16>(parts, target, some);
-      if (dtype == Dtype::f16) sum<f16>(parts, target, some);
+      sum_of(dtype, parts, static_cast<char*>(out) + done * width, some);
+    }
+  }
+
+  void reduce_scatter(Dtype dtype, const void* in, void* out, int64_t count) override {
+    const int64_t width = bytes_of(dtype);
+    // A piece of every rank's part at once.
+    const int64_t at_once = seat_bytes_ / width / ranks_;
+    for (int64_t done = 0; done < count; done += at_once) {
+      const int64_t some = std::min(at_once, count - done);
+      begin();
+      for (int part = 0; part < ranks_; ++part)
+        std::memcpy(desk(rank_) + part * some * width,
+                    static_cast<const char*>(in) + (part * count + done) * width,
+                    size_t(some * width));
+      meet();
+      std::vector<const void*> parts;
+      for (int other = 0; other < ranks_; ++other)
+        parts.push_back(desk(other) + rank_ * some * width);
+      sum_of(dtype, parts, static_cast<char*>(out) + done * width, some);
     }
   }
 

@@ -18,6 +18,10 @@ class Channel {
   // same bits on every rank.
   virtual void all_reduce(Dtype dtype, const void* in, void* out, int64_t count) = 0;
 
+  // out[i] = the same sum of in[first + i], first = this rank's place times count; in is `ranks`
+  // times as long as out.
+  virtual void reduce_scatter(Dtype dtype, const void* in, void* out, int64_t count) = 0;
+
   // in [rows, row_bytes] -> out [rows, ranks, row_bytes].
   virtual void all_gather(const void* in, void* out, int64_t rows, int64_t row_bytes) = 0;
 };

@@ -30,6 +30,21 @@ Tensor all_reduce_tensor(const Tensor& x, int64_t number) {
   return out;
 }
 
+Tensor reduce_scatter_tensor(const Tensor& x, int64_t dim, int64_t world_size, int64_t number) {
+  TORCH_CHECK(dim == 0 && x.dim() > 0 && x.size(0) % world_size == 0,
+              "x of shape ", x.sizes(), " does not fall into ", world_size, " parts along ", dim);
+  const Tensor source = dense(x);
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[0] /= world_size;
+  const Tensor out = empty_like_dtype(sizes, x);
+  Channel* const line = &channel(number);
+  launch([line, dtype = dtype_of(x, "x"), in = source.const_data_ptr(),
+          target = out.mutable_data_ptr(), count = out.numel()] {
+    line->reduce_scatter(dtype, in, target, count);
+  });
+  return out;
+}
+
 Tensor all_gather_tensor(const Tensor& x, int64_t dim, int64_t world_size, int64_t number) {
   const Tensor source = dense(x);
   if (dim < 0) dim += x.dim();

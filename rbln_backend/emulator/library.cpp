@@ -210,12 +210,14 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("self_attention", TORCH_FN(rbln::self_attention));
   m.impl("moe_route", TORCH_FN(rbln::moe_route_tensors));
   m.impl("moe", TORCH_FN(rbln::moe_tensors));
+  m.impl("moe_masked", TORCH_FN(rbln::moe_masked_tensors));
   m.impl("add_lora_", TORCH_FN(rbln::add_lora_tensors));
 }
 
 TORCH_LIBRARY_IMPL(rbln_channels, CPU, m) {
   m.impl("all_reduce", TORCH_FN(rbln::all_reduce_tensor));
   m.impl("all_gather", TORCH_FN(rbln::all_gather_tensor));
+  m.impl("reduce_scatter", TORCH_FN(rbln::reduce_scatter_tensor));
 }
 
 TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {

@@ -27,6 +27,7 @@ NAMESPACE = "rbln_channels"
 SCHEMAS = {
     "all_reduce": "(Tensor x, int channel) -> Tensor",
     "all_gather": "(Tensor x, int dim, int world_size, int channel) -> Tensor",
+    "reduce_scatter": "(Tensor x, int dim, int world_size, int channel) -> Tensor",
 }
 SHARED_MEMORY = Path("/dev/shm")
 # What a rank hands over at once; two of them per rank. A container's /dev/shm has 64 MiB.

@@ -18,8 +18,11 @@ class Peers:
 
     @classmethod
     def of_this_rank(cls) -> Peers:
-        """The ranks of the same stage, among which its layers are split."""
-        return cls(groups().get("tp"))
+        """The ranks of the same stage, among which its layers are split.
+
+        A mixture of experts is split among those of all data-parallel engines.
+        """
+        return cls(groups().get("ep") or groups().get("tp"))
 
     def together(self, work: Callable[[], Set[str]]) -> Set[str]:
         """Do ``work`` on every rank and return what any of them returned.

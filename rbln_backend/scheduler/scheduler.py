@@ -22,6 +22,7 @@ from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_e
 from rbln_backend.scheduler.output import forget_known_tokens
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.stats import MetricsBoard
+from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
     GrammarOutput,
@@ -55,6 +56,8 @@ class RblnScheduler(Scheduler):
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **options: Any
     ) -> None:
+        # The engine's process has no rank in it where there are several.
+        apply_patches()
         settle_prefix_caching(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **options)
         if vllm_config.model_config.runner_type == "pooling":

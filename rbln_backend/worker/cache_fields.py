@@ -20,7 +20,7 @@ from rbln_backend.worker.group_inputs import KvGroup
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 # Sources whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
-    *("attention", "compiler", "emulator", "lora", "parallel"),
+    *("attention", "compiler", "emulator", "lora", "moe", "parallel"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
 # How graphs are kept, not what they are.
@@ -49,6 +49,8 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data": parallel.data_parallel_size,
             "expert": parallel.enable_expert_parallel,
             "rank": parallel.rank,
+            # Ranks may hold different numbers of experts.
+            "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
         "rbln": rbln.graph_fields(),
         "lora": _adapter_fields(config),

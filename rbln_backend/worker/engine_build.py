@@ -22,6 +22,9 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.moe.layers import moe_methods
+from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.ranks import RankPlace
@@ -52,6 +55,7 @@ from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.request_batches import RequestBatches
 from rbln_backend.worker.sampler import GreedySampler
 from rbln_backend.worker.stage import handed_buffers, make_stage
+from rbln_backend.worker.step_agreement import DataRanks, SoleRank, StepAgreement
 from rbln_backend.worker.step_metrics import StepMetrics
 from rbln_backend.worker.step_runner import StepRunner
 from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
@@ -99,6 +103,7 @@ class EngineBuild:
         self._parts = parts
         self._generates = config.model_config.runner_type == "generate"
         self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
+        self._moe = moe_methods(parts.model)
         self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
         self._kv_caches.bind(parts.attention_layers)
         parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
@@ -107,9 +112,12 @@ class EngineBuild:
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
         self._stage = make_stage(parts.model)
+        self._agreement = _agreement(config)
+        masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
+            masked_ranks=self._agreement.ranks if masks_tokens else 0,
             handed=None if self._stage.part.is_first else partial(handed_buffers, parts.model),
         )
         dtype = next(parts.model.parameters()).dtype
@@ -216,7 +224,11 @@ class EngineBuild:
     def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
         if self._parts.adapters is not None:
             self._parts.adapters.read_by(request.inputs)
-        return set_forward_context(request.metadata, self._parts.vllm_config, slot_mapping={})
+        for method in self._moe:
+            method.tokens_mask = request.inputs.get(TOKENS_MASK)
+        config, rows = self._parts.vllm_config, request.spec.batch_size * request.spec.query_len
+        everywhere = torch.full((config.parallel_config.data_parallel_size,), rows)
+        return set_forward_context(*(request.metadata, config, rows, everywhere), slot_mapping={})
 
     def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:
         """One rank counts: all of them run the same sizes."""
@@ -240,6 +252,7 @@ class EngineBuild:
             kv_caches=self._kv_caches,
             metrics=self._step_metrics(),
             stage=self._stage,
+            agreement=self._agreement,
         )
         if not is_last:
             return RelayRunner(steps)
@@ -294,6 +307,13 @@ def _capture_workers(parts: EngineParts) -> int:
         return 1
     ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _agreement(config: VllmConfig) -> StepAgreement:
+    """Engines of a dense model are by themselves, whatever their number."""
+    if config.parallel_config.data_parallel_size == 1:
+        return SoleRank()
+    return DataRanks(groups()["dp"])
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

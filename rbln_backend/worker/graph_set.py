@@ -42,12 +42,16 @@ class GraphSet:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
+        masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
         inputs = {
             spec: StepInputs.allocate(
-                spec, groups, encoder_layers, has_adapters=has_adapters, handed=handed
+                *(spec, groups, encoder_layers),
+                has_adapters=has_adapters,
+                masked_ranks=masked_ranks,
+                handed=handed,
             )
             for spec in plan(tables, has_logits=False)
         }

@@ -73,6 +73,11 @@ class RblnModelRunner:
         return None
 
     @torch.inference_mode()
+    def execute_idle(self) -> None:
+        """A step without work of this rank; see ``StepRunner.run_idle``."""
+        self._steps.run_idle()
+
+    @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
         """Mask, sample and record; None when the last step ran nothing."""
         pending, self._pending = self._pending, None

@@ -41,6 +41,11 @@ class PoolingRunner:
             pooled = self._pooler.pool(request, work.batch.get_pooling_metadata())
         return _output(work, pooled)
 
+    @torch.inference_mode()
+    def execute_idle(self) -> None:
+        """A step without work of this rank; see ``StepRunner.run_idle``."""
+        self._steps.run_idle()
+
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
         """Nothing: a step has its whole result when ``execute_model`` returns."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,8 @@ from rbln_backend.host_memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.model_report import CacheGroup
-from rbln_backend.unsupported import EXPERTS_ON_NPU, LORA_MODEL
+from rbln_backend.moe.layers import install_expert_layers
+from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
@@ -54,19 +56,32 @@ class Preflight:
 def prepare(config: VllmConfig) -> Preflight:
     """Make the model's layers in a process that runs no engine, with vLLM's process groups.
 
-    Raises ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it
-    cannot run, and whatever vLLM's layers raise themselves.
+    Numbers are those of the whole model, however many ranks will share it. Raises
+    ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it cannot run,
+    and whatever vLLM's layers raise themselves.
     """
     rbln = configured(config)
     device = choose_device(rbln)
     if device == "emulated":
         # They refuse what they cannot compute when they are made.
         install_layers()
+    install_expert_layers()
     tables = bucket_tables(config, rbln)
-    with _process_groups(config):
-        skeleton = Skeleton(config)
-        specs = check_layers(skeleton, config, rbln)
+    whole = _of_one_rank(config)
+    with _process_groups(whole):
+        skeleton = Skeleton(whole)
+        specs = check_layers(skeleton, whole, rbln)
     return Preflight(config, rbln, device, tables, skeleton, specs)
+
+
+def _of_one_rank(config: VllmConfig) -> VllmConfig:
+    """The same engine without its other ranks, for which process groups would wait."""
+    alone = copy.copy(config)
+    alone.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
+    parallel.data_parallel_size = parallel.world_size = 1
+    parallel.data_parallel_rank = 0
+    return alone
 
 
 @contextmanager
@@ -90,8 +105,6 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
             "cannot generate text; name a ...ForCausalLM architecture in config.json's "
             "'architectures'"
         )
-    if skeleton.has_experts and choose_device(rbln) == "rebel":
-        raise EXPERTS_ON_NPU.refusal("device 'rebel'")
     if config.lora_config is not None:
         # vLLM's part of it takes a while to import.
         from rbln_backend.vllm_compat.lora import supports_lora

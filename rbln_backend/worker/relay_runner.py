@@ -25,5 +25,10 @@ class RelayRunner:
         self._steps.run(scheduled)
         return EMPTY_MODEL_RUNNER_OUTPUT
 
+    @torch.inference_mode()
+    def execute_idle(self) -> None:
+        """A step without work of this rank; see ``StepRunner.run_idle``."""
+        self._steps.run_idle()
+
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
         """The last stage does."""

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.worker.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 
 
@@ -32,6 +34,8 @@ class StepInputs:
     """[1] int64: the last real row of a chunk."""
     adapter_slots: IntArray
     """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
+    tokens_mask: npt.NDArray[np.float32]
+    """[ranks, B * L]: 0 in padding; no ranks in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
     """One per KV cache group, in vLLM's order."""
     tensors: dict[str, Tensor]
@@ -46,11 +50,13 @@ class StepInputs:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
+        masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
         """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache.
 
-        ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
+        ``masked_ranks``: the data-parallel ranks whose rows graphs tell from padding, 0 if they do
+        not. ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
         """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
@@ -63,6 +69,9 @@ class StepInputs:
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
         if has_adapters:
             tensors[INPUT_NAME] = slots
+        mask = torch.zeros(masked_ranks * batch * length, 1)
+        if masked_ranks:
+            tensors[TOKENS_MASK] = mask
         parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
         for part in parts:
             tensors |= part.tensors
@@ -78,6 +87,7 @@ class StepInputs:
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
             adapter_slots=slots.numpy(),
+            tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
             tensors=tensors,
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
@@ -109,3 +119,18 @@ class StepInputs:
             self.positions[count:] = 0
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill_decode(num_computed, rows)
+
+    def fill_idle(self) -> None:
+        """Nothing but padding: every row goes to the null block and to no adapter."""
+        for whole in (self.token_ids, self.positions, self.token_indices):
+            whole[...] = 0
+        self.adapter_slots[...] = NO_ADAPTER
+        for group in self.groups:
+            for tensor in group.tensors.values():
+                tensor.zero_()
+
+    def fill_mask(self, counts: Sequence[int]) -> None:
+        """The first ``counts[r]`` rows of rank r are tokens."""
+        for rows, count in zip(self.tokens_mask, counts, strict=False):
+            rows[:count] = 1.0
+            rows[count:] = 0.0

@@ -62,7 +62,10 @@ class StepMetrics:
         )
 
     def record(self, spec: GraphSpec, num_reqs: int, num_tokens: int, seconds: float) -> None:
-        """One step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens."""
+        """One step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens.
+
+        Both are 0 where a data-parallel rank only takes part in the others' step.
+        """
         series = self._series.get(spec)
         if series is None:
             series = self._series[spec] = self._declare(spec)
@@ -75,6 +78,6 @@ class StepMetrics:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(spec.bucket - num_tokens)
         self._last_step.set(time.time())
-        if self._usage is not None:
+        if self._usage is not None and num_reqs:
             size = num_tokens if spec.phase.takes_chunk else num_reqs
             self._usage.note(spec.phase_name, size, spec.bucket, seconds)

@@ -15,6 +15,7 @@ from rbln_backend.worker.adapter_rows import AdapterRows
 from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.request_batches import RequestBatches, StepWork
 from rbln_backend.worker.stage import Stage
+from rbln_backend.worker.step_agreement import Round, StepAgreement
 from rbln_backend.worker.step_inputs import StepInputs
 from rbln_backend.worker.step_metrics import StepMetrics
 
@@ -41,6 +42,7 @@ class StepRunner:
         kv_caches: KvCaches,
         metrics: StepMetrics,
         stage: Stage,
+        agreement: StepAgreement,
     ) -> None:
         self.batches = batches
         self._graphs = graphs
@@ -48,6 +50,7 @@ class StepRunner:
         self._kv_caches = kv_caches
         self._metrics = metrics
         self._stage = stage
+        self._agreement = agreement
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; None when nothing is scheduled."""
@@ -57,14 +60,41 @@ class StepRunner:
         work = self.batches.apply(scheduled)
         if work is None:
             return None
-        step = self._graphs.select(work.phase, work.size)
-        _fill(step.inputs, work)
-        self._adapters.fill(step.inputs, work)
-        self._stage.receive(step.inputs)
-        outputs = self._run(step, work)
-        self._stage.hand_on(outputs)
+        outputs = self._run_rounds(work)
         self._kv_caches.store_windows(transfers)
         return StepResult(work, outputs)
+
+    def run_idle(self) -> None:
+        """Take part in what the other data-parallel ranks run; they wait for it."""
+        self._run_rounds(None)
+
+    def _run_rounds(self, work: StepWork | None) -> tuple[Tensor, ...]:
+        """Return the outputs of the round that is this rank's own."""
+        own: tuple[Tensor, ...] = ()
+        for step_round in self._agreement.rounds(work):
+            if work is not None and step_round.phase is work.phase:
+                own = self._run_own(step_round, work)
+                continue
+            # A run may overwrite the outputs of another.
+            own = tuple(output.clone() for output in own)
+            self._run_padding(step_round)
+        return own
+
+    def _run_own(self, step_round: Round, work: StepWork) -> tuple[Tensor, ...]:
+        step = self._graphs.select(step_round.phase, step_round.size)
+        _fill(step.inputs, work)
+        self._adapters.fill(step.inputs, work)
+        step.inputs.fill_mask(step_round.counts)
+        self._stage.receive(step.inputs)
+        outputs = self._run(step, work.num_reqs, work.num_tokens)
+        self._stage.hand_on(outputs)
+        return outputs
+
+    def _run_padding(self, step_round: Round) -> None:
+        step = self._graphs.select(step_round.phase, step_round.size)
+        step.inputs.fill_idle()
+        step.inputs.fill_mask(step_round.counts)
+        self._run(step, 0, 0)
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_block_ids_to_zero:
@@ -73,11 +103,11 @@ class StepRunner:
             copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
             self._kv_caches.copy_blocks(copies)
 
-    def _run(self, step: StepGraph, work: StepWork) -> tuple[Tensor, ...]:
+    def _run(self, step: StepGraph, num_reqs: int, num_tokens: int) -> tuple[Tensor, ...]:
         started = time.perf_counter()
         outputs = step.graph.run()
         seconds = time.perf_counter() - started
-        self._metrics.record(step.spec, work.num_reqs, work.num_tokens, seconds)
+        self._metrics.record(step.spec, num_reqs, num_tokens, seconds)
         return outputs
 
 

@@ -31,6 +31,7 @@ from rbln_backend.kv_cache.layout import (
     num_partitions,
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
+from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import is_parallel
 from rbln_backend.parallel.sdk_environment import set_sdk_environment
@@ -160,6 +161,17 @@ class RblnWorker(AdapterCalls, WorkerBase):
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
         self._description.has_weights(weight_bytes)
+        self._tell_of_experts(self._model)
+
+    def _tell_of_experts(self, model: nn.Module) -> None:
+        experts = experts_info(model, tokens_mask=self._rbln.use_moe_tokens_mask)
+        if experts is None:
+            return
+        self._description.has_experts(experts)
+        logger.info(
+            "Experts: path %s (%s), %d of %d here",
+            *(experts.path, experts.reason, experts.local, experts.experts),
+        )
 
     def _loader(self) -> BaseModelLoader:
         return get_model_loader(self.load_config)
@@ -260,6 +272,11 @@ class RblnWorker(AdapterCalls, WorkerBase):
         assert self._runner is not None
         return self._guarded(self._runner.sample_tokens, grammar_output)
 
+    def execute_dummy_batch(self) -> None:
+        """Called in place of ``execute_model`` while other data-parallel ranks have work."""
+        assert self._runner is not None
+        self._runner.execute_idle()
+
     def _guarded(self, step: Callable[[A], R], argument: A) -> R:
         """A part of a step. Where it fails on a rank that nobody listens to, the process ends.
 
@@ -304,6 +321,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
 
     def _make_compiler(self) -> Compiler:
+        install_expert_layers()
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             sdk = find_sdk()

@@ -40,6 +40,9 @@ FIELDS = [
     "window_prefix_cache",
     "window_prefix_tokens",
     "record_usage",
+    "moe_use_opt_kernel",
+    "moe_custom_kernel",
+    "use_moe_tokens_mask",
     "num_devices_per_local_rank",
     "force_npu_name",
     "profiler",
@@ -184,6 +187,9 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         "use_custom_kernel",
         "enforce_model_fp32",
         "num_devices_per_local_rank",
+        "moe_use_opt_kernel",
+        "moe_custom_kernel",
+        "use_moe_tokens_mask",
     }
 
 

@@ -77,3 +77,28 @@ def test_adapters_have_a_slot_per_request_and_none_at_first() -> None:
         assert inputs.tensors["lora_slots"].tolist() == [-1] * rows
         inputs.adapter_slots[0] = 2
         assert inputs.tensors["lora_slots"][0] == 2
+
+
+def test_an_idle_rank_brings_padding_alone() -> None:
+    for phase, bucket in ((Phase.PREFILL, 8), (Phase.DECODE, 4)):
+        inputs, _, _ = allocate(phase, bucket)
+        inputs.token_indices.fill(7)
+        inputs.fill_idle()
+        # Also the row of which a chunk computes logits: no other would be in the graph's range.
+        assert all(not tensor.any() for tensor in inputs.tensors.values())
+
+
+def test_the_mask_covers_the_rows_of_every_rank() -> None:
+    spec = GraphSpec.of(Phase.DECODE, 4)
+    inputs = StepInputs.allocate(spec, [PAGED], masked_ranks=2)
+    inputs.fill_mask((3, 0))
+    assert inputs.tensors["tokens_mask"].flatten().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    inputs.fill_mask((1, 4))
+    assert inputs.tensors["tokens_mask"].flatten().tolist() == [1, 0, 0, 0, 1, 1, 1, 1]
+    assert inputs.tensors["tokens_mask"].shape == (8, 1)
+
+
+def test_without_a_mask_there_is_no_such_input() -> None:
+    inputs = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
+    inputs.fill_mask((3,))
+    assert "tokens_mask" not in inputs.tensors

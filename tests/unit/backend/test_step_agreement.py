@@ -1,0 +1,39 @@
+"""Data-parallel ranks find the same rounds from what each of them wants."""
+
+from __future__ import annotations
+
+from rbln_backend.compiler.port import Phase
+from rbln_backend.worker.step_agreement import Round, SoleRank, agreed
+
+PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
+
+
+def test_a_rank_alone_runs_what_it_has() -> None:
+    assert SoleRank().rounds(None) == ()
+    assert SoleRank().ranks == 1
+
+
+def test_decodes_take_the_bucket_of_the_largest_batch() -> None:
+    wanted = [(DECODE, 1), (DECODE, 7), (IDLE, 0), (DECODE, 3)]
+    assert agreed(wanted) == [Round(Phase.DECODE, 7, (1, 7, 0, 3))]
+
+
+def test_chunks_come_before_batches() -> None:
+    wanted = [(DECODE, 4), (PREFILL, 20), (PREFILL, 64)]
+    assert agreed(wanted) == [
+        Round(Phase.PREFILL, 64, (0, 20, 64)),
+        Round(Phase.DECODE, 4, (4, 0, 0)),
+    ]
+
+
+def test_prompts_that_are_pooled_are_rounds_of_their_own() -> None:
+    assert agreed([(POOLING, 9), (IDLE, 0)]) == [Round(Phase.POOLING, 9, (9, 0))]
+
+
+def test_nothing_runs_when_all_are_idle() -> None:
+    assert agreed([(IDLE, 0), (IDLE, 0)]) == []
+
+
+def test_the_order_of_phases_covers_all_that_steps_run() -> None:
+    phases = [agreed([(number, 1)])[0].phase for number in (PREFILL, POOLING, DECODE)]
+    assert phases == [Phase.PREFILL, Phase.POOLING, Phase.DECODE]
