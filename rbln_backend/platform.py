@@ -14,6 +14,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
+from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.unsupported import (
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
@@ -25,6 +26,7 @@ from rbln_backend.unsupported import (
     MLA,
     MULTI_RANK,
     MULTIMODAL,
+    QUANTIZATION,
     QUANTIZED_EXPERTS,
     SPARSE_ATTENTION,
     SPECULATION,
@@ -107,6 +109,13 @@ class RblnPlatform(Platform):
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         """bfloat16, float16 and float32 all have kernels."""
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Asked before vLLM reads what a quantised checkpoint says of itself."""
+        from rbln_backend.quantization.configs import register
+
+        register()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -269,6 +278,8 @@ def _refuse_model(model: ModelConfig) -> None:
             QUANTIZED_EXPERTS: model.quantization is not None and model.get_num_experts() > 1,
         }
     )
+    if model.quantization not in (None, *METHODS):
+        raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
 
 
 def _refuse_first(present: Mapping[Feature, bool]) -> None:

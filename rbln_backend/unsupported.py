@@ -53,9 +53,15 @@ QUANTIZED_EXPERTS = Feature(
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8 checkpoints",
-    "for which vLLM has no kernel on this device",
-    "serve a bfloat16 copy of the checkpoint",
+    "FP8 and AWQ checkpoints, vLLM's own quantisation at load",
+    "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
+    "serve a checkpoint in one of these formats, or a bfloat16 copy",
+)
+QUANTIZED_EMBEDDING = Feature(
+    "quantised input embeddings",
+    "compressed-tensors checkpoints whose targets match embed_tokens",
+    "which quantises linear layers and LM heads",
+    "serve a checkpoint that leaves its input embeddings alone",
 )
 MULTI_RANK = Feature(
     "tensor, pipeline, data or expert parallelism",
@@ -196,6 +202,7 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
+    QUANTIZED_EMBEDDING,
     MULTI_RANK,
     LORA_ON_NPU,
     LORA_POOLING,

@@ -56,12 +56,15 @@ _SOURCES = (
     "moe_tensors",
     "lora",
     "lora_tensors",
+    "quantized",
+    "quantized_tensors",
     "replay",
     "team",
     "memory",
 )
 _OVER_TENSORS = (
-    *("library", "attention_tensors", "moe_tensors", "lora_tensors", "replay", "memory"),
+    *("library", "attention_tensors", "moe_tensors", "lora_tensors", "quantized_tensors"),
+    *("replay", "memory"),
 )
 _LIBRARY = "librbln_emulator.so"
 _RECORD = "library.json"

@@ -13,6 +13,7 @@
 #include "kernels.h"
 #include "lora_tensors.h"
 #include "moe_tensors.h"
+#include "quantized_tensors.h"
 #include "simd.h"
 #include "tensors.h"
 
@@ -200,6 +201,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("pack_linear_weight", TORCH_FN(pack_linear_weight));
   m.impl("pack_linear_weight_", TORCH_FN(pack_linear_weight_in_place));
   m.impl("linear", TORCH_FN(linear));
+  m.impl("quantized_linear", TORCH_FN(rbln::quantized_linear_tensors));
   m.impl("rms_norm", TORCH_FN(rms_norm));
   m.impl("fused_add_rms_norm", TORCH_FN(fused_add_rms_norm));
   m.impl("layer_norm", TORCH_FN(layer_norm));

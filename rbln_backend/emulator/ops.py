@@ -22,6 +22,11 @@ SCHEMAS = {
     # The same where the weight lies, for weights that need no padding (packing.fits_in_place).
     "pack_linear_weight_": "(Tensor(a!) weight) -> ()",
     "linear": "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    # As linear, over a weight of 4 or 8 bits: quantized_packing says how words and scales lie.
+    "quantized_linear": (
+        "(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features, int bits)"
+        " -> Tensor"
+    ),
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "fused_add_rms_norm": (
         "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
@@ -80,6 +85,12 @@ def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -
     return x.new_empty(*x.shape[:-1], out_features)
 
 
+def _quantized_linear(
+    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -130,6 +141,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
     "pack_linear_weight_": _pack_linear_weight_in_place,
     "linear": _linear,
+    "quantized_linear": _quantized_linear,
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
     "layer_norm": _layer_norm,

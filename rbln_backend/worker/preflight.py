@@ -28,6 +28,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
 )
 from rbln_backend.worker.host_pooler import HostPooler
+from rbln_backend.worker.quantized_model import quantized_summary, register_quantization
 from rbln_backend.worker.skeleton import Skeleton
 from rbln_backend.worker.warmup_plan import plan
 
@@ -45,6 +46,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     if device == "emulated":
         # They refuse what they cannot compute when they are made.
         install_layers()
+    register_quantization(config)
     tables = bucket_tables(config, rbln)
     with _process_groups(config):
         skeleton = Skeleton(config)
@@ -58,6 +60,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         device=device,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
+        quantized_layers=quantized_summary(skeleton.model),
         num_parameters=skeleton.num_parameters,
         weight_bytes=skeleton.weight_bytes,
         kv_groups=cache_groups(specs),

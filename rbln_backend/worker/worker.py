@@ -59,6 +59,7 @@ from rbln_backend.worker.phase_timer import timed_phase
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.quantized_model import quantized_summary, register_quantization
 from rbln_backend.worker.runtime import set_up_runtime
 from rbln_backend.worker.self_description import SelfDescription
 from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
@@ -135,6 +136,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
+            register_quantization(self.vllm_config)
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
             loader = get_model_loader(self.load_config)
@@ -144,7 +146,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             self._adapters = self._make_adapters(self._model)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
-        self._description.has_weights(weight_bytes)
+        self._description.has_weights(weight_bytes, quantized_summary(self._model))
 
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:

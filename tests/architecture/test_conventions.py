@@ -9,7 +9,11 @@ from pathlib import Path
 
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
 
-ENVIRONMENT_READERS = {"rbln_backend/envs.py", "server/settings.py"}
+# The third one sets a variable that the SDK reads.
+ENVIRONMENT_READERS = {
+    *("rbln_backend/envs.py", "server/settings.py"),
+    "rbln_backend/compiler/sdk_environment.py",
+}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 

@@ -1,0 +1,75 @@
+"""Quantised checkpoints give the tokens of transformers over the weights that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+PROMPT_LENGTHS, NUM_TOKENS = [1, 17, 64, 130], 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+W4 = Recipe(bits=4, group_size=64)
+Make = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    made: dict[str, Path] = {}
+
+    def checkpoint(arch: str, recipe: Recipe, **overrides: Any) -> Path:
+        key = repr((arch, recipe, overrides))
+        if key not in made:
+            path = tmp_path_factory.mktemp("quantized")
+            made[key] = make_quantized_checkpoint(arch, path, recipe, **overrides)
+        return made[key]
+
+    return checkpoint
+
+
+def assert_equals_plain(engine: Engine, checkpoint: Path, seed: int) -> None:
+    prompts = make_prompts(PROMPT_LENGTHS, seed=seed)
+    for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        reference = reference_generate(checkpoint / "plain", prompt, NUM_TOKENS)
+        (completion,) = output.outputs
+        assert list(completion.token_ids) == reference.token_ids, f"prompt of {len(prompt)}"
+        for position, entries in enumerate(completion.logprobs):
+            for token, entry in entries.items():
+                wanted = float(reference.logprobs[position, token])
+                assert entry.logprob == pytest.approx(wanted, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe"),
+    [
+        ("llama", W4),
+        ("qwen3", Recipe(format="gptq", bits=4, group_size=128)),
+        ("llama", Recipe(bits=8, group_size=CHANNEL, head_bits=8)),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in [
+                ("qwen3", Recipe(bits=4, group_size=128, head_bits=8)),
+                ("llama", Recipe(bits=8, group_size=64)),
+                ("qwen2", Recipe(bits=4, group_size=CHANNEL)),
+                ("llama", Recipe(format="gptq", bits=8, group_size=CHANNEL, head_bits=8)),
+                ("gemma3_text", Recipe(format="gptq", bits=8, group_size=64)),
+                ("phi3", Recipe(format="gptq", bits=4, group_size=64)),
+            ]
+        ),
+    ],
+)
+def test_tokens_equal_those_of_the_plain_weights(
+    engines: Engines, make: Make, arch: str, recipe: Recipe
+) -> None:
+    checkpoint = make(arch, recipe)
+    engine = engines.fresh(checkpoint=checkpoint)
+    assert_equals_plain(engine, checkpoint, seed=70)
