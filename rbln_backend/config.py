@@ -188,6 +188,25 @@ class RblnConfig:
             "Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."
         ),
     )
+    moe_use_opt_kernel: bool = field(
+        default=True,
+        metadata=_about(
+            "Experts: the op that is given router logits and chooses itself; before the others.",
+            graph=True,
+        ),
+    )
+    moe_custom_kernel: bool = field(
+        default=True,
+        metadata=_about(
+            "Experts: the op that is given each row's weight of each expert; before a loop of plain"
+            " operators over all experts.",
+            graph=True,
+        ),
+    )
+    use_moe_tokens_mask: bool = field(
+        default=True,
+        metadata=_about("Padded rows choose no expert, and none is read for them.", graph=True),
+    )
     num_devices_per_local_rank: int = field(
         default=1, metadata=_about("NPUs that one rank splits its tensors over.", graph=True)
     )

@@ -115,6 +115,19 @@ class LoraInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsInfo:
+    """How mixtures of experts are computed; null for a model without them."""
+
+    path: Annotated[str, "`opt`, `custom`, `glu` (the SDK's op) or `native`."]
+    reason: Annotated[str, "Why it is that one."]
+    tokens_mask: Annotated[bool, "Whether padded rows are kept from choosing experts."]
+    layers: Annotated[int, "Layers with experts."]
+    experts: Annotated[int, "Experts of a layer, on all ranks."]
+    local: Annotated[int, "Experts of a layer that this rank holds."]
+    ranks: Annotated[int, "Ranks that divide the experts among them; 1: each rank has all."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
     """The store of compiled graphs, as the start-up found and left it."""
 
@@ -137,13 +150,22 @@ SECTIONS: Mapping[str, type] = {
     "buckets": BucketsInfo,
     "kv": KvInfo,
     "lora": LoraInfo,
+    "experts": ExpertsInfo,
     "cache": CacheInfo,
 }
 """The sections of a description that are objects of their own."""
 
 
 Section: TypeAlias = (
-    DeviceInfo | RuntimeInfo | ModelInfo | LimitsInfo | BucketsInfo | KvInfo | LoraInfo | CacheInfo
+    DeviceInfo
+    | RuntimeInfo
+    | ModelInfo
+    | LimitsInfo
+    | BucketsInfo
+    | KvInfo
+    | LoraInfo
+    | ExpertsInfo
+    | CacheInfo
 )
 
 

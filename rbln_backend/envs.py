@@ -148,6 +148,7 @@ def _no_effect(name: str, parser: Parser, doc: str, target: str | None = None) -
 
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET_"
 _NO_MOE = "Experts run on one rank, and in one way."
+_NO_ALL2ALL = "Every rank is given all tokens and adds up its experts' part of them."
 
 ENV_VARS: tuple[EnvVar, ...] = (
     _row("VLLM_RBLN_DEVICE", "device", _choice(*CHOICES["device"]), "Device to run on."),
@@ -232,6 +233,13 @@ ENV_VARS: tuple[EnvVar, ...] = (
         _INT,
         "Tokens that the prefix log of a sliding window keeps.",
     ),
+    _row("VLLM_RBLN_MOE_USE_OPT_KERNEL", "moe_use_opt_kernel", _BOOL, "Experts: the op routes."),
+    _row("VLLM_RBLN_MOE_CUSTOM_KERNEL", "moe_custom_kernel", _BOOL, "Experts: weights by expert."),
+    _row("VLLM_RBLN_USE_MOE_TOKENS_MASK", "use_moe_tokens_mask", _BOOL, "Padding has no expert."),
+    *(
+        EnvVar(name, None, _BOOL, Status.REFUSED, _NO_ALL2ALL, accepts=False)
+        for name in ("VLLM_RBLN_DISPATCH_ALL2ALL", "VLLM_RBLN_COMBINE_ALL2ALL")
+    ),
     EnvVar(
         "VLLM_RBLN_DP_IMPL",
         None,
@@ -270,12 +278,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _no_effect("VLLM_RBLN_DP_INPUT_ALL_GATHER", _BOOL, _NO_MOE),
     _no_effect("VLLM_RBLN_LOGITS_ALL_GATHER", _BOOL, "vLLM's logits processor decides."),
     _no_effect("VLLM_RBLN_SPECIALIZE_MOE_DECODE", _BOOL, _NO_MOE),
-    _no_effect("VLLM_RBLN_USE_MOE_TOKENS_MASK", _BOOL, _NO_MOE),
-    _no_effect("VLLM_RBLN_DISPATCH_ALL2ALL", _BOOL, _NO_MOE),
-    _no_effect("VLLM_RBLN_COMBINE_ALL2ALL", _BOOL, _NO_MOE),
     _no_effect("VLLM_RBLN_MOE_REDUCE_SCATTER", _BOOL, _NO_MOE),
-    _no_effect("VLLM_RBLN_MOE_CUSTOM_KERNEL", _BOOL, _NO_MOE),
-    _no_effect("VLLM_RBLN_MOE_USE_OPT_KERNEL", _BOOL, _NO_MOE),
 )
 
 OPTION_NAMES: Mapping[str, str] = {
@@ -283,7 +286,6 @@ OPTION_NAMES: Mapping[str, str] = {
     "enable_sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
     "use_batch_attn_opt": "VLLM_RBLN_BATCH_ATTN_OPT",
     "specialize_moe_decode": "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
-    "use_moe_tokens_mask": "VLLM_RBLN_USE_MOE_TOKENS_MASK",
     "use_all2all_dispatch": "VLLM_RBLN_DISPATCH_ALL2ALL",
     "use_all2all_combine": "VLLM_RBLN_COMBINE_ALL2ALL",
 }
@@ -377,6 +379,8 @@ def _read_additional(
         target = str(key)
         if target in OPTION_NAMES:
             var = _BY_NAME[OPTION_NAMES[target]]
+            if var.status is Status.REFUSED and value != var.accepts:
+                raise ConfigError(f"{key}={value!r} is not supported: {var.doc}")
             if var.field is None:
                 warnings.append(f"additional_config['rbln'][{key!r}] has no effect: {var.doc}")
                 continue

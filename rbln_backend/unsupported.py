@@ -27,17 +27,11 @@ class Feature:
         )
 
 
-EXPERTS_ON_NPU = Feature(
-    "mixture-of-experts layers",
-    "Mixtral, Qwen-MoE, gpt-oss, on an NPU",
-    "whose graphs for an NPU have no op for experts",
-    "run it on the emulated device, which has one",
-)
 EXPERT_ROUTING = Feature(
-    "expert routing that is not a plain top-k softmax",
-    "GLM-4.5, Phi-3.5-MoE, Llama-4",
-    "whose routing op knows no groups, biases, scales or functions of the model's own",
-    "serve a model that routes like Mixtral, Qwen-MoE or gpt-oss",
+    "expert routing by token ids, to experts that do nothing, or with weights on the inputs",
+    "DeepSeek-V4, LongCat-Flash, Llama-4",
+    "whose experts are chosen by the router's scores and weighted afterwards",
+    "serve a model that routes like Mixtral, Qwen-MoE, GLM-4.5 or gpt-oss",
 )
 EXPERT_ACTIVATION = Feature(
     "experts with another activation than SiLU or the SwiGLU of gpt-oss",
@@ -197,7 +191,6 @@ FEATURES: tuple[Feature, ...] = (
     KV_SHARING,
     SOFT_CAP,
     UNEQUAL_HEADS,
-    EXPERTS_ON_NPU,
     EXPERT_ROUTING,
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,

@@ -250,6 +250,43 @@ MIXTURES: Mapping[str, Family] = {
     "granitemoe": _family(
         "GraniteMoe", num_local_experts=8, num_experts_per_tok=3, intermediate_size=80
     ),
+    # Sigmoid scores in groups, a bias that chooses but does not weigh, a factor, a shared expert.
+    "glm4_moe": _family(
+        "Glm4Moe",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        moe_intermediate_size=80,
+        use_qk_norm=True,
+    ),
+    "dots1": _family(
+        "Dots1",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.0,
+        norm_topk_prob=True,
+        moe_intermediate_size=80,
+    ),
+    # Softmax scores with such a bias.
+    "ernie4_5_moe": _family(
+        "Ernie4_5_Moe",
+        moe_num_experts=8,
+        moe_k=3,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=80,
+        tie_word_embeddings=True,
+    ),
+    "minimax_m2": _family(
+        "MiniMaxM2",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=80,
+        rotary_dim=16,
+    ),
 }
 
 FAMILIES: Mapping[str, Family] = {**REQUIRED, **OTHERS, **MIXTURES}

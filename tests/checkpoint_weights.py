@@ -17,6 +17,7 @@ from tests.checkpoint_families import Family
 LOGIT_STD = 4.0
 # Small, so that a head that shares its weights with the embeddings does not repeat the last token.
 TIED_STD = 0.05
+ROUTING_BIAS_STD = 0.2
 
 _NORM = re.compile(r"(norm\w*|ln_\w+)$")
 _FUSED = "qkv_proj|query_key_value|c_attn"
@@ -33,6 +34,10 @@ def randomise(model: nn.Module, family: Family, seed: int) -> None:
             mean, std = _scale(model, family, name, parameter)
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             parameter.copy_(values * std + mean)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                # Large enough to change which experts are chosen.
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * ROUTING_BIAS_STD)
 
 
 def _scale(model: nn.Module, family: Family, name: str, weight: Tensor) -> tuple[float, float]:

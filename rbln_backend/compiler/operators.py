@@ -30,9 +30,9 @@ _TORCH = frozenset(
         "empty empty_like eq exp expand expm1 flatten full full_like gather ge gt index_select "
         "le log logical_and logical_not logical_or lt masked_fill matmul max maximum mean min "
         "minimum mm movedim mul narrow ne neg ones ones_like outer permute pow reciprocal relu "
-        "repeat repeat_interleave reshape rsqrt select sigmoid sin slice softmax split sqrt square "
-        "squeeze stack std sub sum tanh tensor_split tile topk transpose tril triu unbind "
-        "unsqueeze var where zeros zeros_like"
+        "repeat repeat_interleave reshape rsqrt scatter select sigmoid sin slice softmax split "
+        "sqrt square squeeze stack std sub sum tanh tensor_split tile topk transpose tril triu "
+        "unbind unsqueeze var where zeros zeros_like"
     ).split()
 )
 
@@ -49,9 +49,9 @@ _METHODS = frozenset(
         "cumsum detach div div_ exp expand expand_as fill_ flatten float gather half bfloat16 "
         "index_copy_ index_select int item long masked_fill masked_fill_ matmul max mean min "
         "movedim mul mul_ narrow ne neg new_empty new_full new_ones new_zeros permute pow "
-        "reciprocal repeat repeat_interleave reshape rsqrt select sigmoid sin softmax split sqrt "
-        "square squeeze sub sub_ sum t tanh to topk transpose type_as unbind unflatten unsqueeze "
-        "view view_as zero_"
+        "reciprocal repeat repeat_interleave reshape rsqrt scatter select sigmoid sin softmax "
+        "split sqrt square squeeze sub sub_ sum t tanh to topk transpose type_as unbind unflatten "
+        "unsqueeze view view_as zero_"
     ).split()
 )
 

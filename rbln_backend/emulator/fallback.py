@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rbln_backend.emulator import fallback_attention
-from rbln_backend.emulator.fallback_moe import moe, moe_route
+from rbln_backend.emulator.fallback_moe import moe, moe_masked, moe_route
 from rbln_backend.emulator.packing import pack_reference, unpack
 from rbln_backend.emulator.quantized_packing import dequantize
 
@@ -191,6 +191,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "self_attention": self_attention,
         "moe_route": moe_route,
         "moe": moe,
+        "moe_masked": moe_masked,
         "add_lora_": add_lora,
     },
     "rbln_custom_ops": fallback_attention.BODIES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +30,23 @@ def _swigluoai(gate_up: Tensor) -> Tensor:
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": _silu, "swigluoai": _swigluoai}
 
 
-def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    renormalize: bool,
+    expert_map: Tensor | None = None,
+    tokens_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     scores = logits.float()
     if renormalize:
         best, ids = scores.topk(top_k, dim=-1)
-        return best.softmax(dim=-1), ids.int()
-    weights, ids = scores.softmax(dim=-1).topk(top_k, dim=-1)
-    return weights, ids.int()
+        weights = best.softmax(dim=-1)
+    else:
+        weights, ids = scores.softmax(dim=-1).topk(top_k, dim=-1)
+    ids = ids.int() if expert_map is None else expert_map[ids]
+    if tokens_mask is not None:
+        ids = ids.masked_fill(tokens_mask.view(-1, 1) == 0, -1)
+    return weights, ids
 
 
 def moe(
@@ -52,7 +63,7 @@ def moe(
     """The chosen experts one after the other, each over the rows that chose it."""
     total = x.new_zeros(x.shape, dtype=torch.float32)
     hidden_size = x.shape[-1]
-    for expert in ids.unique().tolist():
+    for expert in ids[ids >= 0].unique().tolist():
         rows, slots = (ids == expert).nonzero(as_tuple=True)
         first = _matrix(w13[expert], 2 * intermediate_size, hidden_size)
         second = _matrix(w2[expert], hidden_size, intermediate_size)
@@ -61,6 +72,13 @@ def moe(
         out = functional.linear(hidden, second, _row(w2_bias, expert))
         total.index_add_(0, rows, out.float() * weights[rows, slots, None])
     return total.to(x.dtype)
+
+
+def moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
+    """Rows choose the experts whose weight is not zero; see ``moe`` for the rest."""
+    numbers = torch.arange(weights.shape[1], dtype=torch.int32)
+    chosen = torch.where((weights != 0) & (counts > 0), numbers, -1)
+    return moe(x, weights, chosen, *experts)
 
 
 def _matrix(weight: Tensor, out_features: int, in_features: int) -> Tensor:

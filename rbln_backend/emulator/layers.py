@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.emulator.moe import EmulatedMoEMethod, EmulatedMoERunner
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
     FastGELU,
@@ -142,8 +141,6 @@ _REPLACEMENTS: dict[str, type[nn.Module]] = {
         layer.__name__: type(f"Emulated{layer.__name__}", (_RotaryKernel, layer), {})
         for layer in _ROTARY_LAYERS
     },
-    "MoERunner": EmulatedMoERunner,
-    "UnquantizedFusedMoEMethod": EmulatedMoEMethod,
 }
 
 

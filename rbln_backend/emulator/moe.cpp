@@ -6,6 +6,8 @@
 // invariance of the whole.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "moe.h"
@@ -48,6 +50,12 @@ void route_row(const RouteArgs& args, int64_t r) {
   const int64_t count = args.renormalize ? args.top_k : args.experts;
   for (int64_t i = 0; i < count; ++i) total += std::exp(summed[i] - best);
   for (int64_t k = 0; k < args.top_k; ++k) weights[k] = std::exp(weights[k] - best) / total;
+  int32_t* ids = args.ids + r * args.top_k;
+  const bool is_padding = args.tokens_mask != nullptr && args.tokens_mask[r] == 0.0f;
+  for (int64_t k = 0; k < args.top_k; ++k) {
+    if (is_padding) ids[k] = -1;
+    else if (args.expert_map != nullptr) ids[k] = args.expert_map[ids[k]];
+  }
 }
 
 // gate * sigmoid(alpha * gate) * (up + 1) over pairs of (gate, up), both limited.
@@ -78,17 +86,46 @@ void swiglu_oai(const T* x, int64_t rows, int64_t width, T* out) {
 }
 
 // Which (row, slot) pairs chose each expert: the pairs of expert e are at [begin[e], begin[e + 1]).
+// A pair's number is also the place of its weight.
 struct Choices {
   std::vector<int64_t> begin, pairs;
 
-  explicit Choices(const MoeArgs& args)
-      : begin(size_t(args.experts + 1), 0), pairs(size_t(args.rows * args.top_k)) {
-    for (size_t p = 0; p < pairs.size(); ++p) ++begin[args.ids[p] + 1];
-    for (int64_t e = 0; e < args.experts; ++e) begin[e + 1] += begin[e];
-    std::vector<int64_t> next = begin;
-    for (size_t p = 0; p < pairs.size(); ++p) pairs[next[args.ids[p]]++] = int64_t(p);
+  explicit Choices(int64_t experts) : begin(size_t(experts + 1), 0) {}
+
+  static Choices of_ids(const MoeArgs& args) {
+    Choices made(args.experts);
+    const int64_t count = args.rows * args.top_k;
+    for (int64_t p = 0; p < count; ++p)
+      if (args.ids[p] >= 0) ++made.begin[args.ids[p] + 1];
+    for (int64_t e = 0; e < args.experts; ++e) made.begin[e + 1] += made.begin[e];
+    made.pairs.resize(size_t(made.begin[args.experts]));
+    std::vector<int64_t> next = made.begin;
+    for (int64_t p = 0; p < count; ++p)
+      if (args.ids[p] >= 0) made.pairs[next[args.ids[p]]++] = p;
+    return made;
+  }
+
+  static Choices of_weights(const MoeArgs& args, const int32_t* counts) {
+    Choices made(args.experts);
+    for (int64_t e = 0; e < args.experts; ++e) {
+      for (int64_t r = 0; counts[e] > 0 && r < args.rows; ++r)
+        if (args.weights[r * args.experts + e] != 0.0f) made.pairs.push_back(r * args.experts + e);
+      made.begin[e + 1] = int64_t(made.pairs.size());
+    }
+    return made;
   }
 };
+
+void check_ids(const MoeArgs& args) {
+  for (int64_t p = 0; p < args.rows * args.top_k; ++p) {
+    const int32_t id = args.ids[p], *row = args.ids + p / args.top_k * args.top_k;
+    const std::string place = "ids[" + std::to_string(p / args.top_k) + "] names expert ";
+    if (id < -1 || id >= args.experts)
+      throw std::out_of_range(place + std::to_string(id) + " of " + std::to_string(args.experts));
+    if (id >= 0 && std::find(row, args.ids + p, id) != args.ids + p)
+      throw std::invalid_argument(place + std::to_string(id) + " twice");
+  }
+}
 
 // What one expert computes, row by row; kept between calls.
 template <class T>
@@ -142,9 +179,8 @@ void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t ro
 }
 
 template <class T>
-void run(const MoeArgs& args) {
+void run(const MoeArgs& args, const Choices& choices) {
   thread_local Scratch<T> scratch;
-  const Choices choices(args);
   const int64_t elements = args.rows * args.hidden_size;
   float* total = at_least(scratch.total, elements);
   std::fill_n(total, elements, 0.0f);
@@ -167,6 +203,17 @@ void moe_route(const RouteArgs& args) {
   });
 }
 
-void moe(const MoeArgs& args) { RBLN_DISPATCH(args.dtype, T, run<T>(args)); }
+void moe(const MoeArgs& args) {
+  check_ids(args);
+  const Choices choices = Choices::of_ids(args);
+  RBLN_DISPATCH(args.dtype, T, run<T>(args, choices));
+}
+
+void moe_masked(const MoeArgs& args, const int32_t* counts) {
+  const Choices choices = Choices::of_weights(args, counts);
+  MoeArgs by_expert = args;
+  by_expert.top_k = args.experts;
+  RBLN_DISPATCH(args.dtype, T, run<T>(by_expert, choices));
+}
 
 }  // namespace rbln

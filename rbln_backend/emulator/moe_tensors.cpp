@@ -1,8 +1,6 @@
 // Checks what a caller of the mixture-of-experts ops can get wrong; see library.cpp.
 #include "moe_tensors.h"
 
-#include <algorithm>
-
 #include "moe.h"
 #include "tensors.h"
 
@@ -31,49 +29,31 @@ int64_t check_experts(const Tensor& weight, const std::optional<Tensor>& bias, c
   return weight.numel() / weight.size(0);
 }
 
-void check_choices(const Tensor& weights, const Tensor& ids, int64_t rows, int64_t experts) {
-  TORCH_CHECK(weights.scalar_type() == at::kFloat && ids.scalar_type() == at::kInt &&
-                  weights.sizes() == ids.sizes() && ids.dim() == 2 && ids.size(0) == rows &&
-                  weights.is_contiguous() && ids.is_contiguous(),
-              "expected weights float32 and ids int32 of ", rows, " rows, got ",
-              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
-              ids.sizes());
-  const int64_t top_k = ids.size(1);
-  const int32_t* all = ids.const_data_ptr<int32_t>();
-  for (int64_t p = 0; p < rows * top_k; ++p) {
-    TORCH_CHECK_INDEX(all[p] >= 0 && all[p] < experts, "ids[", p / top_k, "] names expert ", all[p],
-                      " of ", experts);
-    TORCH_CHECK(std::find(all + p / top_k * top_k, all + p, all[p]) == all + p, "ids[", p / top_k,
-                "] names expert ", all[p], " twice");
-  }
+void check_vector(const std::optional<Tensor>& vector, const char* name, at::ScalarType dtype,
+                  int64_t count) {
+  if (!vector.has_value()) return;
+  TORCH_CHECK(vector->scalar_type() == dtype && vector->is_contiguous() && vector->numel() == count,
+              name, " is ", vector->scalar_type(), " ", vector->sizes(), " instead of ", dtype,
+              " with ", count, " elements");
+}
+
+template <class V>
+const V* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<V>() : nullptr;
 }
 
 const void* data_of(const std::optional<Tensor>& bias) {
   return bias.has_value() ? bias->const_data_ptr() : nullptr;
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> moe_route_tensors(const Tensor& logits, int64_t top_k,
-                                             bool renormalize) {
-  TORCH_CHECK(logits.dim() == 2, "logits has shape ", logits.sizes(), " instead of [rows, experts]");
-  const Rows rows(logits);
-  TORCH_CHECK(top_k > 0 && top_k <= rows.width, "top_k ", top_k, " of ", rows.width, " experts");
-  const Tensor weights = at::detail::empty_cpu({rows.count, top_k}, at::kFloat);
-  const Tensor ids = at::detail::empty_cpu({rows.count, top_k}, at::kInt);
-  moe_route({dtype_of(logits, "logits"), rows.data(), rows.count, rows.width, rows.stride, top_k,
-             renormalize, weights.mutable_data_ptr<float>(), ids.mutable_data_ptr<int32_t>()});
-  return {weights, ids};
-}
-
-Tensor moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
-                   const std::optional<Tensor>& w13_bias, const Tensor& w2,
-                   const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
-                   std::string_view activation) {
+// Everything but the weights of rows and what belongs to them.
+MoeArgs checked_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
+                          const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                          const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                          std::string_view activation) {
   TORCH_CHECK(x.dim() == 2, "x has shape ", x.sizes(), " instead of [rows, hidden]");
   TORCH_CHECK(activation == "silu" || activation == "swigluoai", "activation is '", activation,
               "', known are silu and swigluoai");
-  const Rows rows(x);
   MoeArgs args{};
   args.dtype = dtype_of(x, "x");
   args.x = rows.data();
@@ -85,18 +65,76 @@ Tensor moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids, co
   args.w2_elements = check_experts(w2, w2_bias, "w2", rows.width, intermediate_size, x);
   args.experts = w13.size(0);
   TORCH_CHECK(w2.size(0) == args.experts, "w13 has ", args.experts, " experts, w2 ", w2.size(0));
-  check_choices(weights, ids, args.rows, args.experts);
-  args.weights = weights.const_data_ptr<float>();
-  args.ids = ids.const_data_ptr<int32_t>();
-  args.top_k = ids.size(1);
   args.w13 = w13.const_data_ptr();
   args.w13_bias = data_of(w13_bias);
   args.w2 = w2.const_data_ptr();
   args.w2_bias = data_of(w2_bias);
   args.interleaved = activation == "swigluoai";
+  return args;
+}
+
+bool is_table(const Tensor& tensor, at::ScalarType dtype, int64_t rows) {
+  return tensor.scalar_type() == dtype && tensor.dim() == 2 && tensor.size(0) == rows &&
+         tensor.is_contiguous();
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> moe_route_tensors(const Tensor& logits, int64_t top_k, bool renormalize,
+                                             const std::optional<Tensor>& expert_map,
+                                             const std::optional<Tensor>& tokens_mask) {
+  TORCH_CHECK(logits.dim() == 2, "logits has shape ", logits.sizes(), " instead of [rows, experts]");
+  const Rows rows(logits);
+  TORCH_CHECK(top_k > 0 && top_k <= rows.width, "top_k ", top_k, " of ", rows.width, " experts");
+  check_vector(expert_map, "expert_map", at::kInt, rows.width);
+  check_vector(tokens_mask, "tokens_mask", at::kFloat, rows.count);
+  const Tensor weights = empty_of({rows.count, top_k}, at::kFloat);
+  const Tensor ids = empty_of({rows.count, top_k}, at::kInt);
+  const RouteArgs args{dtype_of(logits, "logits"), rows.data(), rows.count, rows.width, rows.stride,
+                       top_k, renormalize, data_or_null<int32_t>(expert_map),
+                       data_or_null<float>(tokens_mask), weights.mutable_data_ptr<float>(),
+                       ids.mutable_data_ptr<int32_t>()};
+  launch([args] { moe_route(args); });
+  return {weights, ids};
+}
+
+Tensor moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
+                   const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                   const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                   std::string_view activation) {
+  const Rows rows(x);
+  MoeArgs args =
+      checked_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation);
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && is_table(ids, at::kInt, args.rows) &&
+                  weights.sizes() == ids.sizes(),
+              "expected weights float32 and ids int32 of ", args.rows, " rows, got ",
+              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
+              ids.sizes());
+  args.weights = weights.const_data_ptr<float>();
+  args.ids = ids.const_data_ptr<int32_t>();
+  args.top_k = ids.size(1);
   const Tensor out = empty_like_dtype(x.sizes(), x);
   args.out = out.mutable_data_ptr();
-  moe(args);
+  launch([args] { moe(args); });
+  return out;
+}
+
+Tensor moe_masked_tensors(const Tensor& x, const Tensor& weights, const Tensor& counts,
+                          const Tensor& w13, const std::optional<Tensor>& w13_bias,
+                          const Tensor& w2, const std::optional<Tensor>& w2_bias,
+                          int64_t intermediate_size, std::string_view activation) {
+  const Rows rows(x);
+  MoeArgs args =
+      checked_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation);
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && weights.size(1) == args.experts,
+              "expected weights float32 [", args.rows, ", ", args.experts, "], got ",
+              weights.scalar_type(), " ", weights.sizes());
+  check_vector(counts, "counts", at::kInt, args.experts);
+  args.weights = weights.const_data_ptr<float>();
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  const int32_t* chosen = counts.const_data_ptr<int32_t>();
+  launch([args, chosen] { moe_masked(args, chosen); });
   return out;
 }
 

@@ -10,11 +10,19 @@
 namespace rbln {
 
 std::tuple<at::Tensor, at::Tensor> moe_route_tensors(const at::Tensor& logits, int64_t top_k,
-                                                     bool renormalize);
+                                                     bool renormalize,
+                                                     const std::optional<at::Tensor>& expert_map,
+                                                     const std::optional<at::Tensor>& tokens_mask);
 
 at::Tensor moe_tensors(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& ids,
                        const at::Tensor& w13, const std::optional<at::Tensor>& w13_bias,
                        const at::Tensor& w2, const std::optional<at::Tensor>& w2_bias,
                        int64_t intermediate_size, std::string_view activation);
+
+at::Tensor moe_masked_tensors(const at::Tensor& x, const at::Tensor& weights,
+                              const at::Tensor& counts, const at::Tensor& w13,
+                              const std::optional<at::Tensor>& w13_bias, const at::Tensor& w2,
+                              const std::optional<at::Tensor>& w2_bias, int64_t intermediate_size,
+                              std::string_view activation);
 
 }  // namespace rbln

@@ -17,6 +17,10 @@ from torch import Tensor
 from rbln_backend.emulator.packing import packed_shape
 
 NAMESPACE = "rbln_emulator"
+_EXPERTS = (
+    "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias, int intermediate_size,"
+    " str activation) -> Tensor"
+)
 SCHEMAS = {
     "pack_linear_weight": "(Tensor weight) -> Tensor",
     # The same where the weight lies, for weights that need no padding (packing.fits_in_place).
@@ -53,15 +57,21 @@ SCHEMAS = {
         " Tensor? sinks, float? logits_soft_cap, int group, int batch) -> Tensor"
     ),
     # logits [T, E] -> float32 and int32 [T, top_k], the largest first. The weights are those of a
-    # softmax over all experts, or (renormalize) over the chosen alone.
-    "moe_route": "(Tensor logits, int top_k, bool renormalize) -> (Tensor weights, Tensor ids)",
-    # x [T, H] -> sum over k of weights[t, k] * expert(ids[t, k]). w13 stacks E packed matrices of
-    # [2 * intermediate_size, H], w2 of [H, intermediate_size]; a row's ids are distinct.
-    # activation: "silu" of the first half of w13, or "swigluoai", gate and up alternating.
-    "moe": (
-        "(Tensor x, Tensor weights, Tensor ids, Tensor w13, Tensor? w13_bias, Tensor w2,"
-        " Tensor? w2_bias, int intermediate_size, str activation) -> Tensor"
+    # softmax over all experts, or (renormalize) over the chosen alone. expert_map int32 [E] renames
+    # the chosen, -1 for experts of other ranks; rows of tokens_mask float32 [T, 1] that are 0 are
+    # padding and get -1 alone.
+    "moe_route": (
+        "(Tensor logits, int top_k, bool renormalize, Tensor? expert_map=None,"
+        " Tensor? tokens_mask=None) -> (Tensor weights, Tensor ids)"
     ),
+    # x [T, H] -> sum over k of weights[t, k] * expert(ids[t, k]). w13 stacks E packed matrices of
+    # [2 * intermediate_size, H], w2 of [H, intermediate_size]; a row's ids are distinct, but for
+    # -1, which stands for no expert. Experts that nobody chose are not read.
+    # activation: "silu" of the first half of w13, or "swigluoai", gate and up alternating.
+    "moe": "(Tensor x, Tensor weights, Tensor ids, " + _EXPERTS,
+    # The same with weights float32 [T, E]: a row goes to the experts whose weight is not zero.
+    # counts int32 [E]: how many rows chose each expert.
+    "moe_masked": "(Tensor x, Tensor weights, Tensor counts, " + _EXPERTS,
     # y [T, sum of out_features] += the low-rank part of x [T, K], for the adapter of each row.
     # slots int32 [R]: each owns T / R rows; -1 adds nothing. a stacks S packed matrices of
     # [len(b) * rank, K]; each of b, one per slice of y, S packed matrices of [out_features, rank].
@@ -124,7 +134,7 @@ def _self_attention(q: Tensor, *arguments: Any) -> Tensor:
     return q.new_empty(q.shape[0], kv_cache.shape[2] * group * kv_cache.shape[5])
 
 
-def _moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def _moe_route(logits: Tensor, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
@@ -151,6 +161,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "self_attention": _self_attention,
     "moe_route": _moe_route,
     "moe": _moe,
+    "moe_masked": _moe,
     "add_lora_": _add_lora,
 }
 

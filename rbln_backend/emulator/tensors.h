@@ -28,12 +28,16 @@ inline void check_dtype(const at::Tensor& tensor, const char* name, const at::Te
               tensor.scalar_type(), " instead of ", like.scalar_type());
 }
 
-inline at::Tensor empty_like_dtype(at::IntArrayRef sizes, const at::Tensor& like) {
+inline at::Tensor empty_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (is_recording()) {
     const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
-    return at::detail::empty_generic(sizes, arena(), cpu, like.scalar_type(), std::nullopt);
+    return at::detail::empty_generic(sizes, arena(), cpu, dtype, std::nullopt);
   }
-  return at::detail::empty_cpu(sizes, like.scalar_type());
+  return at::detail::empty_cpu(sizes, dtype);
+}
+
+inline at::Tensor empty_like_dtype(at::IntArrayRef sizes, const at::Tensor& like) {
+  return empty_of(sizes, like.scalar_type());
 }
 
 // The values of an int32 or int64 tensor, in order.

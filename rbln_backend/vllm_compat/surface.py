@@ -30,6 +30,7 @@ from vllm.model_executor.layers.activation import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
@@ -213,6 +214,7 @@ __all__ = [
     "VllmConfig",
     "WorkerBase",
     "YaRNScalingRotaryEmbedding",
+    "ZeroExpertRouter",
     "apply_grammar_bitmask",
     "build_logitsprocs",
     "configured",

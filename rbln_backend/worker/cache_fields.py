@@ -20,7 +20,7 @@ from rbln_backend.worker.group_inputs import KvGroup
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 # Sources whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
-    *("attention", "compiler", "emulator", "lora", "quantization"),
+    *("attention", "compiler", "emulator", "lora", "moe", "quantization"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
 

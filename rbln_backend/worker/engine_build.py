@@ -21,6 +21,8 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.moe.layers import moe_methods
+from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
@@ -82,6 +84,7 @@ class EngineBuild:
         self._parts = parts
         self._generates = config.model_config.runner_type == "generate"
         self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
+        self._moe = moe_methods(parts.model)
         self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
         self._kv_caches.bind(parts.attention_layers)
         parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
@@ -92,6 +95,7 @@ class EngineBuild:
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
+            has_tokens_mask=bool(self._moe) and rbln.use_moe_tokens_mask,
         )
         dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
@@ -179,6 +183,8 @@ class EngineBuild:
     def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
         if self._parts.adapters is not None:
             self._parts.adapters.read_by(request.inputs)
+        for method in self._moe:
+            method.tokens_mask = request.inputs.get(TOKENS_MASK)
         return set_forward_context(request.metadata, self._parts.vllm_config, slot_mapping={})
 
     def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:

@@ -40,10 +40,15 @@ class GraphSet:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
+        has_tokens_mask: bool = False,
     ) -> GraphSet:
         """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
         inputs = {
-            spec: StepInputs.allocate(spec, groups, encoder_layers, has_adapters=has_adapters)
+            spec: StepInputs.allocate(
+                *(spec, groups, encoder_layers),
+                has_adapters=has_adapters,
+                has_tokens_mask=has_tokens_mask,
+            )
             for spec in plan(tables, has_logits=False)
         }
         return cls(tables, inputs, dispatch)

@@ -18,7 +18,8 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.model_report import CacheGroup, ModelReport
-from rbln_backend.unsupported import EXPERTS_ON_NPU, LORA_MODEL
+from rbln_backend.moe.layers import install_expert_layers
+from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
@@ -47,6 +48,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         # They refuse what they cannot compute when they are made.
         install_layers()
     register_quantization(config)
+    install_expert_layers()
     tables = bucket_tables(config, rbln)
     with _process_groups(config):
         skeleton = Skeleton(config)
@@ -97,8 +99,6 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
             "cannot generate text; name a ...ForCausalLM architecture in config.json's "
             "'architectures'"
         )
-    if skeleton.has_experts and choose_device(rbln) == "rebel":
-        raise EXPERTS_ON_NPU.refusal("device 'rebel'")
     if config.lora_config is not None:
         # vLLM's part of it takes a while to import.
         from rbln_backend.vllm_compat.lora import supports_lora

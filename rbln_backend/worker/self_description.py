@@ -12,6 +12,7 @@ from rbln_backend.description import (
     CacheInfo,
     DescriptionWriter,
     DeviceInfo,
+    ExpertsInfo,
     KvGroupInfo,
     KvInfo,
     LimitsInfo,
@@ -69,6 +70,10 @@ class SelfDescription:
         assert lora is not None
         info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)
         self._writer.tell("lora", info)
+
+    def has_experts(self, experts: ExpertsInfo) -> None:
+        """Tell how mixtures of experts are computed."""
+        self._writer.tell("experts", experts)
 
     def records_usage(self, file: Path) -> None:
         """Tell where it is kept how often each size ran."""

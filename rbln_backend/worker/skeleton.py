@@ -20,7 +20,6 @@ from rbln_backend.unsupported import QUANTIZATION
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
     KVCacheSpec,
-    MoERunner,
     VllmConfig,
     initialize_model,
     set_current_vllm_config,
@@ -78,11 +77,6 @@ class Skeleton:
     def generates(self) -> bool:
         """Whether the model has a language-model head."""
         return hasattr(self.model, "compute_logits")
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether any layer is a mixture of experts."""
-        return any(isinstance(layer, MoERunner) for layer in self.model.modules())
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """vLLM's spec of every attention layer, by layer name."""

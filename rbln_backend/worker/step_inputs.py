@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.worker.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 
 
@@ -32,6 +34,8 @@ class StepInputs:
     """[1] int64: the last real row of a chunk."""
     adapter_slots: IntArray
     """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
+    tokens_mask: npt.NDArray[np.float32]
+    """[B * L, 1]: 0 in padding; empty in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
     """One per KV cache group, in vLLM's order."""
     tensors: dict[str, Tensor]
@@ -46,6 +50,7 @@ class StepInputs:
         encoder_layers: Sequence[str] = (),
         *,
         has_adapters: bool = False,
+        has_tokens_mask: bool = False,
     ) -> StepInputs:
         """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache."""
         batch, length = spec.batch_size, spec.query_len
@@ -57,6 +62,9 @@ class StepInputs:
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
         if has_adapters:
             tensors[INPUT_NAME] = slots
+        mask = torch.zeros(batch * length if has_tokens_mask else 0, 1)
+        if has_tokens_mask:
+            tensors[TOKENS_MASK] = mask
         parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
         for part in parts:
             tensors |= part.tensors
@@ -72,6 +80,7 @@ class StepInputs:
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
             adapter_slots=slots.numpy(),
+            tokens_mask=mask.numpy(),
             groups=parts,
             tensors=tensors,
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
@@ -85,6 +94,7 @@ class StepInputs:
         self.positions[0, :count] = np.arange(start, start + count)
         self.positions[0, count:] = 0
         self.token_indices[0] = count - 1
+        self._fill_mask(count)
         for group, row in zip(self.groups, block_rows, strict=True):
             group.fill_prefill(start, count, row)
 
@@ -101,5 +111,11 @@ class StepInputs:
         if count < self.spec.bucket:
             self.token_ids[count:] = 0
             self.positions[count:] = 0
+        self._fill_mask(count)
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill_decode(num_computed, rows)
+
+    def _fill_mask(self, count: int) -> None:
+        """The first ``count`` rows are tokens."""
+        self.tokens_mask[:count] = 1.0
+        self.tokens_mask[count:] = 0.0

@@ -30,6 +30,7 @@ from rbln_backend.kv_cache.layout import (
     num_partitions,
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
+from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -147,6 +148,17 @@ class RblnWorker(AdapterCalls, WorkerBase):
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
         self._description.has_weights(weight_bytes, quantized_summary(self._model))
+        self._tell_of_experts(self._model)
+
+    def _tell_of_experts(self, model: nn.Module) -> None:
+        experts = experts_info(model, tokens_mask=self._rbln.use_moe_tokens_mask)
+        if experts is None:
+            return
+        self._description.has_experts(experts)
+        logger.info(
+            "Experts: path %s (%s), %d of %d here",
+            *(experts.path, experts.reason, experts.local, experts.experts),
+        )
 
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:
@@ -270,6 +282,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
 
     def _make_compiler(self) -> Compiler:
+        install_expert_layers()
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             sdk = find_sdk()

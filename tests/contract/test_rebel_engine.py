@@ -110,8 +110,24 @@ def test_soft_caps_are_refused_where_the_ops_have_none(
         run_engine(checkpoints("gemma2"), tmp_path, [5, 6, 7])
 
 
-def test_experts_are_refused_where_no_op_computes_them(
+def test_experts_are_compiled_as_the_documented_op(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
-    with pytest.raises(AssertionError, match="'rebel': mixture-of-experts layers"):
-        run_engine(checkpoints("mixtral"), tmp_path, [5, 6, 7])
+    checkpoint = checkpoints("qwen3_moe")
+    prompt = make_prompts([90], seed=402)[0]
+    token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
+    assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
+    assert "custom_moe_glu" in seen["ops"]
+    assert not seen["emulated"]
+
+
+@pytest.mark.wide
+def test_experts_that_the_op_does_not_know_are_plain_operators(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("gpt_oss")
+    prompt = make_prompts([90], seed=403)[0]
+    token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
+    assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
+    assert "custom_moe_glu" not in seen["ops"]
+    assert not seen["emulated"]

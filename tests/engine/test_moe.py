@@ -1,7 +1,8 @@
-"""Mixtures of experts: tokens of transformers, whatever company a row has; what is refused."""
+"""Mixtures of experts: tokens of transformers on every path, whatever company a row has."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,50 +11,91 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
 from rbln_backend.errors import UnsupportedModelError
-from tests.engine.conftest import Engines
+from tests.checkpoint_families import MIXTURES
+from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import GREEDY, assert_equals_reference, make_prompts
 
 pytestmark = pytest.mark.engine
 
-# Weights that sum to one, or (Qwen2 with its shared expert, OLMoE) do not.
-ARCHITECTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
+PATHS: dict[str, dict[str, bool]] = {
+    "opt": {},
+    "custom": {"moe_use_opt_kernel": False},
+    "native": {"moe_use_opt_kernel": False, "moe_custom_kernel": False},
+}
+# Weights that sum to one; that do not, with a shared expert; groups, biases and factors.
+BY_DEFAULT = [("mixtral", "opt"), ("qwen2_moe", "custom"), ("qwen3_moe", "native")]
 PROMPT_LENGTHS = [1, 2, 17, 64, 65, 130, 223]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tokens_equal_the_reference(engines: Engines, arch: str) -> None:
-    engine = engines(arch)
+def engine_on(engines: Engines, arch: str, path: str, **rbln: Any) -> Engine:
+    return engines(arch, rbln={**PATHS[path], **rbln})
+
+
+def assert_alone_and_together(engine: Engine) -> None:
     prompts = make_prompts(PROMPT_LENGTHS, seed=50)
     alone = [engine.generate([prompt], GREEDY)[0] for prompt in prompts]
     assert_equals_reference(engine, prompts, alone)
+    together = engine.generate(prompts, GREEDY)
+    assert_equals_reference(engine, prompts, together)
+    # Three requests in a bucket of four, chunks that end in padding: not a bit of them shows.
+    for one, other in zip(alone, together, strict=True):
+        assert _logprobs(one) == _logprobs(other)
+
+
+def _logprobs(output: Any) -> list[dict[int, float]]:
+    steps = output.outputs[0].logprobs
+    return [{token: entry.logprob for token, entry in step.items()} for step in steps]
+
+
+@pytest.mark.parametrize(("arch", "path"), BY_DEFAULT)
+def test_tokens_equal_the_reference(engines: Engines, arch: str, path: str) -> None:
+    assert_alone_and_together(engine_on(engines, arch, path))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_every_family_on_every_path(engines: Engines, arch: str, path: str) -> None:
+    assert_alone_and_together(engine_on(engines, arch, path))
+
+
+def test_routing_in_groups_by_biased_scores(engines: Engines) -> None:
+    engine = engines("glm4_moe")
+    prompts = make_prompts([17, 65, 130], seed=52)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 
 
-def test_without_native_kernels(engines: Engines) -> None:
-    engine = engines("qwen2_moe", rbln={"kernels": "aten"})
+@pytest.mark.wide
+@pytest.mark.parametrize("path", PATHS)
+def test_without_native_kernels(engines: Engines, path: str) -> None:
+    engine = engine_on(engines, "qwen2_moe", path, kernels="aten")
     prompts = make_prompts(PROMPT_LENGTHS, seed=51)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 
 
-def test_expert_parallelism_is_refused(engines: Engines) -> None:
-    with pytest.raises(ValueError, match="expert parallelism: not supported"):
-        engines.fresh("mixtral", enable_expert_parallel=True)
+@pytest.mark.wide
+@pytest.mark.parametrize("path", PATHS)
+def test_the_tokens_mask_changes_no_token(engines: Engines, path: str) -> None:
+    engine = engine_on(engines, "qwen3_moe", path, use_moe_tokens_mask=False)
+    prompts = make_prompts([3, 70, 130], seed=53)
+    assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 
 
-def test_routing_of_another_kind_is_refused_before_weights_are_read(engines: Engines) -> None:
-    with pytest.raises(ValueError, match=r"layers\.0.*expert routing .* top-k softmax"):
-        engines.fresh(
-            "mixtral",
-            hf_overrides={
-                "architectures": ["PhiMoEForCausalLM"],
-                "attention_bias": False,
-                "lm_head_bias": False,
-            },
-            load_format="safetensors",
-        )
+def test_the_path_is_told(engines: Engines) -> None:
+    engine = engine_on(engines, "qwen2_moe", "custom")
+    told = json.loads((engine.run_dir / "describe-0.json").read_text())["experts"]
+    assert told == {
+        "path": "custom",
+        "reason": "VLLM_RBLN_MOE_CUSTOM_KERNEL is on and VLLM_RBLN_MOE_USE_OPT_KERNEL off",
+        "tokens_mask": True,
+        "layers": 3,
+        "experts": 8,
+        "local": 8,
+        "ranks": 1,
+    }
 
 
-ROUTING, ACTIVATION = "expert routing that is not", "experts with another activation"
+ROUTING, ACTIVATION = "expert routing by token ids, to", "experts with another activation"
 
 
 @pytest.mark.parametrize(
@@ -61,12 +103,8 @@ ROUTING, ACTIVATION = "expert routing that is not", "experts with another activa
     [
         ({"activation": "gelu"}, ACTIVATION),
         ({"swiglu_limit": 7.0}, ACTIVATION),
-        ({"scoring_func": "sigmoid"}, ROUTING),
-        ({"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1}, ROUTING),
-        ({"custom_routing_function": print}, ROUTING),
-        ({"e_score_correction_bias": torch.zeros(4)}, ROUTING),
-        ({"routed_scaling_factor": 2.0}, ROUTING),
         ({"top_k": 1, "apply_router_weight_on_input": True}, ROUTING),
+        ({"zero_expert_type": "identity", "e_score_correction_bias": torch.zeros(4)}, ROUTING),
     ],
 )
 def test_a_layer_that_asks_for_more_is_refused_when_it_is_made(
@@ -75,7 +113,7 @@ def test_a_layer_that_asks_for_more_is_refused_when_it_is_made(
     sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 32, "intermediate_size": 16}
     # An engine of this process has set up what vLLM's layers need.
     with (
-        set_current_vllm_config(engines("mixtral").core.vllm_config),
+        set_current_vllm_config(engine_on(engines, "mixtral", "opt").core.vllm_config),
         pytest.raises(UnsupportedModelError, match=f"some.layer: {text}"),
     ):
         FusedMoEFactory(prefix="some.layer", **{**sizes, **options})

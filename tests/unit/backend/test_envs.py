@@ -196,6 +196,9 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("RBLN_NUM_THREADS", "6", "num_threads", 6),
         ("OMP_NUM_THREADS", "3,2", "num_threads", 3),
         ("VLLM_RBLN_USE_VLLM_MODEL", "1", "use_vllm_model", True),
+        ("VLLM_RBLN_MOE_USE_OPT_KERNEL", "0", "moe_use_opt_kernel", False),
+        ("VLLM_RBLN_MOE_CUSTOM_KERNEL", "0", "moe_custom_kernel", False),
+        ("VLLM_RBLN_USE_MOE_TOKENS_MASK", "0", "use_moe_tokens_mask", False),
     ],
 )
 def test_each_honoured_name_sets_its_field(name: str, raw: str, field: str, value: object) -> None:
@@ -301,6 +304,8 @@ def test_an_error_across_fields_says_where_they_came_from() -> None:
         ("VLLM_RBLN_USE_VLLM_MODEL", "0", "1"),
         ("VLLM_RBLN_COMPILE_MODEL", "false", "true"),
         ("VLLM_RBLN_COMPILE_ONLY", "1", "0"),
+        ("VLLM_RBLN_DISPATCH_ALL2ALL", "1", "0"),
+        ("VLLM_RBLN_COMBINE_ALL2ALL", "true", "false"),
         ("VLLM_RBLN_DP_IMPL", "dummy_prefill", "PADDED_DECODE"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,45 @@ def test_only_chosen_experts_are_read(activation: str) -> None:
     assert not plain.isnan().any()
 
 
+@pytest.mark.parametrize("route", [OPS.moe_route, fallback_moe.moe_route])
+def test_routing_names_experts_as_the_rank_does_and_skips_padding(route: Any) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
+    here = torch.tensor([1, -1, 0], dtype=torch.int32)
+    mask = torch.tensor([[1.0], [1.0], [0.0]])
+    weights, ids = route(logits, 2, True, here, mask)
+    assert ids.tolist() == [[1, -1], [0, -1], [-1, -1]]
+    assert torch.equal(weights, OPS.moe_route(logits, 2, True)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_by_expert_give_what_ids_give(dtype: torch.dtype, packed: bool) -> None:
+    layer = Experts(dtype=dtype)
+    x, (weights, ids) = layer.rows(20), route(20, layer.count, 3)
+    ids[4], ids[7, 1], ids[9, 2] = -1, -1, -1
+    columns = torch.where(ids < 0, layer.count, ids).long()
+    table = torch.zeros(20, layer.count + 1).scatter(1, columns, weights)[:, :-1].contiguous()
+    counts = (table != 0).sum(dim=0, dtype=torch.int32)
+    expected = OPS.moe(x, weights, ids, *layer.arguments())
+    assert not expected[4].any()
+    assert torch.equal(OPS.moe_masked(x, table, counts, *layer.arguments()), expected)
+    plain = fallback_moe.moe_masked(x, table, counts, *layer.arguments(packed=packed))
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(plain, expected, rtol=4 * step, atol=1e-5 + 8 * step)
+
+
+def test_experts_of_padding_are_not_read() -> None:
+    layer = Experts(count=6)
+    x, logits = layer.rows(3), torch.eye(6)[[1, 4, 2]] * 9
+    mask = torch.tensor([[1.0], [1.0], [0.0]])
+    for stacked in (layer.w13, layer.w2):
+        stacked[[0, 2, 3, 5]] = float("nan")
+    weights, ids = OPS.moe_route(logits, 1, True, None, mask)
+    mixed = OPS.moe(x, weights, ids, *layer.arguments())
+    assert not mixed.isnan().any()
+    assert not mixed[2].any()
+
+
 def test_a_nan_row_stays_alone() -> None:
     layer = Experts()
     x, logits = layer.rows(9), torch.randn(9, layer.count)
@@ -230,6 +270,9 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(OPS.moe_route.default, (logits[::2], 2, False))
     weights, ids = route(6, layer.count, 2)
     torch.library.opcheck(OPS.moe.default, (layer.rows(6), weights, ids, *layer.arguments()))
+    table, counts = torch.rand(6, layer.count), torch.full((layer.count,), 6, dtype=torch.int32)
+    arguments = (layer.rows(6), table, counts, *layer.arguments())
+    torch.library.opcheck(OPS.moe_masked.default, arguments)
 
 
 def test_strided_rows_and_no_rows() -> None:
@@ -263,5 +306,5 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(IndexError, match=r"ids\[1\] names expert 5 of 5"):
         OPS.moe(x, weights, ids, *layer.arguments())
     ids[1] = torch.tensor([3, 3])
-    with pytest.raises(RuntimeError, match=r"ids\[1\] names expert 3 twice"):
+    with pytest.raises(ValueError, match=r"ids\[1\] names expert 3 twice"):
         OPS.moe(x, weights, ids, *layer.arguments())

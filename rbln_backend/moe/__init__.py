@@ -1,0 +1,1 @@
+"""Mixtures of experts: who chooses, which op computes, what a rank holds of them."""

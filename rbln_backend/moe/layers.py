@@ -1,0 +1,183 @@
+"""vLLM's mixture-of-experts layers as operators of the captured graph.
+
+vLLM hides a layer's experts behind an op that looks the layer up by name while it runs, and leaves
+the kernel to out-of-tree platforms. Here the layer is traced like any other: its method routes and
+computes by the path that was chosen when the layer was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rbln_backend.compiler.device import choose_device
+from rbln_backend.description import ExpertsInfo
+from rbln_backend.moe.choice import Choice, PathName, choose_path
+from rbln_backend.moe.custom import run_custom
+from rbln_backend.moe.experts import PlainExperts, hold_experts
+from rbln_backend.moe.glu_op import run_glu_op
+from rbln_backend.moe.native import run_native
+from rbln_backend.moe.opt import run_opt
+from rbln_backend.moe.paths import ExpertPath, RoutedTokens
+from rbln_backend.moe.routing import SCORINGS, Routing
+from rbln_backend.unsupported import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
+from rbln_backend.vllm_compat.surface import (
+    CustomOp,
+    MoERunner,
+    RoutedExperts,
+    UnquantizedFusedMoEMethod,
+    ZeroExpertRouter,
+    configured,
+    get_current_vllm_config,
+)
+
+PATHS: Mapping[PathName, ExpertPath] = {
+    "opt": run_opt,
+    "custom": run_custom,
+    "glu": run_glu_op,
+    "native": run_native,
+}
+_ACTIVATIONS = ("silu", "swigluoai")
+
+
+class RblnMoERunner(MoERunner):
+    """A mixture-of-experts layer that Dynamo sees through."""
+
+    def __init__(self, layer_name: str, *args: Any, **options: Any) -> None:
+        super().__init__(layer_name, *args, **options)
+        # What such routers do outside of a layer's experts is not in the method's hands.
+        if isinstance(self.router, ZeroExpertRouter) or _reads_token_ids(self.router):
+            raise EXPERT_ROUTING.refusal(layer_name)
+
+    def _select_forward(self) -> Callable[..., Any]:
+        return self._forward_traced
+
+    def _encode_layer_name(self) -> str:
+        return str(self.layer_name)
+
+    def _forward_traced(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        shared_experts_input: Tensor | None,
+        input_ids: Tensor | None,
+        *_: object,
+    ) -> Any:
+        """What upstream's op does once it has found the layer."""
+        return self._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
+
+
+class RblnMoEMethod(UnquantizedFusedMoEMethod):
+    """Gated experts of any top-k routing, with or without biases."""
+
+    choice: Choice
+    routing: Routing
+    experts: PlainExperts
+    tokens_mask: Tensor | None = None
+    """An input of the graph that is being captured: float32 [T, 1], 0 in padding."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Routing belongs to the method: vLLM's own routers call kernels that are not here."""
+        return True
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """As upstream; raises ``UnsupportedModelError`` where no path can do what is asked."""
+        missing = _missing_feature(layer)
+        if missing is not None:
+            raise missing.refusal(layer.layer_name)
+        rbln = configured(get_current_vllm_config())
+        self._is_npu = choose_device(rbln) == "rebel"
+        self.choice = choose_path(
+            use_opt=rbln.moe_use_opt_kernel,
+            use_custom=rbln.moe_custom_kernel,
+            is_npu=self._is_npu,
+            activation=layer.activation.value,
+        )
+        super().create_weights(layer, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Give the experts the layout of the device, one layer at a time."""
+        super().process_weights_after_loading(layer)
+        # The runner would otherwise make it while it is traced.
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.routing = routing_of(layer)
+        self.experts = hold_experts(layer, is_npu=self._is_npu)
+
+    def apply_monolithic(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        router_logits: Tensor,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H], router_logits [T, E]; returns [T, H]."""
+        tokens = RoutedTokens(x, router_logits, layer.expert_map, self.tokens_mask)
+        return PATHS[self.choice.path](tokens, self.routing, self.experts)
+
+
+def routing_of(layer: RoutedExperts) -> Routing:
+    """How ``layer`` routes, in the order in which vLLM picks a router."""
+    groups = (layer.num_expert_group or 1) if layer.use_grouped_topk else 1
+    if groups >= layer.global_num_experts or layer.global_num_experts % groups:
+        groups = 1
+    return Routing(
+        top_k=layer.top_k,
+        renormalize=layer.renormalize,
+        scoring=layer.scoring_func,
+        groups=groups,
+        top_groups=layer.topk_group or 1,
+        bias=layer.e_score_correction_bias,
+        scale=layer.routed_scaling_factor,
+        function=None if groups > 1 else layer.custom_routing_function,
+    )
+
+
+def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
+    """The methods of all mixtures of ``model``, in its order."""
+    layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
+    return [layer.quant_method for layer in layers if isinstance(layer.quant_method, RblnMoEMethod)]
+
+
+def experts_info(model: nn.Module, *, tokens_mask: bool) -> ExpertsInfo | None:
+    """What operators are told of the mixtures of ``model``; the first stands for all."""
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    methods = moe_methods(model)
+    if not methods:
+        return None
+    return ExpertsInfo(
+        path=methods[0].choice.path,
+        reason=methods[0].choice.reason,
+        tokens_mask=tokens_mask,
+        layers=len(layers),
+        experts=layers[0].global_num_experts,
+        local=layers[0].local_num_experts,
+        ranks=layers[0].moe_config.ep_size,
+    )
+
+
+def install_expert_layers() -> None:
+    """Register both classes with vLLM, for every device; idempotent, once per process."""
+    for name, layer in (
+        ("MoERunner", RblnMoERunner),
+        ("UnquantizedFusedMoEMethod", RblnMoEMethod),
+    ):
+        if layer.__dict__.get("name") is None:
+            CustomOp.register_oot(name=name)(layer)
+
+
+def _reads_token_ids(router: Any) -> bool:
+    """Routers of DeepSeek-V4: by a table of tokens, or by what stands for an image."""
+    tables = ("_hash_indices_table", "bias_vl")
+    return any(getattr(router, name, None) is not None for name in tables)
+
+
+def _missing_feature(layer: RoutedExperts) -> Feature | None:
+    """The first thing that this layer needs and no path has, or None."""
+    if layer.activation.value not in _ACTIVATIONS or layer.swiglu_limit is not None:
+        return EXPERT_ACTIVATION
+    if layer.apply_router_weight_on_input or layer.scoring_func not in SCORINGS:
+        return EXPERT_ROUTING
+    return None
