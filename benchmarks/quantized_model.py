@@ -90,7 +90,7 @@ def step_bytes(path: Path) -> int:
         return path.stat().st_size
     from safetensors import safe_open
 
-    sizes = {}
+    sizes: dict[str, int] = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             sizes |= {name: tensors.get_tensor(name).nbytes for name in tensors.keys()}  # noqa: SIM118

@@ -27,7 +27,6 @@ from rbln_backend.unsupported import (
     MULTI_RANK,
     MULTIMODAL,
     QUANTIZATION,
-    QUANTIZED_EXPERTS,
     SPARSE_ATTENTION,
     SPECULATION,
     STATE_SPACE,
@@ -275,7 +274,6 @@ def _refuse_model(model: ModelConfig) -> None:
             ),
             # Before the model is made: methods of vLLM's for such experts fail as they look for
             # a kernel.
-            QUANTIZED_EXPERTS: model.quantization is not None and model.get_num_experts() > 1,
         }
     )
     if model.quantization not in (None, *METHODS):

@@ -40,14 +40,14 @@ EXPERT_ACTIVATION = Feature(
     "serve a model such as Mixtral, Qwen-MoE or gpt-oss",
 )
 QUANTIZED_EXPERTS = Feature(
-    "quantised mixture-of-experts checkpoints",
-    "openai/gpt-oss-20b as published (MXFP4)",
-    "whose expert op multiplies by bfloat16, float16 and float32 weights",
+    "quantised experts in this form",
+    "mixtures whose projections differ in their format or have no whole groups; any on an NPU",
+    "whose emulated device alone multiplies by them, in one format and whole groups",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8 and AWQ checkpoints, vLLM's own quantisation at load",
+    "FP8, MXFP4 (openai/gpt-oss-20b as published) and AWQ checkpoints, vLLM's own at load",
     "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
 )

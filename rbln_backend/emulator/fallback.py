@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from rbln_backend.emulator import fallback_attention
-from rbln_backend.emulator.fallback_moe import moe, moe_masked, moe_route
+from rbln_backend.emulator.fallback_moe import (
+    moe,
+    moe_masked,
+    moe_route,
+    quantized_moe,
+    quantized_moe_masked,
+)
 from rbln_backend.emulator.packing import pack_reference, unpack
 from rbln_backend.emulator.quantized_packing import dequantize
 
@@ -192,6 +198,8 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "moe_route": moe_route,
         "moe": moe,
         "moe_masked": moe_masked,
+        "quantized_moe": quantized_moe,
+        "quantized_moe_masked": quantized_moe_masked,
         "add_lora_": add_lora,
     },
     "rbln_custom_ops": fallback_attention.BODIES,

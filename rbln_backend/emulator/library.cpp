@@ -212,6 +212,8 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("moe_route", TORCH_FN(rbln::moe_route_tensors));
   m.impl("moe", TORCH_FN(rbln::moe_tensors));
   m.impl("moe_masked", TORCH_FN(rbln::moe_masked_tensors));
+  m.impl("quantized_moe", TORCH_FN(rbln::quantized_moe_tensors));
+  m.impl("quantized_moe_masked", TORCH_FN(rbln::quantized_moe_masked_tensors));
   m.impl("add_lora_", TORCH_FN(rbln::add_lora_tensors));
 }
 

@@ -3,15 +3,12 @@
 
 #include <vector>
 
-#include "quantized.h"
 #include "tensors.h"
 
 namespace rbln {
-namespace {
 
 using at::Tensor;
 
-// The weight of [columns, depth] behind packed words and scales.
 QuantizedWeight quantized_weight(const Tensor& words, const Tensor& scales, int64_t columns,
                                  int64_t depth, int64_t bits) {
   TORCH_CHECK(bits == 4 || bits == 8, "bits is ", bits, ", known are 4 and 8");
@@ -31,8 +28,6 @@ QuantizedWeight quantized_weight(const Tensor& words, const Tensor& scales, int6
   return {int(bits), group, reinterpret_cast<const uint32_t*>(words.const_data_ptr<int32_t>()),
           dtype_of(scales, "scales"), scales.const_data_ptr()};
 }
-
-}  // namespace
 
 Tensor quantized_linear_tensors(const Tensor& x, const Tensor& words, const Tensor& scales,
                                 const std::optional<Tensor>& bias, int64_t out_features,

@@ -145,12 +145,12 @@ def _refusal(field: str, value: object, reason: str) -> UnsupportedModelError:
     )
 
 
-def summary(layers: Sequence[Weights]) -> str | None:
+def summary(layers: Sequence[str]) -> str | None:
     """The kinds of quantised layers and how many there are of each; None without any."""
     return ", ".join(_counts(layers)) or None
 
 
-def _counts(layers: Sequence[Weights]) -> Iterator[str]:
+def _counts(layers: Sequence[str]) -> Iterator[str]:
     for kind in dict.fromkeys(layers):
         count = layers.count(kind)
         yield f"{count} {'layer' if count == 1 else 'layers'} {kind}"

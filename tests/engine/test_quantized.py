@@ -48,22 +48,23 @@ def assert_equals_plain(engine: Engine, checkpoint: Path, seed: int) -> None:
                 assert entry.logprob == pytest.approx(wanted, abs=1e-3)
 
 
+def wide(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.wide) for case in cases]
+
+
 @pytest.mark.parametrize(
     ("arch", "recipe"),
     [
-        ("llama", W4),
+        ("llama", Recipe(bits=4, group_size=64, head_bits=8)),
         ("qwen3", Recipe(format="gptq", bits=4, group_size=128)),
-        ("llama", Recipe(bits=8, group_size=CHANNEL, head_bits=8)),
-        *(
-            pytest.param(*case, marks=pytest.mark.wide)
-            for case in [
-                ("qwen3", Recipe(bits=4, group_size=128, head_bits=8)),
-                ("llama", Recipe(bits=8, group_size=64)),
-                ("qwen2", Recipe(bits=4, group_size=CHANNEL)),
-                ("llama", Recipe(format="gptq", bits=8, group_size=CHANNEL, head_bits=8)),
-                ("gemma3_text", Recipe(format="gptq", bits=8, group_size=64)),
-                ("phi3", Recipe(format="gptq", bits=4, group_size=64)),
-            ]
+        *wide(
+            ("llama", Recipe(bits=8, group_size=CHANNEL, head_bits=8)),
+            ("qwen3", Recipe(bits=4, group_size=128, head_bits=8)),
+            ("llama", Recipe(bits=8, group_size=64)),
+            ("qwen2", Recipe(bits=4, group_size=CHANNEL)),
+            ("llama", Recipe(format="gptq", bits=8, group_size=CHANNEL, head_bits=8)),
+            ("gemma3_text", Recipe(format="gptq", bits=8, group_size=64)),
+            ("phi3", Recipe(format="gptq", bits=4, group_size=64)),
         ),
     ],
 )
@@ -73,3 +74,30 @@ def test_tokens_equal_those_of_the_plain_weights(
     checkpoint = make(arch, recipe)
     engine = engines.fresh(checkpoint=checkpoint)
     assert_equals_plain(engine, checkpoint, seed=70)
+
+
+NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe", "rbln"),
+    [
+        ("qwen3_moe", W4, {}),
+        *wide(
+            ("qwen3_moe", Recipe(format="gptq", bits=4, group_size=128), {}),
+            ("mixtral", Recipe(format="gptq", bits=8, group_size=CHANNEL), NATIVE),
+            ("mixtral", Recipe(bits=8, group_size=CHANNEL), {"moe_use_opt_kernel": False}),
+            ("qwen2_moe", W4, NATIVE),
+            ("mixtral", W4, {"kernels": "aten"}),
+        ),
+    ],
+)
+def test_experts_equal_those_of_the_plain_weights(
+    engines: Engines, make: Make, arch: str, recipe: Recipe, rbln: dict[str, Any]
+) -> None:
+    sizes = {} if arch == "mixtral" else {"moe_intermediate_size": 128}
+    if arch == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 128
+    checkpoint = make(arch, recipe, **sizes)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=rbln)
+    assert_equals_plain(engine, checkpoint, seed=71)
