@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
+from tests.adapters import make_adapter, merge
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
@@ -48,6 +50,17 @@ def assert_equals_plain(engine: Engine, checkpoint: Path, seed: int) -> None:
                 assert entry.logprob == pytest.approx(wanted, abs=1e-3)
 
 
+def assert_holds_nothing_else(engine: Engine, recipe: Recipe) -> None:
+    """The packed words and their scales are all that is left of a layer's weights."""
+    worker = engine.core.model_executor.driver_worker.worker
+    layer = worker.get_model().model.layers[0].mlp.down_proj
+    columns, depth = layer.output_size, layer.input_size
+    groups = 1 if recipe.group_size == CHANNEL else depth // recipe.group_size
+    words, scales = columns * depth * recipe.bits // 8, columns * groups * 4
+    held = [*layer.parameters(), *layer.buffers()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == words + scales
+
+
 def wide(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.wide) for case in cases]
 
@@ -74,6 +87,7 @@ def test_tokens_equal_those_of_the_plain_weights(
     checkpoint = make(arch, recipe)
     engine = engines.fresh(checkpoint=checkpoint)
     assert_equals_plain(engine, checkpoint, seed=70)
+    assert_holds_nothing_else(engine, recipe)
 
 
 NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
@@ -101,3 +115,24 @@ def test_experts_equal_those_of_the_plain_weights(
     checkpoint = make(arch, recipe, **sizes)
     engine = engines.fresh(checkpoint=checkpoint, rbln=rbln)
     assert_equals_plain(engine, checkpoint, seed=71)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("recipe", [W4, Recipe(format="gptq", bits=8, group_size=CHANNEL)], ids=str)
+def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
+    engines: Engines, make: Make, tmp_path: Path, recipe: Recipe
+) -> None:
+    checkpoint = make("llama", recipe)
+    adapter = make_adapter(checkpoint / "plain", tmp_path / "adapter", seed=3, rank=8)
+    merged = merge(checkpoint / "plain", adapter, tmp_path / "merged")
+    engine = engines.fresh(checkpoint=checkpoint, enable_lora=True, max_loras=1, max_lora_rank=8)
+    prompts = make_prompts(PROMPT_LENGTHS, seed=72)
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        GREEDY,
+        use_tqdm=False,
+        lora_request=LoRARequest("adapter", 1, str(adapter)),
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_generate(merged, prompt, NUM_TOKENS).token_ids
+        assert list(output.outputs[0].token_ids) == expected
