@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.contract.test_rebel_adapter import install_sdk
 from tests.engine.conftest import DEFAULTS
@@ -67,7 +68,8 @@ def run_engine(
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
     environment = dict(os.environ) | {
-        "PYTHONPATH": str(tmp_path / "sdk"),
+        # The second one is this tree, wherever the package was installed from.
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "sdk"), str(ROOT))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     argument = [str(checkpoint), options, prompt, str(root)]
