@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.command import say
@@ -109,7 +109,7 @@ def _start(
         except (EngineProcessError, OSError) as error:
             _fail(log, subject, name, error)
             continue
-        about = process.description
+        about = process.description | asdict(process.memory())
         log.add(EngineRecord(model=subject.name, part=PART, side=name, about=about))
     return engines
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.machine import group_cpu_seconds
+from benchmarks.processes import Memory, memory
 from benchmarks.sleeping_process import SleepingProcess
 
 STARTUP_TIMEOUT_S = 900.0
@@ -154,6 +155,10 @@ class EngineProcess(SleepingProcess):
     def cpu_seconds(self) -> float:
         """Return the CPU time that the engine's processes have used so far."""
         return group_cpu_seconds(self._process.pid)
+
+    def memory(self) -> Memory:
+        """Return what the engine's processes have in memory now."""
+        return memory(self._process.pid)
 
     def _send(self, command: dict[str, Any]) -> None:
         assert self._process.stdin is not None

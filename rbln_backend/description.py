@@ -56,6 +56,12 @@ class ModelInfo:
     architecture: Annotated[str, "vLLM's class that runs it."]
     runner: Annotated[str, "`generate` or `pooling`."]
     dtype: Annotated[str, "Type that it computes in."]
+    quantization: Annotated[
+        str | None, "Format of quantised weights, such as `compressed-tensors`; null: none are."
+    ]
+    quantized_layers: Annotated[
+        str | None, "Which and how many layers are quantised; null until loaded."
+    ]
     weight_bytes: Annotated[int | None, "Bytes of the weights of the rank; null until loaded."]
 
 

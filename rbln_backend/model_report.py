@@ -33,6 +33,7 @@ class ModelReport:
     device: str
     dtype: str
     quantization: str | None
+    quantized_layers: str | None
     num_parameters: int
     weight_bytes: int
     kv_groups: tuple[CacheGroup, ...]
@@ -81,6 +82,7 @@ class ModelReport:
         return [
             ("architecture", f"{self.architecture} ({self.task})"),
             ("weights", self._weights()),
+            *self._quantization(),
             *self._caches(),
             ("prefill chunks", _sizes(self.prefill_chunks)),
             ("decode buckets", _sizes(self.decode_buckets)),
@@ -114,11 +116,17 @@ class ModelReport:
         return [("adapters", f"{self.max_loras} slots for ranks up to {self.max_lora_rank}")]
 
     def _weights(self) -> str:
-        packed = f", {self.quantization}" if self.quantization else ""
+        # Words of packed weights are no parameters in the usual sense.
+        counted = "parameters and words" if self.quantization else "parameters"
         return (
-            f"{self.num_parameters / 1e6:,.1f}M parameters, {self.dtype}{packed}, "
+            f"{self.num_parameters / 1e6:,.1f}M {counted}, {self.dtype}, "
             f"{self.weight_bytes / 2**20:,.0f} MiB"
         )
+
+    def _quantization(self) -> list[tuple[str, str]]:
+        if not self.quantization:
+            return []
+        return [("quantization", f"{self.quantization}: {self.quantized_layers or 'no layer'}")]
 
     def _group(self, group: CacheGroup) -> str:
         layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"

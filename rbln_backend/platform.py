@@ -16,6 +16,7 @@ from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
 from rbln_backend.parallel.rules import check_ranks
+from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.store_report import CompileReport, StoreReport
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
@@ -28,7 +29,7 @@ from rbln_backend.unsupported import (
     LORA_TARGET,
     MLA,
     MULTIMODAL,
-    QUANTIZED_EXPERTS,
+    QUANTIZATION,
     SPARSE_ATTENTION,
     SPECULATION,
     STATE_SPACE,
@@ -110,6 +111,13 @@ class RblnPlatform(Platform):
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         """bfloat16, float16 and float32 all have kernels."""
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        """Asked before vLLM reads what a quantised checkpoint says of itself."""
+        from rbln_backend.quantization.configs import register
+
+        register()
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -299,9 +307,10 @@ def _refuse_model(model: ModelConfig) -> None:
             ),
             # Before the model is made: methods of vLLM's for such experts fail as they look for
             # a kernel.
-            QUANTIZED_EXPERTS: model.quantization is not None and model.get_num_experts() > 1,
         }
     )
+    if model.quantization not in (None, *METHODS):
+        raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
 
 
 def _refuse_first(present: Mapping[Feature, bool]) -> None:

@@ -40,16 +40,22 @@ EXPERT_ACTIVATION = Feature(
     "serve a model such as Mixtral, Qwen-MoE or gpt-oss",
 )
 QUANTIZED_EXPERTS = Feature(
-    "quantised mixture-of-experts checkpoints",
-    "openai/gpt-oss-20b as published (MXFP4)",
-    "whose expert op multiplies by bfloat16, float16 and float32 weights",
+    "quantised experts in this form",
+    "mixtures whose projections differ in their format or have no whole groups; any on an NPU",
+    "whose emulated device alone multiplies by them, in one format and whole groups",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8 checkpoints",
-    "for which vLLM has no kernel on this device",
-    "serve a bfloat16 copy of the checkpoint",
+    "FP8, MXFP4 (openai/gpt-oss-20b as published) and AWQ checkpoints, vLLM's own at load",
+    "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
+    "serve a checkpoint in one of these formats, or a bfloat16 copy",
+)
+QUANTIZED_EMBEDDING = Feature(
+    "quantised input embeddings",
+    "compressed-tensors checkpoints whose targets match embed_tokens",
+    "which quantises linear layers and LM heads",
+    "serve a checkpoint that leaves its input embeddings alone",
 )
 EXPERT_PARALLEL_TP_DP = Feature(
     "expert parallelism over tensor-parallel and data-parallel ranks at once",
@@ -231,6 +237,7 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
+    QUANTIZED_EMBEDDING,
     EXPERT_PARALLEL_TP_DP,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,

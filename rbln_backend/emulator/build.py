@@ -64,12 +64,15 @@ _SOURCES = (
     "lora_tensors",
     "channel",
     "channel_tensors",
+    "quantized",
+    "quantized_tensors",
     "replay",
     "team",
     "memory",
 )
 _OVER_TENSORS = (
     *("library", "attention_tensors", "moe_tensors", "lora_tensors", "channel_tensors"),
+    "quantized_tensors",
     *("replay", "memory"),
 )
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.

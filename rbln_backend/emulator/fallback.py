@@ -17,8 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from rbln_backend.emulator import fallback_attention
-from rbln_backend.emulator.fallback_moe import moe, moe_masked, moe_route
+from rbln_backend.emulator.fallback_moe import (
+    moe,
+    moe_masked,
+    moe_route,
+    quantized_moe,
+    quantized_moe_masked,
+)
 from rbln_backend.emulator.packing import pack_reference, unpack
+from rbln_backend.emulator.quantized_packing import dequantize
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
@@ -31,6 +38,14 @@ def pack_linear_weight_in_place(weight: Tensor) -> None:
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     return functional.linear(x, unpack(packed, out_features, x.shape[-1]), bias).contiguous()
+
+
+def quantized_linear(
+    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+) -> Tensor:
+    weight = dequantize(words, scales, out_features, bits)
+    bias = None if bias is None else bias.float()
+    return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
 
 
 def _normalise(total: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -172,6 +187,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "pack_linear_weight": pack_linear_weight,
         "pack_linear_weight_": pack_linear_weight_in_place,
         "linear": linear,
+        "quantized_linear": quantized_linear,
         "rms_norm": rms_norm,
         "fused_add_rms_norm": fused_add_rms_norm,
         "layer_norm": layer_norm,
@@ -182,6 +198,8 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "moe_route": moe_route,
         "moe": moe,
         "moe_masked": moe_masked,
+        "quantized_moe": quantized_moe,
+        "quantized_moe_masked": quantized_moe_masked,
         "add_lora_": add_lora,
     },
     "rbln_custom_ops": fallback_attention.BODIES,

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rbln_backend.emulator.packing import unpack
+from rbln_backend.emulator.quantized_packing import dequantize
 
 # SwiGLU as gpt-oss has it.
 SWIGLU_ALPHA = 1.702
@@ -76,9 +77,44 @@ def moe(
 
 def moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
     """Rows choose the experts whose weight is not zero; see ``moe`` for the rest."""
+    return moe(x, weights, _chosen_ids(weights, counts), *experts)
+
+
+def quantized_moe(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w13_scales: Tensor,
+    w13_bias: Tensor | None,
+    w2: Tensor,
+    w2_scales: Tensor,
+    w2_bias: Tensor | None,
+    bits: int,
+    intermediate_size: int,
+    activation: str,
+) -> Tensor:
+    """``moe`` over the dequantised matrices of every expert."""
+    first = [
+        dequantize(*of_one, 2 * intermediate_size, bits).to(x.dtype)
+        for of_one in zip(w13, w13_scales, strict=True)
+    ]
+    second = [
+        dequantize(*of_one, x.shape[-1], bits).to(x.dtype)
+        for of_one in zip(w2, w2_scales, strict=True)
+    ]
+    plain = (torch.stack(first), w13_bias, torch.stack(second), w2_bias)
+    return moe(x, weights, ids, *plain, intermediate_size, activation)
+
+
+def quantized_moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
+    """As ``moe_masked``."""
+    return quantized_moe(x, weights, _chosen_ids(weights, counts), *experts)
+
+
+def _chosen_ids(weights: Tensor, counts: Tensor) -> Tensor:
     numbers = torch.arange(weights.shape[1], dtype=torch.int32)
-    chosen = torch.where((weights != 0) & (counts > 0), numbers, -1)
-    return moe(x, weights, chosen, *experts)
+    return torch.where((weights != 0) & (counts > 0), numbers, -1)
 
 
 def _matrix(weight: Tensor, out_features: int, in_features: int) -> Tensor:

@@ -14,6 +14,7 @@
 #include "kernels.h"
 #include "lora_tensors.h"
 #include "moe_tensors.h"
+#include "quantized_tensors.h"
 #include "simd.h"
 #include "tensors.h"
 
@@ -201,6 +202,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("pack_linear_weight", TORCH_FN(pack_linear_weight));
   m.impl("pack_linear_weight_", TORCH_FN(pack_linear_weight_in_place));
   m.impl("linear", TORCH_FN(linear));
+  m.impl("quantized_linear", TORCH_FN(rbln::quantized_linear_tensors));
   m.impl("rms_norm", TORCH_FN(rms_norm));
   m.impl("fused_add_rms_norm", TORCH_FN(fused_add_rms_norm));
   m.impl("layer_norm", TORCH_FN(layer_norm));
@@ -211,6 +213,8 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("moe_route", TORCH_FN(rbln::moe_route_tensors));
   m.impl("moe", TORCH_FN(rbln::moe_tensors));
   m.impl("moe_masked", TORCH_FN(rbln::moe_masked_tensors));
+  m.impl("quantized_moe", TORCH_FN(rbln::quantized_moe_tensors));
+  m.impl("quantized_moe_masked", TORCH_FN(rbln::quantized_moe_masked_tensors));
   m.impl("add_lora_", TORCH_FN(rbln::add_lora_tensors));
 }
 

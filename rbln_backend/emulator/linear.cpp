@@ -5,9 +5,9 @@
 // registers. While a block is multiplied the next one is prefetched. A single group (decode: the
 // limit is bandwidth) runs through the whole depth at once.
 #include <algorithm>
-#include <vector>
 
 #include "kernels.h"
+#include "linear_output.h"
 #include "tile.h"
 
 namespace rbln {
@@ -52,25 +52,6 @@ void interleave_group(const LinearArgs& args, const Activations<T>& to, int64_t 
       store(words, kWordDepth == 1 ? load(source) : load_raw<VecF>(source));
       const int64_t count = std::min<int64_t>(kLanes, (to.depth - t) / kWordDepth);
       for (int64_t i = 0; i < count; ++i) target[(t / kWordDepth + i) * size + r] = words[i];
-    }
-  }
-}
-
-// Finished sums, [rows][vectors * kLanes], to the output: bias, rounding, the edge's columns.
-template <class T>
-void write_tile(const LinearArgs& args, int64_t row, int rows, int64_t column, int vectors,
-                const float* sums) {
-  for (int c = 0; c < vectors; ++c) {
-    const int64_t first = column + c * kLanes;
-    const int64_t count = std::min<int64_t>(kLanes, args.columns - first);
-    if (count <= 0) return;
-    const VecF bias = args.bias == nullptr
-                          ? VecF{}
-                          : load_some(static_cast<const T*>(args.bias) + first, count);
-    for (int r = 0; r < rows; ++r) {
-      const VecF sum = load(sums + (r * vectors + c) * kLanes);
-      const VecF value = args.bias == nullptr ? sum : sum + bias;
-      store_some(static_cast<T*>(args.out) + (row + r) * args.columns + first, value, count);
     }
   }
 }
@@ -153,15 +134,6 @@ struct Item {
         });
       }
     }
-  }
-};
-
-struct Buffer {
-  std::vector<float> memory;
-  float* take(int64_t count) {
-    if (int64_t(memory.size()) < count + 16) memory.resize(size_t(count + 16));
-    const auto address = reinterpret_cast<uintptr_t>(memory.data());
-    return reinterpret_cast<float*>((address + 63) / 64 * 64);
   }
 };
 

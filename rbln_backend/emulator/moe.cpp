@@ -145,6 +145,17 @@ const T* of_expert(const void* stacked, int64_t elements, int64_t e) {
   return stacked == nullptr ? nullptr : static_cast<const T*>(stacked) + e * elements;
 }
 
+// One expert's product; `weight` is the first expert's, if there is one.
+void multiply(const LinearArgs& plain, QuantizedWeight weight, int64_t e) {
+  if (weight.bits == 0) return linear(plain);
+  const int64_t columns = (plain.columns + kPanel - 1) / kPanel * kPanel;
+  const int64_t scale_bytes = weight.scale_dtype == Dtype::f32 ? 4 : 2;
+  weight.words += e * columns * (plain.depth * weight.bits / 32);
+  weight.scales = static_cast<const char*>(weight.scales) +
+                  e * columns * (plain.depth / weight.group) * scale_bytes;
+  quantized_linear({plain, weight});
+}
+
 // Adds one expert's weighted outputs to the totals of the rows behind `pairs`.
 template <class T>
 void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t rows,
@@ -157,15 +168,17 @@ void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t ro
   for (int64_t i = 0; i < rows; ++i)
     std::copy_n(static_cast<const T*>(args.x) + pairs[i] / args.top_k * args.x_stride, width,
                 gathered + i * width);
-  linear({args.dtype, gathered, rows, width, width, of_expert<T>(args.w13, args.w13_elements, e),
-          of_expert<T>(args.w13_bias, 2 * inner, e), 2 * inner, gate_up});
+  multiply({args.dtype, gathered, rows, width, width, of_expert<T>(args.w13, args.w13_elements, e),
+            of_expert<T>(args.w13_bias, 2 * inner, e), 2 * inner, gate_up},
+           args.quantized_w13, e);
   if (args.interleaved) {
     swiglu_oai(gate_up, rows, inner, hidden);
   } else {
     activate({args.dtype, Activation::silu, true, gate_up, rows, inner, 2 * inner, hidden});
   }
-  linear({args.dtype, hidden, rows, inner, inner, of_expert<T>(args.w2, args.w2_elements, e),
-          of_expert<T>(args.w2_bias, width, e), width, output});
+  multiply({args.dtype, hidden, rows, inner, inner, of_expert<T>(args.w2, args.w2_elements, e),
+            of_expert<T>(args.w2_bias, width, e), width, output},
+           args.quantized_w2, e);
   const int threads = team_size(rows * width, kSerialElements);
   parallel_for(rows, kRowsAtOnce, threads, [&](int64_t i) {
     const VecF weight = broadcast(args.weights[pairs[i]]);

@@ -2,12 +2,31 @@
 #include "moe_tensors.h"
 
 #include "moe.h"
+#include "quantized_tensors.h"
 #include "tensors.h"
 
 namespace rbln {
 namespace {
 
 using at::Tensor;
+
+struct QuantizedExperts {
+  const Tensor &w13, &w13_scales;
+  const std::optional<Tensor>& w13_bias;
+  const Tensor &w2, &w2_scales;
+  const std::optional<Tensor>& w2_bias;
+  int64_t bits;
+};
+
+void check_bias(const std::optional<Tensor>& bias, const char* name, int64_t experts,
+                int64_t columns, const Tensor& x) {
+  if (!bias.has_value()) return;
+  check_dtype(*bias, name, x);
+  TORCH_CHECK(bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == experts &&
+                  bias->size(1) == columns,
+              "the bias of ", name, " has shape ", bias->sizes(), " instead of [", experts, ", ",
+              columns, "]");
+}
 
 // Elements of one of the packed [columns, depth] matrices stacked in `weight`.
 int64_t check_experts(const Tensor& weight, const std::optional<Tensor>& bias, const char* name,
@@ -19,14 +38,18 @@ int64_t check_experts(const Tensor& weight, const std::optional<Tensor>& bias, c
                   weight.size(2) == (pairs ? (depth + 1) / 2 : depth),
               name, " has shape ", weight.sizes(), ", not that of packed matrices of [", columns,
               ", ", depth, "] in ", x.scalar_type());
-  if (bias.has_value()) {
-    check_dtype(*bias, name, x);
-    TORCH_CHECK(bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == weight.size(0) &&
-                    bias->size(1) == columns,
-                "the bias of ", name, " has shape ", bias->sizes(), " instead of [",
-                weight.size(0), ", ", columns, "]");
-  }
+  check_bias(bias, name, weight.size(0), columns, x);
   return weight.numel() / weight.size(0);
+}
+
+// The first of `experts` quantised [columns, depth] matrices, stacked in `words` and `scales`.
+QuantizedWeight check_quantized(const Tensor& words, const Tensor& scales, const char* name,
+                                int64_t experts, int64_t columns, int64_t depth, int64_t bits) {
+  TORCH_CHECK(words.dim() == 4 && scales.dim() == 4 && words.is_contiguous() &&
+                  scales.is_contiguous() && words.size(0) == experts && scales.size(0) == experts,
+              name, " has words of shape ", words.sizes(), " and scales of ", scales.sizes(),
+              " for ", experts, " experts");
+  return quantized_weight(words.select(0, 0), scales.select(0, 0), columns, depth, bits);
 }
 
 void check_vector(const std::optional<Tensor>& vector, const char* name, at::ScalarType dtype,
@@ -46,11 +69,9 @@ const void* data_of(const std::optional<Tensor>& bias) {
   return bias.has_value() ? bias->const_data_ptr() : nullptr;
 }
 
-// Everything but the weights of rows and what belongs to them.
-MoeArgs checked_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
-                          const std::optional<Tensor>& w13_bias, const Tensor& w2,
-                          const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
-                          std::string_view activation) {
+// Everything but matrices, the weights of rows and what belongs to them.
+MoeArgs layer_arguments(const Rows& rows, const Tensor& x, int64_t intermediate_size,
+                        std::string_view activation) {
   TORCH_CHECK(x.dim() == 2, "x has shape ", x.sizes(), " instead of [rows, hidden]");
   TORCH_CHECK(activation == "silu" || activation == "swigluoai", "activation is '", activation,
               "', known are silu and swigluoai");
@@ -61,6 +82,15 @@ MoeArgs checked_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
   args.hidden_size = rows.width;
   args.x_stride = rows.stride;
   args.intermediate_size = intermediate_size;
+  args.interleaved = activation == "swigluoai";
+  return args;
+}
+
+MoeArgs plain_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
+                        const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                        const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                        std::string_view activation) {
+  MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
   args.w13_elements = check_experts(w13, w13_bias, "w13", 2 * intermediate_size, rows.width, x);
   args.w2_elements = check_experts(w2, w2_bias, "w2", rows.width, intermediate_size, x);
   args.experts = w13.size(0);
@@ -69,13 +99,59 @@ MoeArgs checked_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
   args.w13_bias = data_of(w13_bias);
   args.w2 = w2.const_data_ptr();
   args.w2_bias = data_of(w2_bias);
-  args.interleaved = activation == "swigluoai";
+  return args;
+}
+
+MoeArgs quantized_arguments(const Rows& rows, const Tensor& x, const QuantizedExperts& experts,
+                            int64_t intermediate_size, std::string_view activation) {
+  MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
+  TORCH_CHECK(experts.w13.dim() == 4, "w13 has shape ", experts.w13.sizes(),
+              ", not that of packed words of experts");
+  const int64_t count = args.experts = experts.w13.size(0);
+  TORCH_CHECK(count > 0, "w13 has no experts");
+  const int64_t inner = intermediate_size, outer = rows.width;
+  args.quantized_w13 = check_quantized(experts.w13, experts.w13_scales, "w13", count, 2 * inner,
+                                       outer, experts.bits);
+  args.quantized_w2 =
+      check_quantized(experts.w2, experts.w2_scales, "w2", count, outer, inner, experts.bits);
+  check_bias(experts.w13_bias, "w13", count, 2 * inner, x);
+  check_bias(experts.w2_bias, "w2", count, outer, x);
+  args.w13_bias = data_of(experts.w13_bias);
+  args.w2_bias = data_of(experts.w2_bias);
   return args;
 }
 
 bool is_table(const Tensor& tensor, at::ScalarType dtype, int64_t rows) {
   return tensor.scalar_type() == dtype && tensor.dim() == 2 && tensor.size(0) == rows &&
          tensor.is_contiguous();
+}
+
+Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& ids) {
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && is_table(ids, at::kInt, args.rows) &&
+                  weights.sizes() == ids.sizes(),
+              "expected weights float32 and ids int32 of ", args.rows, " rows, got ",
+              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
+              ids.sizes());
+  args.weights = weights.const_data_ptr<float>();
+  args.ids = ids.const_data_ptr<int32_t>();
+  args.top_k = ids.size(1);
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  launch([args] { moe(args); });
+  return out;
+}
+
+Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& counts) {
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && weights.size(1) == args.experts,
+              "expected weights float32 [", args.rows, ", ", args.experts, "], got ",
+              weights.scalar_type(), " ", weights.sizes());
+  check_vector(counts, "counts", at::kInt, args.experts);
+  args.weights = weights.const_data_ptr<float>();
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  const int32_t* chosen = counts.const_data_ptr<int32_t>();
+  launch([args, chosen] { moe_masked(args, chosen); });
+  return out;
 }
 
 }  // namespace
@@ -103,20 +179,9 @@ Tensor moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids, co
                    const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
                    std::string_view activation) {
   const Rows rows(x);
-  MoeArgs args =
-      checked_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation);
-  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && is_table(ids, at::kInt, args.rows) &&
-                  weights.sizes() == ids.sizes(),
-              "expected weights float32 and ids int32 of ", args.rows, " rows, got ",
-              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
-              ids.sizes());
-  args.weights = weights.const_data_ptr<float>();
-  args.ids = ids.const_data_ptr<int32_t>();
-  args.top_k = ids.size(1);
-  const Tensor out = empty_like_dtype(x.sizes(), x);
-  args.out = out.mutable_data_ptr();
-  launch([args] { moe(args); });
-  return out;
+  return run_chosen(
+      plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
+      weights, ids);
 }
 
 Tensor moe_masked_tensors(const Tensor& x, const Tensor& weights, const Tensor& counts,
@@ -124,18 +189,32 @@ Tensor moe_masked_tensors(const Tensor& x, const Tensor& weights, const Tensor& 
                           const Tensor& w2, const std::optional<Tensor>& w2_bias,
                           int64_t intermediate_size, std::string_view activation) {
   const Rows rows(x);
-  MoeArgs args =
-      checked_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation);
-  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && weights.size(1) == args.experts,
-              "expected weights float32 [", args.rows, ", ", args.experts, "], got ",
-              weights.scalar_type(), " ", weights.sizes());
-  check_vector(counts, "counts", at::kInt, args.experts);
-  args.weights = weights.const_data_ptr<float>();
-  const Tensor out = empty_like_dtype(x.sizes(), x);
-  args.out = out.mutable_data_ptr();
-  const int32_t* chosen = counts.const_data_ptr<int32_t>();
-  launch([args, chosen] { moe_masked(args, chosen); });
-  return out;
+  return run_masked(
+      plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
+      weights, counts);
+}
+
+Tensor quantized_moe_tensors(const Tensor& x, const Tensor& weights, const Tensor& ids,
+                             const Tensor& w13, const Tensor& w13_scales,
+                             const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                             const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
+                             int64_t bits, int64_t intermediate_size, std::string_view activation) {
+  const Rows rows(x);
+  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
+  return run_chosen(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+                    weights, ids);
+}
+
+Tensor quantized_moe_masked_tensors(const Tensor& x, const Tensor& weights, const Tensor& counts,
+                                    const Tensor& w13, const Tensor& w13_scales,
+                                    const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                                    const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
+                                    int64_t bits, int64_t intermediate_size,
+                                    std::string_view activation) {
+  const Rows rows(x);
+  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
+  return run_masked(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+                    weights, counts);
 }
 
 }  // namespace rbln

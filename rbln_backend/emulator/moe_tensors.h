@@ -25,4 +25,20 @@ at::Tensor moe_masked_tensors(const at::Tensor& x, const at::Tensor& weights,
                               const std::optional<at::Tensor>& w2_bias, int64_t intermediate_size,
                               std::string_view activation);
 
+at::Tensor quantized_moe_tensors(const at::Tensor& x, const at::Tensor& weights,
+                                 const at::Tensor& ids, const at::Tensor& w13,
+                                 const at::Tensor& w13_scales,
+                                 const std::optional<at::Tensor>& w13_bias, const at::Tensor& w2,
+                                 const at::Tensor& w2_scales,
+                                 const std::optional<at::Tensor>& w2_bias, int64_t bits,
+                                 int64_t intermediate_size, std::string_view activation);
+
+at::Tensor quantized_moe_masked_tensors(const at::Tensor& x, const at::Tensor& weights,
+                                        const at::Tensor& counts, const at::Tensor& w13,
+                                        const at::Tensor& w13_scales,
+                                        const std::optional<at::Tensor>& w13_bias,
+                                        const at::Tensor& w2, const at::Tensor& w2_scales,
+                                        const std::optional<at::Tensor>& w2_bias, int64_t bits,
+                                        int64_t intermediate_size, std::string_view activation);
+
 }  // namespace rbln

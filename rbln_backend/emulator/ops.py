@@ -21,11 +21,20 @@ _EXPERTS = (
     "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias, int intermediate_size,"
     " str activation) -> Tensor"
 )
+_QUANTIZED_EXPERTS = (
+    "Tensor w13, Tensor w13_scales, Tensor? w13_bias, Tensor w2, Tensor w2_scales,"
+    " Tensor? w2_bias, int bits, int intermediate_size, str activation) -> Tensor"
+)
 SCHEMAS = {
     "pack_linear_weight": "(Tensor weight) -> Tensor",
     # The same where the weight lies, for weights that need no padding (packing.fits_in_place).
     "pack_linear_weight_": "(Tensor(a!) weight) -> ()",
     "linear": "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    # As linear, over a weight of 4 or 8 bits: quantized_packing says how words and scales lie.
+    "quantized_linear": (
+        "(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features, int bits)"
+        " -> Tensor"
+    ),
     "rms_norm": "(Tensor x, Tensor weight, float eps) -> Tensor",
     "fused_add_rms_norm": (
         "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)"
@@ -67,6 +76,9 @@ SCHEMAS = {
     # The same with weights float32 [T, E]: a row goes to the experts whose weight is not zero.
     # counts int32 [E]: how many rows chose each expert.
     "moe_masked": "(Tensor x, Tensor weights, Tensor counts, " + _EXPERTS,
+    # Both over weights of 4 or 8 bits: stacked words and scales, as quantized_linear has them.
+    "quantized_moe": "(Tensor x, Tensor weights, Tensor ids, " + _QUANTIZED_EXPERTS,
+    "quantized_moe_masked": "(Tensor x, Tensor weights, Tensor counts, " + _QUANTIZED_EXPERTS,
     # y [T, sum of out_features] += the low-rank part of x [T, K], for the adapter of each row.
     # slots int32 [R]: each owns T / R rows; -1 adds nothing. a stacks S packed matrices of
     # [len(b) * rank, K]; each of b, one per slice of y, S packed matrices of [out_features, rank].
@@ -87,6 +99,12 @@ def _pack_linear_weight_in_place(weight: Tensor) -> None:
 
 
 def _linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _quantized_linear(
+    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -140,6 +158,7 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "pack_linear_weight": _pack_linear_weight,
     "pack_linear_weight_": _pack_linear_weight_in_place,
     "linear": _linear,
+    "quantized_linear": _quantized_linear,
     "rms_norm": _rms_norm,
     "fused_add_rms_norm": _fused_add_rms_norm,
     "layer_norm": _layer_norm,
@@ -150,6 +169,8 @@ _FAKES: Mapping[str, Callable[..., Any]] = {
     "moe_route": _moe_route,
     "moe": _moe,
     "moe_masked": _moe,
+    "quantized_moe": _moe,
+    "quantized_moe_masked": _moe,
     "add_lora_": _add_lora,
 }
 

@@ -75,7 +75,7 @@ class PlainExperts:
         up = _Stack(self.w13, self.w13_bias, 2 * self.intermediate_size)
         down = _Stack(self.w2, self.w2_bias, self.hidden_size)
         gate_up = self._linear(x, up, number)
-        inner = self._silu(gate_up) if self.activation == "silu" else _swiglu_oai(gate_up)
+        inner = self._silu(gate_up) if self.activation == "silu" else swiglu_oai(gate_up)
         return self._linear(inner, down, number)
 
     def _arguments(self) -> tuple[Any, ...]:
@@ -116,7 +116,8 @@ def hold_experts(layer: Any, *, is_npu: bool) -> PlainExperts:
     return PackedExperts(layer) if packs else PlainExperts(layer)
 
 
-def _swiglu_oai(gate_up: Tensor) -> Tensor:
+def swiglu_oai(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * I], alternating, to [T, I]."""
     pairs = gate_up.float()
     gate = pairs[..., ::2].clamp(max=SWIGLU_LIMIT)
     up = pairs[..., 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rbln_backend.moe.experts import PlainExperts
+from rbln_backend.moe.experts import Experts, PlainExperts
 from rbln_backend.moe.paths import RoutedTokens
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
@@ -26,8 +26,9 @@ SCHEMA = (
 FEW_TOKENS, PADDED_TOKENS = 8, 64
 
 
-def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: PlainExperts) -> Tensor:
+def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """See ``ExpertPath``; experts are halves of w13, as every activation that the op knows has."""
+    assert isinstance(experts, PlainExperts)  # others are refused where the path is chosen
     weights, ids = routing.choose(tokens.x, tokens.logits)
     everywhere = local_ids(ids, None, tokens.tokens_mask)
     by_expert = weights_by_expert(weights, everywhere, tokens.logits.shape[1]).t()

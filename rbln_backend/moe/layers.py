@@ -18,7 +18,7 @@ from rbln_backend.compiler.device import choose_device
 from rbln_backend.description import ExpertsInfo
 from rbln_backend.moe.choice import Choice, PathName, choose_path
 from rbln_backend.moe.custom import run_custom
-from rbln_backend.moe.experts import PlainExperts, hold_experts
+from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
 from rbln_backend.moe.native import run_native
 from rbln_backend.moe.opt import run_opt
@@ -98,7 +98,8 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
     choice: Choice
     routing: Routing
-    experts: PlainExperts
+    experts: Experts
+    is_npu: bool
     tokens_mask: Tensor | None = None
     """An input of the graph that is being captured: float32 [T, 1], 0 in padding."""
 
@@ -109,26 +110,34 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """As upstream; raises ``UnsupportedModelError`` where no path can do what is asked."""
+        self.choose(layer)
+        super().create_weights(layer, *args, **kwargs)
+
+    def choose(self, layer: Any) -> None:
+        """Choose the path; raises ``UnsupportedModelError`` where none can do what is asked."""
         missing = _missing_feature(layer)
         if missing is not None:
             raise missing.refusal(layer.layer_name)
         rbln = configured(get_current_vllm_config())
-        self._is_npu = choose_device(rbln) == "rebel"
+        self.is_npu = choose_device(rbln) == "rebel"
         self.choice = choose_path(
             use_opt=rbln.moe_use_opt_kernel,
             use_custom=rbln.moe_custom_kernel,
-            is_npu=self._is_npu,
+            is_npu=self.is_npu,
             activation=layer.activation.value,
         )
-        super().create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give the experts the layout of the device, one layer at a time."""
         super().process_weights_after_loading(layer)
+        self.hold(layer, hold_experts(layer, is_npu=self.is_npu))
+
+    def hold(self, layer: Any, experts: Experts) -> None:
+        """Compute with ``experts`` from now on, as ``layer`` routes."""
         # The runner would otherwise make it while it is traced.
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.routing = routing_of(layer)
-        self.experts = hold_experts(layer, is_npu=self._is_npu)
+        self.experts = experts
 
     def apply_monolithic(
         self,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbln_backend.moe.experts import PlainExperts
+from rbln_backend.moe.experts import Experts
 from rbln_backend.moe.paths import RoutedTokens
 from rbln_backend.moe.routing import Routing, local_ids
 
 
-def run_opt(tokens: RoutedTokens, routing: Routing, experts: PlainExperts) -> Tensor:
+def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """See ``ExpertPath``. Routing that the op does not know is plain operators before it."""
     if routing.is_plain:
         weights, ids = torch.ops.rbln_emulator.moe_route(

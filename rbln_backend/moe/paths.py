@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rbln_backend.moe.experts import PlainExperts
+from rbln_backend.moe.experts import Experts
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
 TOKENS_MASK = "tokens_mask"
@@ -37,6 +37,6 @@ class RoutedTokens:
 class ExpertPath(Protocol):
     """One way; stateless."""
 
-    def __call__(self, tokens: RoutedTokens, routing: Routing, experts: PlainExperts) -> Tensor:
+    def __call__(self, tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
         """[T, H]: this rank's experts' part of every row."""
         ...

@@ -20,7 +20,7 @@ from rbln_backend.worker.group_inputs import KvGroup
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 # Sources whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
-    *("attention", "compiler", "emulator", "lora", "moe", "parallel"),
+    *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
 # How graphs are kept, not what they are.
@@ -39,7 +39,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
         # Which of vLLM's classes runs it: some models have one of their own and a generic one.
         "architecture": model.architecture,
         "dtype": str(model.dtype),
-        "quantization": model.quantization,
+        "quantization": _quantization_fields(config),
         "kv_dtype": config.cache_config.cache_dtype,
         "kv_groups": [dataclasses.asdict(group) for group in groups],
         "max_model_len": model.max_model_len,
@@ -74,6 +74,15 @@ def without_provenance(config: Any) -> Any:
     if isinstance(config, list):
         return [without_provenance(item) for item in config]
     return config
+
+
+def _quantization_fields(config: VllmConfig) -> dict[str, Any] | None:
+    """The format and everything that says which layers are quantised how."""
+    if config.quant_config is None:
+        return None
+    # Not always a part of the model's own configuration.
+    described = json.loads(json.dumps(vars(config.quant_config), default=str))
+    return {"method": config.model_config.quantization, **described}
 
 
 def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:

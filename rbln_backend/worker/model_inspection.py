@@ -7,6 +7,7 @@ from rbln_backend.model_report import ModelReport
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.memory_plan import memory_report
 from rbln_backend.worker.preflight import cache_groups, generates, prefix_caching, prepare
+from rbln_backend.worker.quantized_model import quantized_summary
 from rbln_backend.worker.store_survey import survey
 
 
@@ -22,6 +23,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         device=found.device,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
+        quantized_layers=quantized_summary(found.skeleton.model),
         num_parameters=found.skeleton.num_parameters,
         weight_bytes=found.skeleton.weight_bytes,
         kv_groups=cache_groups(found.specs),

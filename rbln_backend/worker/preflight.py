@@ -30,6 +30,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
 )
 from rbln_backend.worker.host_pooler import HostPooler
+from rbln_backend.worker.quantized_model import register_quantization
 from rbln_backend.worker.skeleton import Skeleton
 from rbln_backend.worker.warmup_plan import plan
 
@@ -65,6 +66,7 @@ def prepare(config: VllmConfig) -> Preflight:
     if device == "emulated":
         # They refuse what they cannot compute when they are made.
         install_layers()
+    register_quantization(config)
     install_expert_layers()
     tables = bucket_tables(config, rbln)
     whole = _of_one_rank(config)

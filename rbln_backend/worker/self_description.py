@@ -45,7 +45,7 @@ class SelfDescription:
     def started(self) -> None:
         """Tell what is known before anything is done. Raises ``BucketError``."""
         self._writer.tell("settings", self._rbln.to_dict())
-        self._writer.tell("model", _model_info(self._config, None))
+        self._writer.tell("model", _model_info(self._config, None, None))
         self._writer.tell("limits", _limits_info(self._config))
         self._writer.tell("buckets", _buckets_info(self._config, self._rbln, None))
 
@@ -59,9 +59,9 @@ class SelfDescription:
         self._writer.tell("device", _device_info(compiler, kernels))
         self._writer.tell("runtime", runtime)
 
-    def has_weights(self, num_bytes: int) -> None:
+    def has_weights(self, num_bytes: int, quantized_layers: str | None) -> None:
         """Tell that the model is loaded."""
-        self._writer.tell("model", _model_info(self._config, num_bytes))
+        self._writer.tell("model", _model_info(self._config, num_bytes, quantized_layers))
         self._writer.tell("phases", _phase_seconds(self._board))
 
     def has_adapters(self, num_bytes: int) -> None:
@@ -116,7 +116,9 @@ def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
     )
 
 
-def _model_info(config: VllmConfig, weight_bytes: int | None) -> ModelInfo:
+def _model_info(
+    config: VllmConfig, weight_bytes: int | None, quantized_layers: str | None
+) -> ModelInfo:
     """What is served; ``weight_bytes`` is None until the weights are loaded."""
     model = config.model_config
     return ModelInfo(
@@ -124,6 +126,8 @@ def _model_info(config: VllmConfig, weight_bytes: int | None) -> ModelInfo:
         architecture=model.architecture,
         runner=model.runner_type,
         dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        quantized_layers=quantized_layers,
         weight_bytes=weight_bytes,
     )
 

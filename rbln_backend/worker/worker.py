@@ -34,8 +34,8 @@ from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import is_parallel
-from rbln_backend.parallel.sdk_environment import set_sdk_environment
 from rbln_backend.progress import ProgressWriter
+from rbln_backend.sdk_environment import announce_ranks
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -64,6 +64,7 @@ from rbln_backend.worker.host_pooler import pooling_tasks
 from rbln_backend.worker.phase_timer import timed_phase
 from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.quantized_model import quantized_summary, register_quantization
 from rbln_backend.worker.rank_place import rank_place
 from rbln_backend.worker.runtime import set_up_runtime
 from rbln_backend.worker.self_description import SelfDescription
@@ -152,6 +153,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
+            register_quantization(self.vllm_config)
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
             self._model = self._loader().load_model(
@@ -160,7 +162,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             self._adapters = self._make_adapters(self._model)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
-        self._description.has_weights(weight_bytes)
+        self._description.has_weights(weight_bytes, quantized_summary(self._model))
         self._tell_of_experts(self._model)
 
     def _tell_of_experts(self, model: nn.Module) -> None:
@@ -327,7 +329,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             sdk = find_sdk()
             if self._rbln.profiler and sdk is not None:
                 self._profiler = RebelProfiler(sdk)
-            warning = set_sdk_environment() if is_parallel(self.parallel_config) else None
+            warning = announce_ranks() if is_parallel(self.parallel_config) else None
             if warning:
                 logger.warning(warning)
             rebel = make_rebel_compiler(

@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 
+from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.contract.test_rebel_adapter import install_sdk
 from tests.engine.conftest import DEFAULTS
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
 from tests.kernel_cache import share_kernels
+from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
@@ -48,6 +50,7 @@ seen = {
     "inputs": len(inputs),
     "caches": len(kwargs["options"]["compile_context"].static),
     "emulated": any("rbln_emulator" in str(node.target) for node in nodes),
+    "quant_bits": os.environ.get("RBLN_QUANT_BITS"),
     "ops": sorted({str(n.target).split(".")[1] for n in nodes if "custom_ops" in str(n.target)}),
     "arguments": sorted({len(n.args) + len(n.kwargs) for n in nodes if "sliding" in str(n.target)}),
 }
@@ -65,7 +68,8 @@ def run_engine(
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
     environment = dict(os.environ) | {
-        "PYTHONPATH": str(tmp_path / "sdk"),
+        # The second one is this tree, wherever the package was installed from.
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "sdk"), str(ROOT))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     argument = [str(checkpoint), options, prompt, str(root)]
@@ -131,3 +135,30 @@ def test_experts_that_the_op_does_not_know_are_plain_operators(
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
     assert "custom_moe_glu" not in seen["ops"]
     assert not seen["emulated"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(bits=4, group_size=128), Recipe(format="gptq", bits=8, group_size=CHANNEL)],
+    ids=str,
+)
+def test_quantised_weights_are_plain_operators(recipe: Recipe, tmp_path: Path) -> None:
+    checkpoint = make_quantized_checkpoint("llama", tmp_path / "quantized", recipe)
+    prompt = make_prompts([90], seed=404)[0]
+    token_ids, seen = run_engine(checkpoint, tmp_path, prompt)
+    assert token_ids == reference_generate(checkpoint / "plain", prompt, 12).token_ids
+    assert seen["quant_bits"] == str(recipe.bits)
+    assert not seen["emulated"]
+
+
+@pytest.mark.wide
+def test_what_the_sdk_has_no_words_for_is_refused(tmp_path: Path) -> None:
+    two_widths = make_quantized_checkpoint("llama", tmp_path / "head", Recipe(bits=4, head_bits=8))
+    with pytest.raises(AssertionError, match=r"weights of 4 and of 8 bits.*RBLN_QUANT_BITS"):
+        run_engine(two_widths, tmp_path, [5, 6, 7])
+    experts = make_quantized_checkpoint(
+        "qwen3_moe", tmp_path / "experts", Recipe(), moe_intermediate_size=128
+    )
+    with pytest.raises(AssertionError, match="quantised experts in this form"):
+        run_engine(experts, tmp_path, [5, 6, 7])

@@ -57,6 +57,12 @@ inline __m512i shift_left(__m512i values, unsigned count) {
   return (__m512i)((Doubles)values << count);
 }
 
+inline __m512i multiply_words(__m512i a, __m512i b) {
+  typedef int32_t Signed __attribute__((vector_size(64)));
+  const Signed left = (Signed)a, right = (Signed)b;
+  return (__m512i)((left << 16 >> 16) * (right << 16 >> 16) + (left >> 16) * (right >> 16));
+}
+
 inline __m512 from_half(__m256i halves) {
   const __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
   const __m256 high = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
@@ -106,6 +112,7 @@ inline __m512 dot_pairs(__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_cvtepu16_epi32 stand_in::widen_words
 #define _mm512_slli_epi32 stand_in::shift_left
 #define _mm512_cvtph_ps stand_in::from_half
+#define _mm512_madd_epi16 stand_in::multiply_words
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(value, rounding) stand_in::to_half<rounding>(value)
 #define _mm512_dpbf16_ps stand_in::dot_pairs

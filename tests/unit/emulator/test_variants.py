@@ -21,6 +21,7 @@ NUMERICS = (
     "test_self_attention",
     "test_small_ops",
     "test_moe",
+    "test_quantized",
 )
 
 

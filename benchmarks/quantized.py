@@ -1,0 +1,154 @@
+"""Quantised decode: ours in bfloat16 and at both widths, llama.cpp's Q8_0 and Q4_0, in one run.
+
+``python -m benchmarks.quantized --save``. Rounds, cells and limits are those of the steps that
+``benchmarks.compare`` measures; see benchmarks/README.md. Invariant: one run gives all figures of a
+report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import RESULTS, positive, say
+from benchmarks.compare_steps import Subject, measure_steps
+from benchmarks.engine_process import OURS
+from benchmarks.limits import ModelWork
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.models import CACHE_ROOT, find_checkpoint
+from benchmarks.peers import gguf_of, peer_versions, peers_python
+from benchmarks.plans import plan_for
+from benchmarks.quantized_model import (
+    GGUF_TYPES,
+    WIDTHS,
+    quantized_checkpoint,
+    quantized_gguf,
+    step_bytes,
+)
+from benchmarks.quantized_report import BASE, llama_name, markdown, our_name
+from benchmarks.records import Header, Log, ModelRecord
+from benchmarks.sides import StepModel, StepSide, step_sides
+from benchmarks.text_checkpoint import text_checkpoint
+
+PREFILL_TOKENS = 128
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
+    if args.report is not None:
+        _report(Log.read(args.report), save=args.save)
+        return 0
+    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    runs = CACHE_ROOT / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    log = Log(runs / f"{datetime.now(UTC).astimezone():%Y-%m-%dT%H%M%S}-quantized.jsonl")
+    say(f"raw numbers: {log.path}")
+    try:
+        _measure(log, args, shlex.join(["python", "-m", "benchmarks.quantized", *words]))
+    finally:
+        # What is there when the time is up is worth a report, too.
+        if log.records:
+            _report(log, save=args.save)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
+    parser.add_argument("--model", default="1.2b", help="a size of models.py (default: 1.2b)")
+    parser.add_argument(
+        "--width", nargs="+", choices=WIDTHS, default=["w8-channel", "w4-group128"], help="of ours"
+    )
+    parser.add_argument("--rounds", type=positive, default=4, help="default: 4")
+    parser.add_argument("--steps", type=positive, default=32, help="tokens a cell (default: 32)")
+    parser.add_argument(
+        "--save", action="store_true", help="write report and numbers to benchmarks/results/"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="JSONL", help="measure nothing; report an earlier run"
+    )
+    return parser
+
+
+def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
+    python = peers_python()
+    checkpoint = find_checkpoint(args.model)
+    text_model = text_checkpoint(checkpoint.path)
+    gguf = gguf_of(text_model)
+    paths = {BASE: text_model}
+    paths |= {our_name(width): quantized_checkpoint(text_model, width) for width in args.width}
+    paths |= {llama_name(kind): quantized_gguf(gguf, kind, python) for kind in GGUF_TYPES}
+    sides = [_side(name, path) for name, path in paths.items()]
+    log.add(
+        Header(
+            started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            command=command,
+            machine=asdict(describe_machine()),
+            load_before=os.getloadavg()[0],
+            peer_versions=peer_versions(),
+            sides={side.side.name: side.side.note for side in sides},
+        )
+    )
+    subject = Subject(
+        checkpoint=checkpoint,
+        text_model=text_model,
+        gguf=gguf,
+        work=ModelWork.of(text_model),
+        plan=replace(
+            plan_for(checkpoint.parameters),
+            rounds=args.rounds,
+            step_tokens=args.steps,
+            prefill_tokens=(PREFILL_TOKENS,),
+        ),
+    )
+    log.add(
+        ModelRecord(
+            model=subject.name,
+            path=str(text_model),
+            parameters=checkpoint.parameters,
+            work=asdict(subject.work) | {name: step_bytes(path) for name, path in paths.items()},
+        )
+    )
+    with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
+        measure_steps(log, subject, sides, Path(folder))
+
+
+def _side(name: str, path: Path) -> StepSide:
+    """The side of ``step_sides`` that runs files like `path`, with that one."""
+    plain = step_sides()["llama.cpp" if path.is_file() else OURS.name]
+    field = "gguf" if path.is_file() else "model"
+
+    def arguments(model: StepModel) -> dict[str, Any]:
+        given = plain.arguments(model) | {field: str(path)}
+        # Graphs for longer chunks than the prefill that is measured would only take time to build.
+        return given if path.is_file() else given | {"max_num_batched_tokens": PREFILL_TOKENS}
+
+    side = replace(plain.side, name=name, note=f"{plain.side.note}; {path.name}")
+    return StepSide(side=side, arguments=arguments)
+
+
+def _report(log: Log, *, save: bool) -> None:
+    report = markdown(log)
+    print(report)
+    if not save:
+        return
+    header = log.of(Header)[0]
+    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-quantized"
+    (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
+    (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
+    say(f"written: {RESULTS / stem}.md and .jsonl")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Linear layers over weights of 4 and 8 bits, as vLLM's mixed-precision kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.compiler.device import choose_device
+from rbln_backend.emulator.quantized_packing import (
+    pack_scales,
+    pack_transposed_words,
+    pack_words,
+    unpack_fields,
+)
+from rbln_backend.quantization.schemes import CHANNEL, Weights
+from rbln_backend.sdk_environment import announce_quant_bits
+from rbln_backend.vllm_compat.quantization import MPLinearKernel, MPLinearLayerConfig
+from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
+
+# The columns of a weight that the SDK finds a scale for; larger groups repeat theirs.
+SDK_GROUP = 64
+
+
+class RblnWna16LinearKernel(MPLinearKernel):
+    """Symmetric weights of 4 or 8 bits, activations of the model's dtype.
+
+    The emulated device multiplies by the packed words as they are. An NPU's graph holds int8
+    weights and the dequantisation that the SDK's compiler looks for.
+    """
+
+    def __init__(
+        self,
+        c: MPLinearLayerConfig,
+        w_q_param_name: str,
+        w_s_param_name: str,
+        w_zp_param_name: str | None = None,
+    ) -> None:
+        super().__init__(c, w_q_param_name, w_s_param_name, w_zp_param_name)
+        self.weights = _weights_of(c)
+        self._is_emulated = choose_device(configured(get_current_vllm_config())) == "emulated"
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """No GPU has to have anything."""
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        """Whether a layer can be multiplied by, and the documented reason if not."""
+        weights = _weights_of(c)
+        obstacle = weights.obstacle()
+        if obstacle is not None:
+            return False, obstacle[1]
+        depth, unit = c.partition_weight_shape[0], weights.group_size
+        if unit == CHANNEL:
+            unit = 32 // weights.bits
+        if depth % unit:
+            return False, f"Input size {depth} of this rank is not a multiple of {unit}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Bring words and scales into the layout that they are read in, and drop the rest."""
+        words, scales, _ = self._get_weight_params(layer)
+        # compressed-tensors has [N, K / fields] and [N, groups], GPTQ both transposed.
+        has_rows = getattr(words, "packed_dim", 1) == 1
+        if self._is_emulated:
+            packed = pack_words(words.data) if has_rows else pack_transposed_words(words.data)
+            rows = scales.data if has_rows else scales.data.t()
+            self._replace(layer, packed, pack_scales(rows))
+        else:
+            rows = words.data if has_rows else words.data.t().contiguous()
+            announce_quant_bits(self.weights.bits)
+            by_row = scales.data if has_rows else scales.data.t()
+            self._replace(
+                layer, unpack_fields(rows, self.weights.bits), self._sdk_scales(by_row.contiguous())
+            )
+        # Symmetric weights have no zero points, whatever a GPTQ checkpoint says in their place.
+        for name in (self.w_zp_name, "weight_shape"):
+            if name is not None and name in layer._parameters:
+                del layer._parameters[name]
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [..., K] to [..., N] of its dtype."""
+        words, scales, _ = self._get_weight_params(layer)
+        if not self._is_emulated:
+            return torch.nn.functional.linear(x, _dequantised(words, scales, x.dtype), bias)
+        out: Tensor = torch.ops.rbln_emulator.quantized_linear(
+            x, words, scales, bias, self.config.partition_weight_shape[1], self.weights.bits
+        )
+        return out
+
+    def _replace(self, layer: nn.Module, words: Tensor, scales: Tensor) -> None:
+        for name, value in ((self.w_q_name, words), (self.w_s_name, scales)):
+            layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+    def _sdk_scales(self, scales: Tensor) -> Tensor:
+        """[N, groups] as the SDK wants them: [N, K / 64, 1], or [N, 1] per channel."""
+        if self.weights.group_size == CHANNEL:
+            return scales
+        repeats = self.weights.group_size // SDK_GROUP
+        return scales.repeat_interleave(repeats, dim=1).unsqueeze(-1)
+
+
+def _dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 [N, K] times its scales, in the words that the SDK's compiler matches."""
+    weight = values.to(dtype)
+    if scales.dim() == 2:
+        return weight * scales
+    return (weight.view(weight.shape[0], -1, SDK_GROUP) * scales).view(weight.shape)
+
+
+def _weights_of(c: MPLinearLayerConfig) -> Weights:
+    """vLLM's description in our words; types with an offset have no zero points."""
+    return Weights(
+        bits=c.weight_type.size_bits,
+        group_size=CHANNEL if c.group_size == c.full_weight_shape[0] else c.group_size,
+        symmetric=not c.zero_points and c.weight_type.has_bias(),
+        kind="int" if c.weight_type.is_integer() else "float",
+    )
