@@ -61,7 +61,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     checkpoint = find_checkpoint(args.model)
     with tempfile.TemporaryDirectory(prefix="rbln-steps-") as run_dir:
         say(f"starting an engine for {checkpoint.name}")
-        core = _start(checkpoint, max(args.batch), Path(run_dir))
+        core = start_engine(checkpoint, max(args.batch), Path(run_dir))
         try:
             results = [_measure_batch(core, checkpoint, batch, args) for batch in args.batch]
         finally:
@@ -79,7 +79,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     )
 
 
-def _start(checkpoint: Checkpoint, largest_batch: int, run_dir: Path) -> EngineCore:
+def start_engine(checkpoint: Checkpoint, largest_batch: int, run_dir: Path) -> EngineCore:
     """Start an engine with the server's defaults; its metrics go to `run_dir`, as the server's."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
@@ -103,7 +103,7 @@ def _start(checkpoint: Checkpoint, largest_batch: int, run_dir: Path) -> EngineC
 def _measure_batch(
     core: EngineCore, checkpoint: Checkpoint, batch: int, args: argparse.Namespace
 ) -> BatchResult:
-    load = _Load(core, checkpoint, batch, args.prompt_tokens, args.temperature)
+    load = DecodeLoad(core, checkpoint, batch, args.prompt_tokens, args.temperature)
     with _StepClock(core) as clock:
         wall, own, everybody = time.perf_counter(), time.process_time(), busy_cpu_seconds()
         steps = [clock.step() for _ in load.decode_steps(args.steps)]
@@ -121,7 +121,7 @@ def _measure_batch(
     )
 
 
-class _Load:
+class DecodeLoad:
     """`batch` requests that decode until their context is full, again and again."""
 
     def __init__(

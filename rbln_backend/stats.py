@@ -4,22 +4,22 @@ A worker writes its values into memory-mapped files of prometheus_client's own m
 format under `<run_dir>/metrics`; the API process exports them with
 `prometheus_client.multiprocess.MultiProcessCollector(registry, path=...)`, without asking the
 worker. Invariants (tests/unit/backend/test_stats.py): a collector never meets a half-made
-file; a restarted rank starts from zero; counters and histograms of all ranks add up, so among
-the ranks of one tensor-parallel group only the first counts steps.
+file; a restarted rank starts from zero; counters and histograms of all ranks add up, so that of
+the ranks of one engine only one counts its steps (`rbln_backend.ranks`), while each counts what it
+does for itself, such as compiles.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
-import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.mmap_dict import mmap_key
 from prometheus_client.utils import floatToGoString
+
+from rbln_backend.metric_cells import CounterHandle, GaugeHandle, HistogramHandle, Sink
 
 _COMPILE_BUCKETS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 _LOCK_BUCKETS = (0.001, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0)
@@ -27,8 +27,10 @@ _STEP_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06),
     *(0.12, 0.25, 0.5, 1.0, 2.0, 5.0, 15.0),
 )
-
-_DOUBLE = 8
+_MASK_BUCKETS = (
+    *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.5),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ METRICS: tuple[MetricDecl, ...] = (
         "rbln_compile_seconds",
         "histogram",
         "Seconds to compile a graph or load it from the store, "
-        "by kind (prefill, decode, logits, pooling) and result (compiled, loaded).",
+        "by kind (prefill, decode, logits, pooling) and result (compiled, loaded). Each rank "
+        "compiles its own.",
         ("kind", "result"),
         _COMPILE_BUCKETS,
     ),
@@ -87,20 +90,21 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_recompiles_after_warmup_total",
         "counter",
-        "Hot-path compiles: shapes that a step needed and warm-up had left out. Must stay 0.",
+        "Hot-path compiles: shapes that a step needed and warm-up had left out. Must stay 0. Each "
+        "rank counts its own.",
         ("kind",),
     ),
     MetricDecl(
         "rbln_bucket_steps_total",
         "counter",
         "Steps run, by phase (prefill, decode, pooling) and bucket (tokens of a chunk, rows of a "
-        "batch).",
+        "batch); one of an engine, however many ranks it has.",
         ("phase", "bucket"),
     ),
     MetricDecl(
         "rbln_bucket_step_seconds",
         "histogram",
-        "Seconds of one step on the device, by phase and bucket.",
+        "Seconds of one step on the device, by phase and bucket; of several ranks the first's.",
         ("phase", "bucket"),
         _STEP_BUCKETS,
     ),
@@ -173,7 +177,29 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_engine_last_step_timestamp_seconds",
         "gauge",
-        "Unix time at which the latest step ended.",
+        "Unix time at which the latest step of an engine ended; before the first step, at which "
+        "it became ready.",
+        ("engine",),
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_grammar_mask_seconds",
+        "histogram",
+        "Seconds of a step that grammars took, by part: fill (find the tokens that they allow) "
+        "and apply (mask the logits).",
+        ("part",),
+        _MASK_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_lora_slots",
+        "gauge",
+        "LoRA adapters that an engine can hold at once.",
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_lora_slots_used",
+        "gauge",
+        "LoRA adapters that an engine holds; of several engines the most.",
         across_ranks="max",
     ),
     MetricDecl(
@@ -189,113 +215,6 @@ METRICS: tuple[MetricDecl, ...] = (
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-class _Sink:
-    """Where values of one file go: a memory-mapped file, or nowhere.
-
-    A value is ``cells[n]`` of the ``n`` that ``cell`` returned, its timestamp ``cells[n + 1]``:
-    writing one is a store to memory, which steps can afford.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.cells: memoryview[float] | list[float] = []
-        self._values: MmapedDict | None = None
-        self._path = path
-        if path is not None:
-            # Built aside: a collector that met an empty new file would fail to parse it.
-            aside = path.with_suffix(".new")
-            aside.unlink(missing_ok=True)
-            self._values = MmapedDict(str(aside))  # type: ignore[no-untyped-call]  # untyped there
-            aside.replace(path)
-
-    def cell(self, key: str) -> int:
-        """Declare ``key`` with the value 0 and return its cell."""
-        if self._values is None or self._path is None:
-            assert isinstance(self.cells, list)
-            self.cells += [0.0, 0.0]
-            return len(self.cells) - 2
-        self._values.write_value(key, 0.0, 0.0)  # type: ignore[no-untyped-call]
-        if len(self.cells) * _DOUBLE < self._path.stat().st_size:
-            # The file grows with its keys; a mapping does not.
-            with self._path.open("r+b") as file:
-                self.cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-        return int(self._values._positions[key]) // _DOUBLE
-
-    def close(self) -> None:
-        """Close the file. Cells can still be written to; nobody reads them."""
-        if self._values is not None:
-            self.cells = list(self.cells)
-            self._values.close()  # type: ignore[no-untyped-call]
-            self._values = None
-
-
-class CounterHandle:
-    """One counter with its labels bound."""
-
-    __slots__ = ("_cell", "_lock", "_sink", "value")
-
-    def __init__(self, sink: _Sink, lock: threading.Lock, key: str) -> None:
-        self._sink, self._lock, self._cell = sink, lock, sink.cell(key)
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`, which must not be negative."""
-        if amount < 0:
-            raise ValueError(f"A counter only grows, got {amount}")
-        with self._lock:
-            self.value += amount
-            self._sink.cells[self._cell] = self.value
-
-
-class GaugeHandle:
-    """One gauge with its labels bound; unset gauges are not exported."""
-
-    __slots__ = ("_cell", "_key", "_lock", "_sink", "value")
-
-    def __init__(self, sink: _Sink, lock: threading.Lock, key: str) -> None:
-        self._sink, self._lock, self._key = sink, lock, key
-        self._cell: int | None = None
-        self.value = 0.0
-
-    def set(self, value: float) -> None:
-        """Replace the value."""
-        with self._lock:
-            if self._cell is None:
-                self._cell = self._sink.cell(self._key)
-            self.value = float(value)
-            self._sink.cells[self._cell] = self.value
-            self._sink.cells[self._cell + 1] = time.time()
-
-
-class HistogramHandle:
-    """One histogram with its labels bound; `value` is the number of observations."""
-
-    __slots__ = ("_bounds", "_cells", "_counts", "_lock", "_sink", "_sum", "_sum_cell", "value")
-
-    def __init__(
-        self,
-        sink: _Sink,
-        lock: threading.Lock,
-        bounds: Sequence[float],
-        keys: Sequence[str],
-        sum_key: str,
-    ) -> None:
-        self._sink, self._lock, self._bounds = sink, lock, bounds
-        self._cells, self._sum_cell = [sink.cell(key) for key in keys], sink.cell(sum_key)
-        self._counts = [0.0] * len(keys)
-        self._sum = self.value = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        index = bisect_left(self._bounds, value)
-        with self._lock:
-            self.value += 1
-            self._sum += value
-            self._counts[index] += 1
-            # The files hold each bucket by itself; the collector accumulates them.
-            self._sink.cells[self._cells[index]] = self._counts[index]
-            self._sink.cells[self._sum_cell] = self._sum
-
-
 class MetricsBoard:
     """One rank's values. With `run_dir` None they stay in memory, for `value` to read.
 
@@ -305,14 +224,18 @@ class MetricsBoard:
 
     def __init__(self, run_dir: Path | None, rank: int | str) -> None:
         self._lock = threading.Lock()
-        self._sinks: dict[str, _Sink] = {}
+        self._sinks: dict[str, Sink] = {}
         self._handles: dict[tuple[str, ...], CounterHandle | GaugeHandle | HistogramHandle] = {}
         directory = None if run_dir is None else run_dir / "metrics"
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
         for stem in sorted({_file_stem(metric) for metric in METRICS}):
             path = None if directory is None else directory / f"{stem}_{rank}.db"
-            self._sinks[stem] = _Sink(path)
+            self._sinks[stem] = Sink(path)
+
+    def only_if(self, counts: bool) -> MetricsBoard:
+        """Return this board, or one that nobody reads: where another rank counts the same."""
+        return self if counts else MetricsBoard(None, 0)
 
     def counter(self, name: str, **labels: object) -> CounterHandle:
         """Return the counter; `ValueError` for an undeclared name, kind or set of labels."""

@@ -21,6 +21,8 @@ from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundErro
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
 from server.middleware import EdgeMiddleware, GateMiddleware
+from server.observability.bucket_advice import BucketAdvice
+from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.routes.admin import admin_router
 from server.routes.console import console_router
@@ -33,6 +35,7 @@ from server.routes.openapi import openapi_router
 from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
+from server.tasks import while_running
 
 
 def create_app(
@@ -54,10 +57,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with access.following_files(), background():
+        lag = while_running(follow_event_loop(metrics.observe_loop_lag))
+        async with access.following_files(), lag, background():
             yield
 
     access = Access(settings)
+    advice = BucketAdvice(run_dir)
     app = FastAPI(
         title="rbln-serve",
         lifespan=lifespan,
@@ -66,8 +71,8 @@ def create_app(
         redirect_slashes=False,
     )
     app.include_router(health_router(lifecycle, versions))
-    app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend))
-    app.include_router(server_info_router(settings, lifecycle, versions, run_dir))
+    app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend, advice))
+    app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice))
     app.include_router(models_router(frontend))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics))

@@ -17,6 +17,7 @@ from server.errors import ServerError
 from server.metered_engine import MeteredLLM
 from server.request_record import record_var
 from server.structured_outputs.constraint import Constraint, Kind
+from server.structured_outputs.request_constraints import TOOLS
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -47,11 +48,14 @@ class GatedLLM(MeteredLLM):
         option, text = get_structured_output_key(params.structured_outputs)
         if option is StructuredOutputOptions.JSON_OBJECT:
             return
+        record = record_var.get()
+        if record is not None:
+            record.guided_by(TOOLS)
         made = Constraint(Kind[option.name], text, "tools", exact=False, derived=True)
         try:
             await grammars.check_job([made])
         except ServerError as error:
-            if (record := record_var.get()) is not None:
+            if record is not None:
                 record.failure = error
             raise
 

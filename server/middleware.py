@@ -117,6 +117,8 @@ class EdgeMiddleware:
             stream=record.stream,
             seconds=seconds,
         )
+        if record.guide is not None:
+            self._metrics.observe_guided(record.guide, outcome)
         if record.rejection is not None:
             self._metrics.observe_rejection(record.rejection)
         prompt, completion = record.tokens()

@@ -24,7 +24,7 @@ class RequestRecord:
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
     sent, or nothing more will be. `sent_bytes` are those of the answer's body. Every request that
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
-    vLLM's classes do not pass that on.
+    vLLM's classes do not pass that on. `guide` is how the answer is guided, one of `GUIDES`.
     """
 
     route: Route
@@ -39,6 +39,7 @@ class RequestRecord:
     deadline: Deadline | None = None
     failure: ServerError | None = None
     rejection: str | None = None
+    guide: str | None = None
     sent_bytes: int = 0
     meters: list[Meter] = field(default_factory=list)
 
@@ -46,6 +47,10 @@ class RequestRecord:
         """Return how many prompt and completion tokens the engine has worked on for it."""
         used = [meter() for meter in self.meters]
         return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
+
+    def guided_by(self, kind: str) -> None:
+        """Remember how the answer is guided; what the request says comes before what is made."""
+        self.guide = self.guide or kind
 
     def note(self, error: ServerError) -> None:
         """Remember how the request failed."""

@@ -204,7 +204,9 @@ class VllmFrontend:
         if endpoint.pools:
             check_pooling_limits(fields, self._pooling_limits)
         if self.grammars is not None:
-            await self.grammars.check(endpoint, fields)
+            record = record_var.get()
+            on_kind = None if record is None else record.guided_by
+            await self.grammars.check(endpoint, fields, on_kind)
         try:
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             parsed = handler.model.model_validate_json(to_json(fields), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.panel import Dashboard, Panel, Query, Row, Step
-from deploy.grafana.promql import OURS, PLACE, increase, mean, quantile, rate, ratio
+from deploy.grafana.promql import OURS, PLACE, increase, mean, quantile, rate, ratio, total
 
 _DECODE = OURS + ',phase="decode"'
 _PREFILL = OURS + ',phase=~"prefill|pooling"'
@@ -157,10 +157,60 @@ _PADDING = (
     ),
 )
 
+_SAVING = "rbln_bucket_suggested_saving_ratio"
+_TUNER = (
+    Panel(
+        "Predicted saving",
+        "bargauge",
+        (Query(f"max by (instance, phase) ({_SAVING}{{{OURS}}})", "{{phase}} {{instance}}"),),
+        "Share of the steps' time that the suggested sizes would have saved on what has run, over "
+        "restarts. `rbln-serve tune` says how to set them; /v1/server_info too.",
+        "percentunit",
+        width=6,
+        steps=(Step(None, "green"), Step(0.1, "orange"), Step(0.3, "red")),
+        maximum=1,
+    ),
+    Panel(
+        "Padding now and as suggested",
+        "bargauge",
+        (
+            Query(
+                f"max by (phase, sizes) (rbln_bucket_suggested_padding_ratio{{{OURS}}})",
+                "{{phase}}, {{sizes}}",
+            ),
+        ),
+        "Share of padding over all that is recorded, with the compiled and the suggested sizes.",
+        "percentunit",
+        width=6,
+        steps=_WASTE,
+        maximum=1,
+    ),
+    Panel(
+        "Suggested sizes",
+        "table",
+        (
+            Query(
+                f"max by (phase, bucket) (rbln_bucket_suggested{{{OURS}}})",
+                "{{phase}} {{bucket}}",
+                instant=True,
+            ),
+        ),
+        "1: suggested. 0: compiled, and would be left out.",
+        width=8,
+    ),
+    Panel(
+        "Recorded steps",
+        "stat",
+        (Query(total("rbln_bucket_recorded_steps", by="phase"), "{{phase}}"),),
+        "Steps that the suggestion rests on: few of them say little.",
+        width=4,
+    ),
+)
+
 BUCKETS = Dashboard(
     "rbln-buckets",
     "rbln-serve / Buckets and padding",
     "Which compiled batch sizes run and what padding costs.",
-    (Row("Use", _USE), Row("Step time", _TIME), Row("Padding", _PADDING)),
+    (Row("Use", _USE), Row("Step time", _TIME), Row("Padding", _PADDING), Row("Tuner", _TUNER)),
     PLACE,
 )

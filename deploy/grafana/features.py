@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from deploy.grafana.panel import Dashboard, Panel, Query, Row
-from deploy.grafana.promql import MODEL, OURS, PLACE, RANGE, VLLM, increase, quantiles, rate, total
+from deploy.grafana.promql import (
+    MODEL,
+    OURS,
+    PLACE,
+    RANGE,
+    VLLM,
+    increase,
+    quantile,
+    quantiles,
+    rate,
+    ratio,
+    total,
+)
 
 _ADAPTERS = (
     Panel(
@@ -12,6 +24,26 @@ _ADAPTERS = (
         (Query(total("rbln_lora_adapters", by="state"), "{{state}}"),),
         "By state. Draining ones wait for the last request that uses them.",
         stack=True,
+    ),
+    Panel(
+        "Slots",
+        "timeseries",
+        (
+            Query(total("rbln_lora_slots_used", by="instance"), "used {{instance}}"),
+            Query(total("rbln_lora_slots", by="instance"), "all {{instance}}"),
+        ),
+        "Slots that hold an adapter, and --max-loras. Full: a load is refused until one goes.",
+    ),
+    Panel(
+        "Adapters and their slots",
+        "table",
+        (
+            Query(
+                f"max by (instance, adapter, state, slot) (rbln_lora_adapter_info{{{OURS}}})",
+                instant=True,
+            ),
+        ),
+        "Every adapter that is there now.",
     ),
     Panel(
         "Loads",
@@ -54,13 +86,58 @@ _ADAPTERS = (
     ),
 )
 
+_MASK_S = "rbln_grammar_mask_seconds"
+_GUIDED = "rbln_structured_output_requests_total"
+
 _STRUCTURED = (
+    Panel(
+        "Guided answers by kind",
+        "timeseries",
+        (Query(rate(_GUIDED, by="kind"), "{{kind}}"),),
+        "Requests whose answer has to obey something; tools are parameters of calls.",
+        "reqps",
+        stack=True,
+    ),
+    Panel(
+        "Guided answers by outcome",
+        "timeseries",
+        (Query(rate(_GUIDED, by="outcome"), "{{outcome}}"),),
+        "client_error: mostly schemas that the gate has refused before the first byte.",
+        "reqps",
+        stack=True,
+    ),
+    Panel(
+        "Mask time of a step",
+        "timeseries",
+        tuple(
+            Query(quantile(share, _MASK_S, by="part"), f"p{share * 100:g} {{{{part}}}}")
+            for share in (0.5, 0.99)
+        ),
+        "fill: finding the tokens that the grammars of a batch allow; apply: masking its logits.",
+        "s",
+    ),
+    Panel(
+        "Step time spent on masks",
+        "timeseries",
+        (
+            Query(
+                ratio(
+                    rate(f"{_MASK_S}_sum"),
+                    f"{rate(f'{_MASK_S}_sum')} + {rate('rbln_bucket_step_seconds_sum')}",
+                ),
+                "masks",
+            ),
+        ),
+        "Masks over masks and graphs; no request makes tokens meanwhile, guided or not.",
+        "percentunit",
+    ),
     Panel(
         "Grammar checks",
         "timeseries",
         (Query(rate("rbln_grammar_checks_total", by="result"), "{{result}}"),),
         "known: found in the cache of checked grammars. timeout, crashed: a trial that had to be "
-        "ended; the request was refused and the service is unharmed.",
+        "ended; the request was refused and the service is unharmed. not_started: there was no "
+        "process to try it in.",
         "reqps",
         stack=True,
     ),

@@ -226,6 +226,24 @@ _SATURATION = (
         "Answers that run or wait, each of n and each prompt counted, and how many may.",
     ),
     Panel(
+        "Time limits",
+        "stat",
+        (
+            Query(f"max(rbln_admission_max_queue_seconds{{{OURS}}})", "queue"),
+            Query(f"max(rbln_admission_max_request_seconds{{{OURS}}})", "request"),
+        ),
+        "Seconds that a request may wait for its turn, and may take in all; 0 is any time.",
+        "s",
+        width=4,
+    ),
+    Panel(
+        "Queue limit",
+        "stat",
+        (Query(total("rbln_admission_max_queued_tokens"), "tokens"),),
+        "Prompt tokens that may wait for their prefill, all instances together; 0 is any number.",
+        width=4,
+    ),
+    Panel(
         "Rejections",
         "timeseries",
         (Query(rate("rbln_admission_rejections_total", by="reason"), "{{reason}}"),),
@@ -248,11 +266,28 @@ _PROCESS = (
         "timeseries",
         (
             Query(
-                f"time() - max by (instance) (rbln_engine_last_step_timestamp_seconds{{{OURS}}})",
-                "{{instance}}",
+                "time() - max by (instance, engine) "
+                f"(rbln_engine_last_step_timestamp_seconds{{{OURS}}})",
+                "{{instance}} engine {{engine}}",
             ),
         ),
         "Grows while there is nothing to do. Growing while requests run is a stall.",
+        "s",
+    ),
+    Panel(
+        "Event-loop lag",
+        "timeseries",
+        (
+            *(
+                Query(
+                    quantile(share, "rbln_serve_event_loop_lag_seconds", by="instance"),
+                    f"p{share * 100:g} {{{{instance}}}}",
+                )
+                for share in (0.5, 0.99)
+            ),
+        ),
+        "How late timers of the HTTP process are. All requests wait as long; above a tenth of a "
+        "second something blocks the process or takes its processor.",
         "s",
     ),
     Panel(

@@ -228,11 +228,15 @@ class Dashboard:
 
 _LINKS: Json = {
     "asDropdown": True,
+    "icon": "external link",
     "includeVars": True,
     "keepTime": True,
     "tags": ["rbln-serve"],
+    "targetBlank": False,
     "title": "rbln-serve",
+    "tooltip": "",
     "type": "dashboards",
+    "url": "",
 }
 _SOURCES: Json = {
     "label": "Data source",

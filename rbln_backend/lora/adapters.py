@@ -24,13 +24,23 @@ class Adapters:
     Called from the engine's thread alone: between two steps, or by a step.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
-        """Raises ``UnsupportedModelError`` for a model without a layer to adapt."""
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        *,
+        on_change: Callable[[int], None] | None = None,
+    ) -> None:
+        """``on_change`` hears how many slots are taken whenever an adapter comes or goes.
+
+        Raises ``UnsupportedModelError`` for a model without a layer to adapt.
+        """
         self._reader = AdapterReader(vllm_config, torch.device("cpu"), {})
         self._reader.create_lora_manager(model, vllm_config)
         self._staging = Staging(self._reader)
         self._slots = Slots(self._reader.lora_config.max_loras)
         self._in_use: Callable[[], Collection[int]] = tuple
+        self._on_change = on_change
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +92,9 @@ class Adapters:
         Nothing is checked: whoever removes it sees to it that no request needs it any more.
         """
         was_staged = self._staging.drop(lora_int_id)
-        return self._slots.release(lora_int_id) or was_staged
+        was_there = self._slots.release(lora_int_id)
+        self._tell()
+        return was_there or was_staged
 
     def pin(self, lora_int_id: int) -> bool:
         """Let an adapter stay until it is removed; raises ``AdapterError`` if it is in no slot."""
@@ -127,7 +139,13 @@ class Adapters:
             if is_new:
                 self._slots.release(number)
             raise
+        finally:
+            self._tell()
         self._reader.layers.write(self._slots[number], adapter.images)
+
+    def _tell(self) -> None:
+        if self._on_change is not None:
+            self._on_change(len(self._slots))
 
 
 def _as_request(request: Any) -> LoRARequest:

@@ -30,6 +30,9 @@ class Slots:
     def __contains__(self, lora_int_id: int) -> bool:
         return lora_int_id in self._slot_of
 
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
     def __getitem__(self, lora_int_id: int) -> int:
         """The slot; raises ``KeyError`` for an adapter that is in none."""
         return self._slot_of[lora_int_id]

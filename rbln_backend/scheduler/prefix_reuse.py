@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
@@ -43,7 +42,9 @@ class PrefixReuse:
         self._metrics = metrics
 
     @classmethod
-    def install(cls, scheduler: Scheduler, vllm_config: VllmConfig) -> PrefixReuse:
+    def install(
+        cls, scheduler: Scheduler, vllm_config: VllmConfig, board: MetricsBoard
+    ) -> PrefixReuse:
         """Replace the coordinator that upstream chose for ``scheduler``, which holds nothing yet.
 
         Upstream hashes and looks prefixes up in whole blocks, and knows no window log.
@@ -66,12 +67,10 @@ class PrefixReuse:
             metrics_collector=scheduler.kv_metrics_collector,
         )
         scheduler.kv_cache_manager = RblnKvCacheManager(manager, coordinator)
-        run_dir = Path(rbln.run_dir) if rbln.run_dir else None
-        rank = f"scheduler{vllm_config.parallel_config.data_parallel_rank}"
         return cls(
             coordinator,
             hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
-            KvMetrics(MetricsBoard(run_dir, rank), coordinator),
+            KvMetrics(board, coordinator),
         )
 
     def hash(self, request: Request) -> None:

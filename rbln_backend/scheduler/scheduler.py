@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
@@ -14,8 +15,10 @@ from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.scheduler.constraints import adapter_fits, is_prefill, prefill_block_reason
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
+    GrammarOutput,
     KVCacheConfig,
     ModelRunnerOutput,
     Request,
@@ -52,7 +55,9 @@ class RblnScheduler(Scheduler):
             # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
             # context would wait for it without end (vllm-project/vllm#47971).
             self.num_sampled_tokens_per_step = 0
-        self._reuse = PrefixReuse.install(self, vllm_config)
+        board = _board(vllm_config)
+        self._mask_seconds = board.histogram("rbln_grammar_mask_seconds", part="fill")
+        self._reuse = PrefixReuse.install(self, vllm_config, board)
         pin_backend(self.structured_output_manager, vllm_config)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
@@ -68,6 +73,15 @@ class RblnScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
         return self._reuse.finish(self._schedule_step(throttle_prefills))
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        if not scheduler_output.has_structured_output_requests:
+            return None
+        started = time.perf_counter()
+        found = super().get_grammar_bitmask(scheduler_output)
+        if found is not None:
+            self._mask_seconds.observe(time.perf_counter() - started)
+        return found
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -197,6 +211,13 @@ class RblnScheduler(Scheduler):
             self.max_num_running_reqs = full_capacity
             # The newest request stays last: upstream preempts from the end.
             self.running = hidden + self.running if before_prefill else self.running + hidden
+
+
+def _board(config: VllmConfig) -> MetricsBoard:
+    """The scheduler's, which lives once in each engine."""
+    run_dir = configured(config).run_dir
+    name = f"scheduler{config.parallel_config.data_parallel_index}"
+    return MetricsBoard(Path(run_dir) if run_dir else None, name)
 
 
 def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:

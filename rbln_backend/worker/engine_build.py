@@ -22,6 +22,7 @@ from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.progress import ProgressWriter
+from rbln_backend.ranks import RankPlace
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     InputBatch,
@@ -34,6 +35,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.cache_fields import cache_fields
+from rbln_backend.worker.grammar_mask import GrammarMask
 from rbln_backend.worker.graph_dispatch import GraphDispatch
 from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest
 from rbln_backend.worker.graph_functions import GraphFunction
@@ -72,6 +74,7 @@ class EngineParts:
     compiler: Compiler
     attention_layers: Mapping[str, Any]
     board: MetricsBoard
+    place: RankPlace
     adapters: Adapters | None = None
 
 
@@ -207,7 +210,7 @@ class EngineBuild:
         """One rank counts: all of them run the same sizes."""
         config, rbln = self._parts.vllm_config, self._parts.rbln
         writes = rbln.record_usage and not rbln.cache_read_only
-        if not writes or not self._generates or config.parallel_config.rank != 0:
+        if not writes or not self._generates or not self._parts.place.counts_steps:
             return None
         root = Path(rbln.cache_root) / "rbln" / "usage"
         return open_recorder(root, config.model_config, self._parts.compiler.fingerprint(), tables)
@@ -220,7 +223,7 @@ class EngineBuild:
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
-            metrics=StepMetrics(self._parts.board, list(self._graphs.inputs), self._usage),
+            metrics=self._step_metrics(),
         )
         if not self._generates:
             caching = bool(config.cache_config.enable_prefix_caching)
@@ -235,7 +238,13 @@ class EngineBuild:
             steps=steps,
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
+            grammar_mask=GrammarMask(self._parts.board.only_if(self._parts.place.counts_samples)),
         )
+
+    def _step_metrics(self) -> StepMetrics:
+        place = self._parts.place
+        board = self._parts.board.only_if(place.counts_steps)
+        return StepMetrics(board, list(self._graphs.inputs), self._usage, engine=place.engine)
 
     def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
         if self._parts.adapters is None:

@@ -21,8 +21,8 @@ from rbln_backend.vllm_compat.surface import (
     Sampler,
     SamplerOutput,
     SchedulerOutput,
-    apply_grammar_bitmask,
 )
+from rbln_backend.worker.grammar_mask import GrammarMask
 from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.request_batches import StepWork
 from rbln_backend.worker.step_runner import StepRunner
@@ -47,11 +47,13 @@ class RblnModelRunner:
         steps: StepRunner,
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
+        grammar_mask: GrammarMask,
     ) -> None:
         self._steps = steps
         self._batches = steps.batches
         self._sampler = sampler
         self._prompt_logprobs = prompt_logprobs
+        self._grammar_mask = grammar_mask
         self._pending: _PendingStep | None = None
 
     @torch.inference_mode()
@@ -75,9 +77,7 @@ class RblnModelRunner:
             return None
         work, logits = pending.work, pending.logits
         if grammar is not None:
-            # The mask is applied on the host, in float32.
-            logits = logits.to(torch.float32)
-            apply_grammar_bitmask(pending.scheduled, grammar, work.batch, logits)
+            logits = self._grammar_mask.apply(pending.scheduled, grammar, work.batch, logits)
         sampled = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
         self._batches.record(work, token_ids)

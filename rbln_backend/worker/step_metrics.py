@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from rbln_backend.compiler.port import GraphSpec
-from rbln_backend.stats import CounterHandle, HistogramHandle, MetricsBoard
+from rbln_backend.metric_cells import CounterHandle, HistogramHandle
+from rbln_backend.stats import MetricsBoard
 from rbln_backend.worker.usage_recorder import UsageRecorder
 
 
@@ -22,14 +23,24 @@ class _Series:
 
 
 class StepMetrics:
-    """Bucket use and padding, per phase and bucket; exact sizes go to the ``usage`` record."""
+    """Bucket use and padding, per phase and bucket; exact sizes go to the ``usage`` record.
+
+    Made when the engine is ready: from then on the latest step has a time, so that an engine that
+    never makes its first is seen.
+    """
 
     def __init__(
-        self, board: MetricsBoard, specs: list[GraphSpec], usage: UsageRecorder | None = None
+        self,
+        board: MetricsBoard,
+        specs: list[GraphSpec],
+        usage: UsageRecorder | None = None,
+        *,
+        engine: int = 0,
     ) -> None:
         self._board = board
         self._usage = usage
-        self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds")
+        self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds", engine=engine)
+        self._last_step.set(time.time())
         self._series = {spec: self._declare(spec) for spec in specs}
 
     def _declare(self, spec: GraphSpec) -> _Series:

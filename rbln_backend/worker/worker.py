@@ -31,6 +31,7 @@ from rbln_backend.kv_cache.layout import (
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.progress import ProgressWriter
+from rbln_backend.ranks import RankPlace
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -102,9 +103,17 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._rbln = configured(vllm_config)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
         terminal = sys.stderr if is_driver_worker else None
-        self._progress = ProgressWriter(run_dir, rank, terminal)
-        self._board = MetricsBoard(run_dir, rank)
-        writer = DescriptionWriter(run_dir, rank)
+        parallel = vllm_config.parallel_config
+        # vLLM numbers the ranks of each engine from 0; the run directory is that of all engines.
+        self._place = RankPlace(
+            engine=parallel.data_parallel_index,
+            rank=rank,
+            ranks=parallel.world_size,
+            tensor_ranks=parallel.tensor_parallel_size,
+        )
+        self._progress = ProgressWriter(run_dir, self._place.number, terminal)
+        self._board = MetricsBoard(run_dir, self._place.number)
+        writer = DescriptionWriter(run_dir, self._place.number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: Profiler = NoProfiler()
         self._model: nn.Module | None = None
@@ -152,7 +161,10 @@ class RblnWorker(AdapterCalls, WorkerBase):
         # vLLM's part of it takes a while to import.
         from rbln_backend.lora.adapters import Adapters
 
-        adapters = Adapters(model, self.vllm_config)
+        slots_used = self._board.gauge("rbln_lora_slots_used")
+        adapters = Adapters(model, self.vllm_config, on_change=slots_used.set)
+        slots_used.set(0)
+        self._board.gauge("rbln_lora_slots").set(self.vllm_config.lora_config.max_loras)
         self._board.gauge("rbln_device_memory_bytes", kind="lora").set(adapters.num_bytes)
         self._description.has_adapters(adapters.num_bytes)
         return adapters
@@ -210,6 +222,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             attention_layers=self._attention_layers(),
             board=self._board,
             adapters=self._adapters,
+            place=self._place,
         )
         self._build = EngineBuild(parts, kv_cache_config)
         self._description.has_kv_caches(kv_cache_config)

@@ -1,6 +1,6 @@
 // The head of the page and the start-up section: where the service is in its life.
 
-import { byId, number, setRows, setText } from "./page.js";
+import { byId, number, percent, setRows, setText } from "./page.js";
 
 export function showStatus(status) {
   const word = status.status;
@@ -49,6 +49,24 @@ export function showInfo(info) {
     graph.result ?? "",
     graph.seconds === null ? "" : number(graph.seconds, 2),
   ]), "none yet");
+  showAdvice(info.bucket_advice);
+}
+
+// Steps are written down once a minute, so that there is nothing to advise on before.
+function showAdvice(advice) {
+  const phases = Object.entries(advice ?? {}).filter(([, told]) => told !== null);
+  setRows("advice", phases.map(([phase, told]) => {
+    const same = told.suggested.join() === told.current.join();
+    return [
+      phase,
+      number(told.steps),
+      told.current.join(", "),
+      same ? "as now" : told.suggested.join(", "),
+      same ? percent(told.padding_now) : `${percent(told.padding_now)}, then ${percent(told.padding_then)}`,
+      same ? "" : `${percent(told.saving)} of step time`,
+      same ? "" : told.setting,
+    ];
+  }), "nothing is recorded yet");
 }
 
 function deviceWords(device) {

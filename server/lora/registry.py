@@ -104,13 +104,6 @@ class AdapterRegistry:
             raise _not_found(name)
         return found
 
-    def counts(self) -> dict[str, int]:
-        """Return how many adapters are in each state."""
-        counts = dict.fromkeys((state.value for state in State), 0)
-        for adapter in self.every():
-            counts[adapter.state.value] += 1
-        return counts
-
     async def load(self, name: str, path: str, *, replace: bool = False) -> Adapter:
         """Load the adapter at `path`, below the root, under `name`; return it ready.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -25,10 +26,16 @@ from rbln_backend.stats import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.lifecycle import Lifecycle, Phase
+from server.lora.adapter import State
 from server.settings import ServerSettings
 from server.structured_outputs.counts import RESULTS, CheckCounts
+from server.structured_outputs.request_constraints import GUIDES
+
+if TYPE_CHECKING:
+    from server.lora.registry import AdapterRegistry
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
@@ -130,6 +137,13 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     ),
     MetricDecl(
+        "rbln_structured_output_requests_total",
+        "counter",
+        f"Finished requests whose answer was to obey something; kind is one of {', '.join(GUIDES)} "
+        "(parameters of tools), outcome as in rbln_http_requests_total.",
+        ("kind", "outcome"),
+    ),
+    MetricDecl(
         "rbln_lora_adapters",
         "gauge",
         "LoRA adapters by state: loading, ready, draining or failed.",
@@ -148,6 +162,46 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         (),
         (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
     ),
+    MetricDecl(
+        "rbln_lora_adapter_info",
+        "gauge",
+        "Always 1: an adapter that is there, with its state and its slot, empty while it has none; "
+        f"at most {MAX_ADAPTERS_SHOWN}.",
+        ("adapter", "state", "slot"),
+    ),
+    MetricDecl(
+        "rbln_serve_event_loop_lag_seconds",
+        "histogram",
+        "Seconds by which a timer of the HTTP process was late, looked at four times a second. "
+        "Every request waits as long.",
+        (),
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    ),
+    MetricDecl(
+        "rbln_bucket_suggested",
+        "gauge",
+        "1 for each size that the tuner suggests for what has run, over restarts; 0 for a compiled "
+        "size that it would leave out. Nothing while nothing is recorded.",
+        ("phase", "bucket"),
+    ),
+    MetricDecl(
+        "rbln_bucket_suggested_saving_ratio",
+        "gauge",
+        "Share of the steps' time that the suggested sizes would have saved, as predicted.",
+        ("phase",),
+    ),
+    MetricDecl(
+        "rbln_bucket_suggested_padding_ratio",
+        "gauge",
+        "Share of what was computed that was padding (current), or would have been (suggested).",
+        ("phase", "sizes"),
+    ),
+    MetricDecl(
+        "rbln_bucket_recorded_steps",
+        "gauge",
+        "Steps that the suggestion rests on.",
+        ("phase",),
+    ),
 )
 
 # The values that the only label of a counter can have.
@@ -157,9 +211,20 @@ _CLOSED_LABELS = {
     "rbln_lora_loads_total": LOAD_RESULTS,
 }
 
+# What `observe_advice` sets, in this order.
+_ADVICE = (
+    "rbln_bucket_suggested",
+    "rbln_bucket_suggested_saving_ratio",
+    "rbln_bucket_suggested_padding_ratio",
+    "rbln_bucket_recorded_steps",
+)
+
 
 class ServerMetrics:
-    """The server's metrics in a registry of their own. Used from the event loop only."""
+    """The server's metrics in a registry of their own.
+
+    Recorded from the event loop only; a page may be rendered in another thread.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
@@ -172,6 +237,8 @@ class ServerMetrics:
         for name, values in _CLOSED_LABELS.items():
             for value in values:
                 self._counters[name].labels(value)
+        for kind in GUIDES:
+            self._counters["rbln_structured_output_requests_total"].labels(kind, "ok")
 
     def _make(self, decl: MetricDecl) -> Counter | Gauge | Histogram:
         if decl.kind == "counter":
@@ -232,10 +299,43 @@ class ServerMetrics:
             tokens.labels(key, "prompt").inc(prompt)
             tokens.labels(key, "completion").inc(completion)
 
-    def observe_adapters(self, counts: Mapping[str, int]) -> None:
-        """Publish how many LoRA adapters are in each state."""
-        for state, count in counts.items():
-            self._gauges["rbln_lora_adapters"].labels(state).set(count)
+    def observe_guided(self, kind: str, outcome: str) -> None:
+        """Count one finished request whose answer was to obey something."""
+        assert kind in GUIDES and outcome in OUTCOMES, (kind, outcome)
+        self._counters["rbln_structured_output_requests_total"].labels(kind, outcome).inc()
+
+    def observe_loop_lag(self, seconds: float) -> None:
+        """Note by how much the event loop was late."""
+        self._histograms["rbln_serve_event_loop_lag_seconds"].observe(seconds)
+
+    def observe_advice(self, advice: Mapping[str, Any] | None) -> None:
+        """Publish what the tuner says, by phase, as `advise` returns it."""
+        for name in _ADVICE:
+            self._gauges[name].clear()
+        for phase, told in (advice or {}).items():
+            if told is not None:
+                self._publish_advice(phase, told)
+
+    def _publish_advice(self, phase: str, told: Mapping[str, Any]) -> None:
+        sizes, saving, padding, steps = (self._gauges[name] for name in _ADVICE)
+        for size in sorted({*told["current"], *told["suggested"]}):
+            sizes.labels(phase, str(size)).set(size in told["suggested"])
+        saving.labels(phase).set(told["saving"])
+        padding.labels(phase, "current").set(told["padding_now"])
+        padding.labels(phase, "suggested").set(told["padding_then"])
+        steps.labels(phase).set(told["steps"])
+
+    def observe_adapters(self, adapters: AdapterRegistry) -> None:
+        """Publish which LoRA adapters there are, and how many are in each state."""
+        every = adapters.every()
+        for state in State:
+            count = sum(adapter.state is state for adapter in every)
+            self._gauges["rbln_lora_adapters"].labels(state.value).set(count)
+        info = self._gauges["rbln_lora_adapter_info"]
+        info.clear()
+        for adapter in every[:MAX_ADAPTERS_SHOWN]:
+            slot = "" if adapter.slot is None else str(adapter.slot)
+            info.labels(adapter.name, adapter.state.value, slot).set(1)
 
     def observe_adapter_load(self, result: str, seconds: float) -> None:
         """Count one load of a LoRA adapter; only those that succeed have a time."""

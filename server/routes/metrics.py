@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from fastapi import APIRouter
@@ -10,6 +11,7 @@ from fastapi.responses import Response
 from server.admission import Admission
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
+from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
 from server.settings import ServerSettings
 
@@ -20,18 +22,25 @@ def metrics_router(
     lifecycle: Lifecycle,
     admission: Admission,
     frontend: Callable[[], Frontend],
+    advice: BucketAdvice,
 ) -> APIRouter:
     """Return the route of the metrics page; it asks the front end only once there has been one."""
     router = APIRouter()
+    one_at_a_time = asyncio.Lock()
 
     @router.get("/metrics")
     async def page() -> Response:
-        metrics.observe_lifecycle(lifecycle)
-        metrics.observe_admission(admission, settings)
-        if lifecycle.started and (adapters := frontend().adapters) is not None:
-            metrics.observe_adapters(adapters.counts())
-        if lifecycle.started and (grammars := frontend().grammars) is not None:
-            metrics.observe_grammars(grammars.take_counts())
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
+        latest = await advice.latest()
+        async with one_at_a_time:
+            metrics.observe_lifecycle(lifecycle)
+            metrics.observe_admission(admission, settings)
+            if lifecycle.started and (adapters := frontend().adapters) is not None:
+                metrics.observe_adapters(adapters)
+            if lifecycle.started and (grammars := frontend().grammars) is not None:
+                metrics.observe_grammars(grammars.take_counts())
+            metrics.observe_advice(latest)
+            # Many milliseconds, for which no stream should wait.
+            text = await asyncio.to_thread(metrics.render)
+        return Response(text, media_type=CONTENT_TYPE)
 
     return router

@@ -6,7 +6,6 @@ are null. The engine tells them through files, so that a dead one is still descr
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from rbln_backend.bucketing.advice import advise
-from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
+from server.observability.bucket_advice import BucketAdvice
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
 
@@ -57,12 +55,15 @@ _SCHEMA_LIMITS = (
 
 
 def server_info_router(
-    settings: ServerSettings, lifecycle: Lifecycle, versions: Mapping[str, str], run_dir: Path
+    settings: ServerSettings,
+    lifecycle: Lifecycle,
+    versions: Mapping[str, str],
+    run_dir: Path,
+    advice: BucketAdvice,
 ) -> APIRouter:
     """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter()
     ours = settings.model_dump(mode="json")
-    advice = _BucketAdvice()
 
     @router.get("/v1/server_info")
     async def server_info() -> JSONResponse:
@@ -74,7 +75,7 @@ def server_info_router(
             "ranks": len(ranks),
             **{name: told.get(name) for name in SECTIONS},
             "graphs": [dataclasses.asdict(graph) for graph in lifecycle.graph_progress],
-            "bucket_advice": await asyncio.to_thread(advice.of, told.get("buckets")),
+            "bucket_advice": await advice.of(told.get("buckets")),
             "timings": {
                 "uptime_s": round(lifecycle.uptime_s, 3),
                 "ready_after_s": lifecycle.ready_after_s,
@@ -90,27 +91,3 @@ def server_info_router(
         return JSONResponse(body)
 
     return router
-
-
-class _BucketAdvice:
-    """The tuner's advice on a record, worked out anew when the record has changed."""
-
-    def __init__(self) -> None:
-        self._changed_at: int | None = None
-        self._advice: dict[str, Any] | None = None
-
-    def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the advice for what the engine tells of its buckets; reads a file."""
-        if buckets is None or buckets["usage_file"] is None:
-            return None
-        path = Path(buckets["usage_file"])
-        try:
-            changed_at = path.stat().st_mtime_ns
-            if changed_at != self._changed_at:
-                usage = UsageFile(path).read()
-                self._advice = advise(usage) if usage.steps else None
-                self._changed_at = changed_at
-        except (OSError, ValueError):
-            # The next step that is written sets a damaged file aside.
-            return None
-        return self._advice

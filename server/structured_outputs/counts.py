@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-RESULTS = ("ok", "known", "refused", "timeout", "crashed", "overloaded")
+RESULTS = ("ok", "known", "refused", "timeout", "crashed", "overloaded", "not_started")
 """How a check can end; the label of its metric."""
 _KEPT_SECONDS = 4096
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cachetools import LRUCache
@@ -23,7 +23,7 @@ from server.errors import (
 from server.frontend import Endpoint, JsonObject
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.counts import CheckCounts
-from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
+from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of, kind_of
 from server.structured_outputs.trial_job import Verdict, job_bytes
 from server.structured_outputs.trial_pool import (
     PoolFullError,
@@ -60,13 +60,21 @@ class GrammarGate:
         self._known: LRUCache[bytes, tuple[Verdict, float]] = LRUCache(cache_entries)
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
 
-    async def check(self, endpoint: Endpoint, fields: JsonObject) -> None:
-        """Let a request pass.
+    async def check(
+        self,
+        endpoint: Endpoint,
+        fields: JsonObject,
+        on_kind: Callable[[str], None] | None = None,
+    ) -> None:
+        """Let a request pass; `on_kind` hears how its answer is guided, if it is, before that.
 
         Raises `InvalidSchemaError` or `InvalidGrammarError` naming the field, `OverloadedError`
         if too many grammars wait for their trial, and what `constraints_of` raises.
         """
-        for job in constraints_of(endpoint, fields):
+        jobs = constraints_of(endpoint, fields)
+        if jobs and on_kind is not None:
+            on_kind(kind_of(jobs))
+        for job in jobs:
             await self.check_job(job)
 
     async def check_job(self, job: Sequence[Constraint]) -> None:
@@ -136,6 +144,7 @@ class GrammarGate:
                 _DOUBT_S,
             )
         except TrialStartError as error:
+            self._counts.note("not_started")
             raise InternalError(f"Grammars cannot be compiled: {error}.") from None
         verdict = Verdict.from_bytes(answer)
         self._counts.note("ok" if verdict.reason is None else "refused", verdict.seconds)

@@ -18,6 +18,9 @@ ANY_OBJECT = '{"type": "object"}'
 _GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _COMPACT = "start the server with --structured-outputs-config.disable_any_whitespace true"
+TOOLS = "tools"
+GUIDES = (*_KINDS, TOOLS)
+"""How an answer can be guided; the label of a metric."""
 _WITHOUT_EFFECT = {
     "disable_any_whitespace": _COMPACT,
     "disable_additional_properties": "set additionalProperties in the schema",
@@ -44,6 +47,16 @@ def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constrai
         )
     tools = _tools(endpoint, fields)
     return [job for job in (found, tools) if job]
+
+
+def kind_of(jobs: list[list[Constraint]]) -> str:
+    """Return which of `GUIDES` guides an answer that has these constraints."""
+    first = jobs[0][0]
+    if first.param.startswith(f"{TOOLS}["):
+        return TOOLS
+    if first.kind is Kind.JSON and first.text == ANY_OBJECT:
+        return "json_object"
+    return first.kind.value
 
 
 def output_constraint(value: object, name: str) -> list[Constraint]:

@@ -17,6 +17,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
+from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from tests.checkpoints import CheckpointCache
 from tests.http.real_server import RealServer
 
@@ -78,6 +79,7 @@ def test_the_console_from_a_cold_start_to_the_engines_death(
         assert done == total > 3
         assert "no NPU" in text(browser, "device")
 
+        advice(browser, server)
         chat(browser)
         schema(browser)
 
@@ -93,6 +95,21 @@ def give_key(browser: Chrome, key: str) -> None:
     until(browser, lambda: browser.find_element(By.ID, "key-form").is_displayed())
     browser.find_element(By.ID, "key").send_keys(key)
     browser.find_element(By.CSS_SELECTOR, "#key-form button").click()
+
+
+def advice(browser: Chrome, server: RealServer) -> None:
+    """What earlier runs have left is advised on; the engine itself writes once a minute."""
+    headers = {"authorization": "Bearer sesame"}
+    buckets = server.client.get("/v1/server_info", headers=headers).json()["buckets"]
+    sizes = buckets["decode"]
+    earlier = Usage(about=about_engine("m", "cpu", decode_buckets=sizes, prefill_buckets=[64]))
+    for _ in range(200):
+        earlier.phases["decode"].note(3, sizes[-1], 0.004)
+        earlier.phases["decode"].note(1, sizes[0], 0.001)
+    UsageFile(Path(buckets["usage_file"])).add(earlier)
+    browser.refresh()
+    until(browser, lambda: "decode" in text(browser, "advice"))
+    assert "of step time" in text(browser, "advice") or "as now" in text(browser, "advice")
 
 
 def chat(browser: Chrome) -> None:

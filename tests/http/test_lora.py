@@ -280,7 +280,7 @@ async def test_a_load_goes_on_without_its_client(tmp_path: Path) -> None:
     adapters = registry(port, tmp_path)
     port.read.clear()
     asking = asyncio.create_task(adapters.load("one", "a"))
-    while not adapters.counts()["loading"]:
+    while all(adapter.state is not State.LOADING for adapter in adapters.every()):
         await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.wait({asking})

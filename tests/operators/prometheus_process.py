@@ -31,13 +31,19 @@ def tool(name: str) -> str:
 class Prometheus:
     """One process; a context manager. `targets` replaces the targets of the scrape jobs.
 
-    What waits in deploy/prometheus (`for`, 15 s between scrapes) does not wait here.
+    What waits in deploy/prometheus (`for`, 15 s between scrapes) does not wait here. `bounds` gives
+    alerts other bounds, by their names: what stands in the expression, and what instead.
     """
 
-    def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        targets: Mapping[str, str],
+        bounds: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
         self._folder = folder
         folder.mkdir(exist_ok=True)
-        _write_configuration(folder, targets)
+        _write_configuration(folder, targets, bounds or {})
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -113,16 +119,22 @@ def read_rules(name: str) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def _write_configuration(folder: Path, targets: Mapping[str, str]) -> None:
+def _write_configuration(
+    folder: Path, targets: Mapping[str, str], bounds: Mapping[str, tuple[str, str]]
+) -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     for job in config["scrape_configs"]:
-        job["static_configs"][0]["targets"] = [targets[job["job_name"]]]
+        found = [target] if (target := targets.get(job["job_name"])) else []
+        job["static_configs"][0]["targets"] = found
     names: Sequence[str] = config["rule_files"]
     for name in names:
         groups = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
         for group in groups["groups"]:
             for rule in group["rules"]:
                 rule.pop("for", None)
+                if (bound := bounds.get(rule.get("alert", ""))) is not None:
+                    assert bound[0] in rule["expr"], rule
+                    rule["expr"] = rule["expr"].replace(*bound)
         (folder / name).write_text(yaml.safe_dump(groups), encoding="utf-8")
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from deploy.grafana.panel import Query
+from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
 from tests.http.real_server import RealServer
@@ -93,7 +94,23 @@ def running_scene(checkpoints: CheckpointCache, folder: Path) -> Iterator[Scene]
     ):
         server.until_ready()
         prometheus.until('rbln_serve_phase{phase="ready"} == 1')
+        _remember_earlier_runs(server)
         yield Scene(server, prometheus, devices, adapters, began)
+
+
+def _remember_earlier_runs(server: RealServer) -> None:
+    """Give the tuner something to work on: the engine itself writes its record once a minute."""
+    buckets = server.client.get("/v1/server_info").json()["buckets"]
+    earlier = Usage(
+        about=about_engine(
+            "scene", "cpu", decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"]
+        )
+    )
+    for _ in range(40):
+        earlier.phases["prefill"].note(5, buckets["prefill"][-1], 0.004)
+        earlier.phases["decode"].note(1, buckets["decode"][0], 0.001)
+        earlier.phases["decode"].note(3, buckets["decode"][-1], 0.002)
+    UsageFile(Path(buckets["usage_file"])).add(earlier)
 
 
 def _targets(server: RealServer, devices: VendorExporter) -> dict[str, str]:

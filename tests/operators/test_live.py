@@ -33,7 +33,9 @@ MAY_BE_EMPTY = {
 # Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "pod"}
 # What may fire on a machine that is busy with other tests.
-SLOWNESS = {"RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding"}
+SLOWNESS = {
+    *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag")
+}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,10 @@ SURFACE = {
     "rbln_window_log_pages": ("gauge", ("group",)),
     "rbln_window_log_pages_used": ("gauge", ("group",)),
     "rbln_startup_phase_seconds": ("gauge", ("phase",)),
-    "rbln_engine_last_step_timestamp_seconds": ("gauge", ()),
+    "rbln_engine_last_step_timestamp_seconds": ("gauge", ("engine",)),
+    "rbln_grammar_mask_seconds": ("histogram", ("part",)),
+    "rbln_lora_slots": ("gauge", ()),
+    "rbln_lora_slots_used": ("gauge", ()),
     "rbln_device_memory_bytes": ("gauge", ("kind",)),
 }
 """The frozen surface: dashboards and alerts read these names, kinds and labels."""
@@ -116,12 +119,13 @@ def test_counters_of_ranks_add_up_and_gauges_follow_their_mode(tmp_path: Path) -
     for value, board in zip((1.0, 2.0), reversed(boards), strict=True):
         board.counter("rbln_compile_cache_requests_total", result="hit").inc(value)
         board.gauge("rbln_device_memory_bytes", kind="kv").set(100)
-        board.gauge("rbln_engine_last_step_timestamp_seconds").set(50 - value)
+        board.gauge("rbln_engine_last_step_timestamp_seconds", engine=0).set(50 - value)
         board.gauge("rbln_compile_cache_entries").set(value)
     registry = collect(tmp_path)
     assert registry.get_sample_value("rbln_compile_cache_requests_total", {"result": "hit"}) == 3
     assert registry.get_sample_value("rbln_device_memory_bytes", {"kind": "kv"}) == 200
-    assert registry.get_sample_value("rbln_engine_last_step_timestamp_seconds") == 49
+    latest = registry.get_sample_value("rbln_engine_last_step_timestamp_seconds", {"engine": "0"})
+    assert latest == 49
     assert registry.get_sample_value("rbln_compile_cache_entries") == 2
 
 

@@ -1,0 +1,122 @@
+"""What our own metrics cost: decode steps and HTTP loads with them and without, and single calls.
+
+``python -m benchmarks.metrics_cost --model 15m --batch 1 8 --http --save``. One engine in this
+process runs the same steps in turn with and without recorders (benchmarks/unmetered.py); two
+servers, of which one records nothing, get the same loads in turn. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.command import Command, positive, say
+from benchmarks.machine import busy_cpu_seconds, describe_machine
+from benchmarks.metrics_calls import time_calls
+from benchmarks.metrics_http import compare_servers
+from benchmarks.metrics_report import Pairs, Run, markdown, to_json
+from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
+from benchmarks.step_profile import DecodeLoad, start_engine
+from benchmarks.unmetered import unmetered
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+_BUCKETS = tuple(range(1, 33))
+_PROMPT_TOKENS = 32
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    return Command("metrics_cost", _parser(), _measure, markdown, to_json).main(argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics_cost", description=__doc__)
+    parser.add_argument(
+        "--model",
+        default="15m",
+        metavar="SIZE|PATH",
+        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 15m)",
+    )
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
+    parser.add_argument("--steps", type=positive, default=400, help="per sample (default: 400)")
+    parser.add_argument("--rounds", type=positive, default=15, help="pairs (default: 15)")
+    parser.add_argument("--http", action="store_true", help="two servers as well")
+    parser.add_argument("--http-rounds", type=positive, default=7, help="pairs (default: 7)")
+    return parser
+
+
+def _measure(args: argparse.Namespace, command: str) -> Run:
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    load_before = os.getloadavg()[0]
+    checkpoint = find_checkpoint(args.model)
+    with tempfile.TemporaryDirectory(prefix="rbln-metrics-") as folder:
+        calls = time_calls(Path(folder) / "calls", _BUCKETS)
+        steps = _compare_steps(checkpoint, args, Path(folder) / "engine")
+        loads = []
+        if args.http:
+            loads = compare_servers(checkpoint, args.batch, args.http_rounds, Path(folder) / "http")
+    return Run(
+        started=started,
+        command=command,
+        machine=describe_machine(),
+        load_before=load_before,
+        model=checkpoint.name,
+        calls=calls,
+        steps=steps,
+        loads=loads,
+    )
+
+
+def _compare_steps(checkpoint: Checkpoint, args: argparse.Namespace, run_dir: Path) -> list[Pairs]:
+    say(f"starting an engine for {checkpoint.name}")
+    core = start_engine(checkpoint, max(args.batch), run_dir)
+    try:
+        return [_compare_batch(core, checkpoint, batch, args) for batch in args.batch]
+    finally:
+        core.shutdown()
+
+
+def _compare_batch(
+    core: EngineCore, checkpoint: Checkpoint, batch: int, args: argparse.Namespace
+) -> Pairs:
+    load = DecodeLoad(core, checkpoint, batch, _PROMPT_TOKENS, 0.0)
+    _median_step(core, load, args.steps)
+    wall, own, everybody = time.perf_counter(), time.process_time(), busy_cpu_seconds()
+    pairs = []
+    for turn in range(args.rounds):
+        found: dict[bool, float] = {}
+        # Who goes first changes, for the machine drifts.
+        for metered in (True, False) if turn % 2 else (False, True):
+            with nullcontext() if metered else unmetered():
+                found[metered] = _median_step(core, load, args.steps)
+        pairs.append((found[True], found[False]))
+    wall = time.perf_counter() - wall
+    other = busy_cpu_seconds() - everybody - (time.process_time() - own)
+    result = Pairs(f"batch {batch}", "µs a step", pairs, max(0.0, other) / wall)
+    say(f"  {result.label}: {result.cost:+.2%}")
+    return result
+
+
+def _median_step(core: EngineCore, load: DecodeLoad, steps: int) -> float:
+    """Return the median microseconds of a step: what else runs now and then does not count."""
+    taken = []
+    for _ in load.decode_steps(steps):
+        started = time.perf_counter()
+        core.step()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken) * 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The benchmark of what metrics cost: its seam switches all of them, its report reckons right."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from pathlib import Path
+
+import pytest
+
+from benchmarks.machine import Machine
+from benchmarks.metrics_calls import A_GAUGE, A_STEP, time_calls
+from benchmarks.metrics_report import Pairs, Run, markdown, to_json
+from benchmarks.unmetered import plugin_folder, recorders, silence, unmetered
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.stats import MetricsBoard
+from rbln_backend.worker.step_metrics import StepMetrics
+from server.observability.metrics import ServerMetrics
+
+
+def test_nothing_is_recorded_inside_and_everything_after(tmp_path: Path) -> None:
+    board = MetricsBoard(tmp_path, 0)
+    spec = GraphSpec.of(Phase.DECODE, 8)
+    steps = StepMetrics(board, [spec])
+    with unmetered():
+        steps.record(spec, 1, 1, 0.1)
+    assert board.value("rbln_bucket_steps_total", phase="decode", bucket=8) == 0
+    steps.record(spec, 1, 1, 0.1)
+    assert board.value("rbln_bucket_steps_total", phase="decode", bucket=8) == 1
+
+
+def test_no_recorder_of_the_server_is_left_out() -> None:
+    named = {name for owner, name in recorders() if owner is ServerMetrics}
+    methods = {name for name, _ in inspect.getmembers(ServerMetrics, inspect.isfunction)}
+    # What a scrape asks for is part of the scrape.
+    at_scrapes = {f"observe_{x}" for x in ("lifecycle", "admission", "adapters", "grammars")}
+    at_scrapes |= {"observe_advice"}
+    assert named == {name for name in methods if name.startswith("observe_")} - at_scrapes
+
+
+def test_the_plugin_is_one_that_vllm_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(plugin_folder(tmp_path / "plugin"))
+    found = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert silence in [point.load() for point in found if point.name == "bench_unmetered"]
+
+
+def test_every_kind_of_call_is_timed(tmp_path: Path) -> None:
+    calls = time_calls(tmp_path, [1, 2])
+    assert {A_STEP, A_GAUGE} <= set(calls)
+    assert all(seconds > 0 for seconds in calls.values())
+
+
+def test_the_report_says_whether_the_target_is_met() -> None:
+    machine = Machine(
+        cpu="c", lscpu={}, flags=[], cores=2, memory_bytes=0, kernel="k", versions={}, commit=""
+    )
+    pairs = Pairs("batch 1", "µs a step", [(102.0, 100.0), (100.5, 100.0), (100.4, 100.0)], 0.0)
+    run = Run(
+        started="2026-01-01T00:00:00",
+        command="c",
+        machine=machine,
+        load_before=0.0,
+        model="15m",
+        calls={A_STEP: 4e-6, A_GAUGE: 1e-6},
+        steps=[pairs],
+        loads=[],
+    )
+    report = markdown(run)
+    assert "**met** (largest median +0.50%)" in report
+    assert "batch 1: 5.00% of a step" in report
+    slow = Pairs("HTTP", "ms a token", [(103.0, 100.0)], 0.0)
+    dearer = Run(**{**{f: getattr(run, f) for f in run.__slots__}, "loads": [slow]})
+    assert "missed by 2.00%" in markdown(dearer)
+    assert '"label": "HTTP"' in to_json(dearer)
