@@ -27,7 +27,7 @@ def test_a_broken_kernel_fails_the_run_and_its_layer_is_named(
     files = ["--json", str(tmp_path / "r.json"), "--junit", str(tmp_path / "r.xml")]
     more = ["--reference", "transformers", "--bisect", "--rbln-args", json.dumps(broken)]
     # Limits of a float32 run; those of the command line suit bfloat16.
-    limits = ["--max-mean-delta", "0.001", "--eps", "0.01"]
+    limits = ["--dtype", "float32", "--max-mean-delta", "0.001", "--eps", "0.01"]
     assert main([*model, *SMALL, *more, *limits, *files]) == 1
     report = _report(tmp_path / "r.json")
     assert not report["passed"]
