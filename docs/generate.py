@@ -26,7 +26,8 @@ from observability_page import (
 )
 from pydantic import SecretStr
 
-from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.config import RblnConfig
+from rbln_backend.config_values import CHOICES
 from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
 from rbln_backend.stats import METRICS, MetricDecl
@@ -264,6 +265,7 @@ def _values(annotation: str, choices: Sequence[str] | None) -> str:
         "Processors": "`none` or processors",
         "str": "text",
         "str | None": "text",
+        "tuple[str, ...]": "list of text",
         "tuple[int, ...]": "list of integers > 0",
         "tuple[int, ...] | None": "list of integers > 0",
     }

@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-from rbln_backend.cores import parse_cores
+from rbln_backend.config_values import (
+    CHECKS,
+    Allocator,
+    Count,
+    Device,
+    HotPathPolicy,
+    HugePages,
+    Kernels,
+    Processors,
+)
 from rbln_backend.errors import ConfigError
-
-Device: TypeAlias = Literal["auto", "emulated", "rebel"]
-Kernels: TypeAlias = Literal["auto", "native", "aten"]
-HotPathPolicy: TypeAlias = Literal["error", "warn"]
-Allocator: TypeAlias = Literal["auto", "system"]
-HugePages: TypeAlias = Literal["auto", "off"]
-Processors: TypeAlias = str
-"""`none`, or a list of processor numbers and ranges such as `0-3,8`."""
-Count: TypeAlias = int
-"""A number that may be zero; a plain ``int`` option must be positive."""
-
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "device": get_args(Device),
-    "kernels": get_args(Kernels),
-    "hot_path_policy": get_args(HotPathPolicy),
-    "allocator": get_args(Allocator),
-    "huge_pages": get_args(HugePages),
-    "decode_batch_bucket_strategy": ("exponential", "exp", "linear", "manual"),
-}
-"""The allowed values of the fields that have a closed set of them."""
 
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
@@ -131,6 +120,13 @@ class RblnConfig:
     )
     cache_read_only: bool = field(
         default=False, metadata=_about("Read artifacts but never write, evict or quarantine any.")
+    )
+    cache_bundles: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "Folders with exported bundles, searched for what `cache_root` lacks and left as they "
+            "are; kernels in them are run."
+        ),
     )
     disable_compile_cache: bool = field(
         default=False, metadata=_about("Neither read nor write compiled artifacts.")
@@ -240,9 +236,10 @@ class RblnConfig:
     def __post_init__(self) -> None:
         """Normalise spellings, then check each field and the fields against each other."""
         for option in fields(self):
-            value = _CHECKS[str(option.type)](option.name, getattr(self, option.name))
+            value = CHECKS[str(option.type)](option.name, getattr(self, option.name))
             object.__setattr__(self, option.name, value)
         object.__setattr__(self, "cache_root", _absolute(self.cache_root))
+        object.__setattr__(self, "cache_bundles", tuple(map(_absolute, self.cache_bundles)))
         self._check_buckets()
         if not self.use_vllm_model:
             raise ConfigError(
@@ -309,91 +306,3 @@ def _absolute(path: str) -> str:
         raise ConfigError(
             f"cache_root={path!r} needs a home directory and there is none; set VLLM_CACHE_ROOT"
         ) from None
-
-
-def _reject(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(f"Invalid {name}: {value!r}, {expected}")
-
-
-def _check_bool(name: str, value: object) -> object:
-    if not isinstance(value, bool):
-        raise _reject(name, value, "Valid choices: true, false")
-    return value
-
-
-def _check_positive_int(name: str, value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _reject(name, value, "must be an integer")
-    if value <= 0:
-        raise ConfigError(f"{name} must be greater than 0, got {value}")
-    return value
-
-
-def _check_count(name: str, value: object) -> object:
-    return value if value == 0 and not isinstance(value, bool) else _check_positive_int(name, value)
-
-
-def _check_str(name: str, value: object) -> object:
-    if not isinstance(value, str) or not value:
-        raise _reject(name, value, "must be a non-empty string")
-    choices = CHOICES.get(name)
-    if choices is None:
-        return value
-    lowered = value.lower()
-    if lowered not in choices:
-        raise _reject(name, value, f"Valid choices: {', '.join(choices)}")
-    return "exponential" if lowered == "exp" else lowered
-
-
-def _check_processors(name: str, value: object) -> object:
-    if value == "none":
-        return value
-    if not isinstance(value, str):
-        raise _reject(name, value, "must be a string")
-    try:
-        parse_cores(value)
-    except ValueError as error:
-        raise _reject(name, value, f"must be `none` or a list such as 0-3,8: {error}") from None
-    return value
-
-
-def _check_sizes(name: str, value: object) -> object:
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        raise _reject(name, value, "must be a list of integers")
-    for size in value:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise _reject(name, value, "must be a list of integers")
-    if any(size <= 0 for size in value):
-        raise ConfigError(f"{name} must all be > 0, got {list(value)}")
-    if len(set(value)) != len(value):
-        raise ConfigError(f"{name} must be unique, got {list(value)}")
-    return tuple(sorted(value))
-
-
-def _check_nonempty_sizes(name: str, value: object) -> object:
-    sizes = _check_sizes(name, value)
-    if not sizes:
-        raise _reject(name, value, "must have at least one entry")
-    return sizes
-
-
-def _optional(check: Callable[[str, object], object]) -> Callable[[str, object], object]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-_CHECKS: Mapping[str, Callable[[str, object], object]] = {
-    "bool": _check_bool,
-    "int": _check_positive_int,
-    "Count": _check_count,
-    "int | None": _optional(_check_positive_int),
-    "str": _check_str,
-    "Device": _check_str,
-    "Kernels": _check_str,
-    "HotPathPolicy": _check_str,
-    "Allocator": _check_str,
-    "HugePages": _check_str,
-    "Processors": _check_processors,
-    "str | None": _optional(_check_str),
-    "tuple[int, ...]": _check_sizes,
-    "tuple[int, ...] | None": _optional(_check_nonempty_sizes),
-}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rbln_backend.cgroups import cgroup_folders
 from rbln_backend.errors import ConfigError
 
 
@@ -101,38 +102,8 @@ def _one_per_core(allowed: Collection[int], root: Path) -> tuple[int, ...]:
 
 def _cpu_quota(root: Path) -> float | None:
     """The least of the quotas of this process's cgroups and of those around them."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return None
-    quotas: list[float] = []
-    for line in groups:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controllers == "" or "cpu" in controllers.split(","):
-            quotas += _quotas_of(group, "cpu" if controllers else "", mounts, root)
-    return min(quotas, default=None)
-
-
-def _quotas_of(group: str, controller: str, mounts: Sequence[str], root: Path) -> list[float]:
-    """The quotas from ``group`` up to where its hierarchy is mounted."""
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        kind, _, options = after.split(maxsplit=2)
-        if kind != ("cgroup" if controller else "cgroup2"):
-            continue
-        if controller and controller not in options.split(","):
-            continue
-        mount_root, mount_point = before.split()[3:5]
-        top = root / mount_point.lstrip("/")
-        # Inside a container the group may be named as the host sees it.
-        inside = group[len(mount_root.rstrip("/")) :] if group.startswith(mount_root) else "/"
-        folder = top / inside.strip("/")
-        chain = [folder, *folder.parents]
-        quotas = [_quota_in(level) for level in chain[: chain.index(top) + 1]]
-        return [quota for quota in quotas if quota is not None]
-    return []
+    quotas = [_quota_in(folder) for folder in cgroup_folders("cpu", root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_in(folder: Path) -> float | None:

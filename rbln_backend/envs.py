@@ -10,15 +10,25 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rbln_backend.config import CHOICES, RblnConfig, did_you_mean
+from rbln_backend.config import RblnConfig, did_you_mean
+from rbln_backend.config_values import CHOICES
+from rbln_backend.env_values import (
+    Parser,
+    choice,
+    parse_bool,
+    parse_count,
+    parse_int,
+    parse_kernel_mode,
+    parse_paths,
+    parse_text,
+    sizes,
+)
 from rbln_backend.errors import ConfigError
 
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
 _PREFIX = "VLLM_RBLN_"
 _ADDITIONAL = "additional_config"
 
@@ -30,14 +40,6 @@ class Status(enum.Enum):
     ALIAS = "alias, deprecated"
     NO_EFFECT = "accepted, no effect"
     REFUSED = "refused unless it asks for what is done anyway"
-
-
-@dataclass(frozen=True, slots=True)
-class Parser:
-    """Turns the text of a variable into a value; `parse` raises ValueError with the reason."""
-
-    describe: str
-    parse: Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,75 +63,17 @@ class ResolvedConfig:
     warnings: list[str]
 
 
-def _parse_bool(raw: str) -> bool:
-    lowered = raw.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    raise ValueError(f"Valid choices: {', '.join(_TRUE + _FALSE)}")
-
-
-def _parse_int(raw: str) -> int:
-    value = int(raw)
-    if value <= 0:
-        raise ValueError("must be greater than 0")
-    return value
-
-
-def _parse_count(raw: str) -> int:
-    value = int(raw)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value
-
-
-def _sizes(noun: str, *, may_be_empty: bool) -> Parser:
-    def parse(raw: str) -> tuple[int, ...]:
-        if may_be_empty and not raw.strip():
-            return ()
-        sizes = tuple(int(part) for part in raw.split(","))
-        if any(size <= 0 for size in sizes):
-            raise ValueError(f"All {noun} must be greater than 0")
-        if len(set(sizes)) != len(sizes):
-            raise ValueError(f"All {noun} must be unique")
-        return sizes
-
-    return Parser("comma-separated integers", parse)
-
-
-def _parse_text(raw: str) -> str:
-    if not raw:
-        raise ValueError("must not be empty")
-    return raw
-
-
-def _choice(*choices: str) -> Parser:
-    def parse(raw: str) -> str:
-        lowered = raw.strip().lower()
-        if lowered not in choices:
-            raise ValueError(f"Valid choices: {', '.join(choices)}")
-        return lowered
-
-    return Parser(" or ".join(f"`{choice}`" for choice in choices), parse)
-
-
-def _parse_kernel_mode(raw: str) -> bool:
-    if raw.strip().lower() != "triton":
-        raise ValueError("Valid choices: triton")
-    return True
-
-
-_BOOL = Parser("boolean", _parse_bool)
-_INT = Parser("integer > 0", _parse_int)
-_COUNT = Parser("integer >= 0", _parse_count)
-_TEXT = Parser("text", _parse_text)
+_BOOL = Parser("boolean", parse_bool)
+_INT = Parser("integer > 0", parse_int)
+_COUNT = Parser("integer >= 0", parse_count)
+_TEXT = Parser("text", parse_text)
 _ANY_TEXT = Parser("text, may be empty", str)
-_POLICY = _choice(*CHOICES["hot_path_policy"])
-_STRATEGY = _choice(*CHOICES["decode_batch_bucket_strategy"])
+_PATHS = Parser("directories separated by colons", parse_paths)
+_POLICY = choice(*CHOICES["hot_path_policy"])
+_STRATEGY = choice(*CHOICES["decode_batch_bucket_strategy"])
 _NUM_DEVICES = "num_devices_per_local_rank"
-_OMP_THREADS = Parser("integers > 0, the first counts", lambda raw: _parse_int(raw.split(",")[0]))
-_TRITON = Parser("`triton`", _parse_kernel_mode)
+_OMP_THREADS = Parser("integers > 0, the first counts", lambda raw: parse_int(raw.split(",")[0]))
+_TRITON = Parser("`triton`", parse_kernel_mode)
 # The XDG specification takes an empty variable for an unset one.
 _XDG_CACHE = Parser("directory", lambda raw: str(Path(raw) / "vllm") if raw else None)
 
@@ -150,8 +94,8 @@ _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET_"
 _NO_MOE = "Experts run on one rank, and in one way."
 
 ENV_VARS: tuple[EnvVar, ...] = (
-    _row("VLLM_RBLN_DEVICE", "device", _choice(*CHOICES["device"]), "Device to run on."),
-    _row("VLLM_RBLN_KERNELS", "kernels", _choice(*CHOICES["kernels"]), "Kernels when emulated."),
+    _row("VLLM_RBLN_DEVICE", "device", choice(*CHOICES["device"]), "Device to run on."),
+    _row("VLLM_RBLN_KERNELS", "kernels", choice(*CHOICES["kernels"]), "Kernels when emulated."),
     _row("VLLM_RBLN_COMPILE_STRICT_MODE", "strict_mode", _BOOL, "Never fall back to the CPU."),
     _row("VLLM_RBLN_ENABLE_WARM_UP", "enable_warm_up", _BOOL, "Warm up before ready."),
     _row("VLLM_RBLN_HOT_PATH_POLICY", "hot_path_policy", _POLICY, "Fail or warn after warm-up."),
@@ -162,19 +106,20 @@ ENV_VARS: tuple[EnvVar, ...] = (
     _row(
         f"{_BUCKET}MANUAL_BUCKETS",
         "decode_batch_bucket_manual_buckets",
-        _sizes("decode batch bucket manual buckets", may_be_empty=True),
+        sizes("decode batch bucket manual buckets", may_be_empty=True),
         "Buckets of strategy `manual`.",
     ),
     _row(
         "VLLM_RBLN_PREFILL_CHUNK_BUCKETS",
         "prefill_chunk_buckets",
-        _sizes("prefill chunk buckets", may_be_empty=False),
+        sizes("prefill chunk buckets", may_be_empty=False),
         "Prefill chunk sizes.",
     ),
     _row("VLLM_CACHE_ROOT", "cache_root", _TEXT, "vLLM's cache directory."),
     _row("XDG_CACHE_HOME", "cache_root", _XDG_CACHE, "Its `vllm/`, as vLLM reads it."),
     _row("VLLM_RBLN_CACHE_MAX_BYTES", "cache_max_bytes", _INT, "Bound of the store."),
     _row("VLLM_RBLN_CACHE_READ_ONLY", "cache_read_only", _BOOL, "Never write the store."),
+    _row("VLLM_RBLN_CACHE_BUNDLES", "cache_bundles", _PATHS, "Read-only bundles."),
     _row("VLLM_DISABLE_COMPILE_CACHE", "disable_compile_cache", _BOOL, "Bypass the store."),
     _row("RBLN_USE_CUSTOM_KERNEL", "use_custom_kernel", _BOOL, "Custom attention kernels."),
     _alias("RBLN_KERNEL_MODE", "use_custom_kernel", _TRITON, "Switch of early releases."),
@@ -235,7 +180,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
     EnvVar(
         "VLLM_RBLN_DP_IMPL",
         None,
-        _choice("padded_decode", "dummy_prefill"),
+        choice("padded_decode", "dummy_prefill"),
         Status.REFUSED,
         "Dummy prefills do not exist here.",
         accepts="padded_decode",
@@ -245,7 +190,7 @@ ENV_VARS: tuple[EnvVar, ...] = (
         None,
         _BOOL,
         Status.REFUSED,
-        "There is no compile-only mode; an ordinary start fills the store.",
+        "Use `rbln-serve compile`, which fills the store and ends.",
         accepts=False,
     ),
     _no_effect("VLLM_RBLN_SAMPLER", _BOOL, "Sampling is vLLM's, on the host.", target="sampler"),

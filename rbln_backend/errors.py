@@ -9,7 +9,8 @@
     |-- CompileError           (RuntimeError)  a graph could not be compiled or built
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
     `-- ArtifactError                          a stored artifact cannot be used
-        `-- CorruptArtifactError               its bytes differ from what its manifest promises
+        |-- CorruptArtifactError               its bytes differ from what its manifest promises
+        `-- BundleError                        a bundle cannot be read, or is not what it should be
 
 The built-in second bases let callers that know nothing of this package (vLLM, argparse)
 treat each error as what it is.
@@ -56,3 +57,7 @@ class ArtifactError(RblnError):
 
 class CorruptArtifactError(ArtifactError):
     """A stored artifact is damaged: missing, truncated or altered."""
+
+
+class BundleError(ArtifactError):
+    """A bundle of artifacts is malformed, too large, or not the one that was asked for."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from rbln_backend.memory_report import MemoryReport
+from rbln_backend.store_report import StoreReport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
@@ -42,6 +45,19 @@ class ModelReport:
     prefix_caching_reason: str
     max_loras: int = 0
     max_lora_rank: int = 0
+    memory: MemoryReport | None = None
+    store: StoreReport | None = None
+    """None where the graphs depend on the memory of the host that serves."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it cannot run here although the model itself could, with what to change."""
+        return self.memory.problems if self.memory is not None else ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What works, but perhaps not as expected."""
+        return tuple(self.memory.warnings()) if self.memory is not None else ()
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +67,14 @@ class ModelReport:
     def to_dict(self) -> dict[str, object]:
         """Return all fields as JSON values."""
         groups = [dataclasses.asdict(group) | {"kind": group.kind} for group in self.kv_groups]
-        return {**dataclasses.asdict(self), "num_layers": self.num_layers, "kv_groups": groups}
+        return {
+            **dataclasses.asdict(self),
+            "num_layers": self.num_layers,
+            "kv_groups": groups,
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "store": None if self.store is None else self.store.to_dict(),
+            "warnings": list(self.warnings),
+        }
 
     def lines(self) -> list[tuple[str, str]]:
         """Return names and values to print, one per line."""
@@ -65,7 +88,15 @@ class ModelReport:
             ("prefix caching", self._prefix_caching()),
             *self._adapters(),
             ("device", self.device),
+            *(self.memory.lines() if self.memory is not None else ()),
+            *self._stored(),
         ]
+
+    def _stored(self) -> list[tuple[str, str]]:
+        if self.store is None:
+            return [("compile cache", "unknown: --max-model-len auto follows the host's memory")]
+        verdict, *lines = self.store.lines()
+        return [("compile cache", verdict), *(("", line.removeprefix("  ")) for line in lines)]
 
     def _caches(self) -> list[tuple[str, str]]:
         if not self.kv_groups:

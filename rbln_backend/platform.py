@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
+from rbln_backend.store_report import CompileReport, StoreReport
 from rbln_backend.unsupported import (
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
@@ -84,9 +85,9 @@ class RblnPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        import psutil
+        from rbln_backend.host_memory import host_memory
 
-        return int(psutil.virtual_memory().total)
+        return host_memory().total_bytes
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -167,10 +168,31 @@ class RblnPlatform(Platform):
 
     @classmethod
     def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
-        """Describe a model that can run; asked by the server, not by vLLM. See ``preflight``."""
-        from rbln_backend.worker.preflight import inspect_model
+        """Describe a model that can run; asked by the server, not by vLLM."""
+        from rbln_backend.worker.model_inspection import inspect_model
 
         return inspect_model(vllm_config)
+
+    @classmethod
+    def compile_model(cls, vllm_config: VllmConfig, targets: Sequence[str]) -> CompileReport:
+        """Fill the store with a model's graphs; asked by the server. See ``precompile``."""
+        from rbln_backend.worker.precompile import compile_model
+
+        return compile_model(vllm_config, targets)
+
+    @classmethod
+    def survey_store(cls, vllm_config: VllmConfig, cache_root: str | None = None) -> StoreReport:
+        """Say what the store has of a model's graphs; asked by the server."""
+        from rbln_backend.worker.store_survey import survey_store
+
+        return survey_store(vllm_config, cache_root)
+
+    @classmethod
+    def store_versions(cls) -> tuple[dict[str, object], tuple[str, ...]]:
+        """What tells this version's graphs from others', and its kernel libraries' keys."""
+        from rbln_backend.worker.store_survey import store_versions
+
+        return store_versions()
 
     @classmethod
     def grammar_trial(cls, vllm_config: VllmConfig) -> GrammarTrial:

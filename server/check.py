@@ -1,26 +1,23 @@
 """`rbln-serve check`: whether a model can run here and how, without reading its weights.
 
-It takes the way of `serve` up to the point where weights would be loaded, so both refuse the same
-models for the same reasons. Nothing but the answer goes to the standard output.
+Both refuse the same models for the same reasons, see `server.offline`.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
+import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
-from server.engine_config import engine_config
 from server.frontend import LaunchError
-from server.launch_errors import launch_error
+from server.offline import answers_alone_on_stdout, ask_platform
 from server.settings import ServerSettings
+from server.weight_files import WeightFiles, check_weight_files
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from rbln_backend.model_report import ModelReport
 
@@ -29,17 +26,43 @@ _LABEL_WIDTH = 16
 
 def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> int:
     """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
-    with _answers_alone_on_stdout() as out:
+    with answers_alone_on_stdout() as out:
         try:
-            report = _inspect(argv, settings)
+            report, files = ask_platform(argv, settings, _inspect)
         except LaunchError as error:
             return _refuse(error, out, as_json=as_json)
+        problems = [*files.problems, *report.problems]
+        warnings = [*files.warnings, *report.warnings, *_port_warnings(settings)]
         if as_json:
-            out.write(json.dumps({"ok": True, "reason": None, **report.to_dict()}) + "\n")
+            verdict = {"ok": not problems, "reason": "; ".join(problems) or None}
+            told = {**report.to_dict(), "problems": problems, "warnings": warnings}
+            out.write(json.dumps({**verdict, **told}) + "\n")
         else:
-            out.write("This model can run.\n")
-            out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
-    return 0
+            _print(report, problems, warnings, out)
+    return 1 if problems else 0
+
+
+def _print(
+    report: ModelReport, problems: Sequence[str], warnings: Sequence[str], out: TextIO
+) -> None:
+    if problems:
+        out.write(f"This model cannot run: {'; '.join(problems)}\n")
+    else:
+        out.write("This model can run.\n")
+    out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
+    out.writelines(f"  {'warning':<{_LABEL_WIDTH}} {text}\n" for text in warnings)
+
+
+def _port_warnings(settings: ServerSettings) -> list[str]:
+    """Say that another server has the port; it may be gone by the time of the start."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            return [f"--port {settings.port} on {settings.host} cannot be taken now: {error}"]
+    return []
 
 
 def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
@@ -52,29 +75,12 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _inspect(argv: Sequence[str], settings: ServerSettings) -> ModelReport:
-    """Raises `LaunchError`, whatever is wrong."""
-    _quiet_engine_logs(settings)
-    from server.vllm_flags import parse_arguments
-
-    args = parse_arguments(argv, settings)
-    try:
-        _, config = engine_config(args, settings, None)
-        from vllm.platforms import current_platform
-
-        inspect = getattr(current_platform, "inspect_model", None)
-        if inspect is None:
-            name = type(current_platform).__name__
-            raise LaunchError(
-                f"vLLM runs on {name} here, not on the RBLN platform; see VLLM_PLUGINS", exit_code=2
-            )
-        report: ModelReport = inspect(config)
-        _check_tokenizer(config.model_config)
-    except Exception as error:
-        # The boundary to vLLM, as in `server.engine`: every failure is a reason.
-        logging.getLogger(__name__).debug("The check failed", exc_info=True)
-        raise launch_error(error, args.model) from error
-    return report
+def _inspect(platform: type[Any], config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
+    report: ModelReport = platform.inspect_model(config)
+    _check_tokenizer(config.model_config)
+    if config.load_config.load_format == "dummy":
+        return report, WeightFiles()
+    return report, check_weight_files(config.model_config.model, report.dtype)
 
 
 def _check_tokenizer(model_config: ModelConfig) -> None:
@@ -88,28 +94,3 @@ def _check_tokenizer(model_config: ModelConfig) -> None:
         # Each tokenizer library raises errors of its own, and all mean the same here.
         text = f"the tokenizer cannot be loaded: {type(error).__name__}: {error}"
         raise LaunchError(" ".join(text.split())) from error
-
-
-def _quiet_engine_logs(settings: ServerSettings) -> None:
-    """Let the engine's libraries warn; `--log-level debug` lets them talk."""
-    # The package sets its loggers up when it is imported.
-    import vllm.logger  # noqa: F401
-
-    if settings.log_level != "debug":
-        for name in ("vllm", "rbln_backend"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-
-
-@contextmanager
-def _answers_alone_on_stdout() -> Iterator[TextIO]:
-    """Yield the standard output; whatever libraries and children print goes to standard error."""
-    sys.stdout.flush()
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(os.dup(answers), "w", encoding="utf-8") as out:
-            yield out
-    finally:
-        sys.stdout.flush()
-        os.dup2(answers, 1)
-        os.close(answers)

@@ -1,4 +1,6 @@
-"""The command line: `rbln-serve serve|check MODEL [our flags] [vLLM's flags, verbatim]`, `tune`.
+"""The command line: `rbln-serve serve|check|compile MODEL [our flags] [vLLM's flags, verbatim]`.
+
+`tune` and `cache` (`server.cache_cli`) need no model.
 
 Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
 is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
@@ -25,6 +27,7 @@ _PROG = "rbln-serve"
 _ABOUT = {
     "serve": "Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
     "check": "Say whether MODEL can be served, and how, without reading its weights.",
+    "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
 }
 _EPILOG = """\
 Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted
@@ -48,10 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _top_parser()
     if args[:1] == ["serve"]:
         return _serve(args[1:], started_at)
-    if args[:1] == ["check"]:
-        return _check(args[1:])
-    if args[:1] == ["tune"]:
-        return _tune(args[1:])
+    commands = {"check": _check, "compile": _compile, "tune": _tune, "cache": _cache}
+    if args and args[0] in commands:
+        return commands[args[0]](args[1:])
     parser.parse_args(args)
     parser.print_help()
     return 2
@@ -65,6 +67,8 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
     commands.add_parser("check", help="say whether a model can be served", add_help=False)
+    commands.add_parser("compile", help="fill the compile cache ahead of time", add_help=False)
+    commands.add_parser("cache", help="list, check and move the compile cache", add_help=False)
     commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
     return parser
 
@@ -153,6 +157,45 @@ def _check(argv: Sequence[str]) -> int:
 
     configure(settings.log_level, settings.log_format)
     return check(rest, settings, as_json=as_json)
+
+
+def _compile(argv: Sequence[str]) -> int:
+    parser = _command_parser("compile")
+    about = (
+        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16 or all; "
+        "unset: for this host"
+    )
+    parser.add_argument("--isa", action="append", metavar="X", help=about)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
+    settings = _settings(parser, flags, rest)
+    from server.compile import compile_ahead
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    assert isinstance(given, list)
+    targets = [name for names in given for name in names.split(",")]
+    return compile_ahead(rest, settings, targets, as_json=as_json)
+
+
+def _cache(argv: Sequence[str]) -> int:
+    from server.cache_cli import cache
+
+    return cache(argv, _model_flags)
+
+
+def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
+    """Return what `serve` would make of MODEL and flags: vLLM's part, and our settings."""
+    parser = _command_parser("check")
+    flags, rest = _split(parser, argv)
+    settings = _settings(parser, flags, rest)
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    return rest, settings
 
 
 def _tune(argv: Sequence[str]) -> int:

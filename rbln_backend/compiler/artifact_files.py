@@ -58,7 +58,7 @@ def write_entry(directory: Path, key: CacheKey, files: Mapping[str, bytes]) -> N
     """
     for name, data in files.items():
         _write_file(directory / name, data)
-    _write_file(directory / MANIFEST, _encode(key, files))
+    _write_file(directory / MANIFEST, encode_manifest(key, files, created=time.time()))
     sync_directory(directory)
 
 
@@ -66,7 +66,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read an entry's manifest alone; raises like `read_entry`."""
     descriptor = _open_entry(directory)
     try:
-        return _decode(_read_file(descriptor, MANIFEST))
+        return decode_manifest(_read_file(descriptor, MANIFEST))
     finally:
         os.close(descriptor)
 
@@ -79,7 +79,7 @@ def read_entry(directory: Path, key: CacheKey) -> dict[str, bytes]:
     """
     descriptor = _open_entry(directory)
     try:
-        manifest = _decode(_read_file(descriptor, MANIFEST))
+        manifest = decode_manifest(_read_file(descriptor, MANIFEST))
         if manifest.key != key:
             raise CorruptArtifactError(f"{MANIFEST} belongs to another key")
         return {
@@ -112,7 +112,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _encode(key: CacheKey, files: Mapping[str, bytes]) -> bytes:
+def encode_manifest(key: CacheKey, files: Mapping[str, bytes], *, created: float) -> bytes:
+    """Return the manifest of an entry; `created` is in Unix seconds."""
     listing = {
         name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in files.items()
@@ -121,7 +122,7 @@ def _encode(key: CacheKey, files: Mapping[str, bytes]) -> bytes:
         "format": FORMAT,
         "key": dict(key.fields),
         "files": listing,
-        "created": time.time(),
+        "created": created,
     }
     return canonical_json({**body, "checksum": _checksum(body)})
 
@@ -130,7 +131,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(body)).hexdigest()
 
 
-def _decode(raw: bytes) -> Manifest:
+def decode_manifest(raw: bytes) -> Manifest:
     """Return the manifest's content; `CorruptArtifactError` unless every byte is its own."""
     try:
         body = json.loads(raw)
@@ -169,13 +170,25 @@ def _open_entry(directory: Path) -> int:
         raise
 
 
+def check_manifest_files(manifest: Manifest, files: Mapping[str, bytes]) -> None:
+    """Raise `CorruptArtifactError` unless `files` are just those that the manifest promises."""
+    if files.keys() != manifest.files.keys():
+        raise CorruptArtifactError(f"its files are {sorted(files)}, not {sorted(manifest.files)}")
+    for name, data in files.items():
+        _check(name, data, manifest.files[name])
+
+
 def _read_verified(directory: int, name: str, record: FileRecord) -> bytes:
     data = _read_file(directory, name)
+    _check(name, data, record)
+    return data
+
+
+def _check(name: str, data: bytes, record: FileRecord) -> None:
     if len(data) != record.size:
         raise CorruptArtifactError(f"{name} has {len(data)} bytes, not {record.size}")
     if hashlib.sha256(data).hexdigest() != record.sha256:
         raise CorruptArtifactError(f"{name} does not match its SHA-256")
-    return data
 
 
 def _read_file(directory: int, name: str) -> bytes:

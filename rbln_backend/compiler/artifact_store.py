@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,12 @@ from rbln_backend.compiler.artifact_files import (
     write_entry,
 )
 from rbln_backend.compiler.cache_key import DIGEST_CHARS, CacheKey
+from rbln_backend.compiler.file_locks import (
+    acquire,
+    lock_in_place,
+    open_lock,
+    remove_if_unlocked,
+)
 from rbln_backend.errors import CorruptArtifactError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +48,11 @@ QUARANTINE_KEPT = 8
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def graph_store(cache_root: Path) -> Path:
+    """Where the graphs under a cache root lie."""
+    return cache_root / "rbln" / "graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +95,19 @@ class ArtifactStore:
         *,
         max_bytes: int,
         read_only: bool = False,
+        bundles: Sequence[Path] = (),
         on_event: Callable[[StoreEvent], None],
     ) -> None:
+        """``bundles`` are roots of other stores, searched for what this one lacks, never changed.
+
+        A root that cannot be written is read-only without saying so.
+        """
         self.root = root
+        self._bundles = tuple(bundles)
         self._max_bytes = max_bytes
-        self._read_only = read_only
+        self._read_only = read_only or not is_writable(root)
         self._on_event = on_event
-        if not read_only:
+        if not self._read_only:
             self._remove_garbage()
 
     def load(self, key: CacheKey) -> dict[str, bytes] | None:
@@ -100,12 +116,13 @@ class ArtifactStore:
         A damaged entry moves to the quarantine, unless the store is read-only.
         """
         started = time.monotonic()
-        path = self._entry_path(key.digest)
+        path = self._find(key.digest)
         try:
             files = read_entry(path, key)
         except CorruptArtifactError as error:
             self._report_damage(path, error)
-            return None
+            # A bundle may have it whole.
+            return None if path.is_dir() or not self.has(key) else self.load(key)
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
             if not absent:
@@ -147,11 +164,24 @@ class ArtifactStore:
         self._on_event(StoreEvent("stored", key.digest, seconds, num_bytes))
         self.prune()
 
-    def quarantine(self, key: CacheKey, reason: str) -> None:
-        """Move away an entry whose files are whole but make no sense to the caller."""
-        logger.warning("Artifact %s is unusable: %s", key.digest, reason)
-        if self._condemn(self._entry_path(key.digest)):
-            self._on_event(StoreEvent("corrupt", key.digest, detail=reason))
+    def has(self, key: CacheKey) -> bool:
+        """Return whether there is an entry; only `load` tells that it is whole."""
+        return self._find(key.digest).is_dir()
+
+    def quarantine(self, digest: str, reason: str) -> None:
+        """Move away an entry that is damaged, or whole but makes no sense to the caller."""
+        logger.warning("Artifact %s is unusable: %s", digest, reason)
+        if self._condemn(self._entry_path(digest)):
+            self._on_event(StoreEvent("corrupt", digest, detail=reason))
+
+    def evict(self, digest: str) -> bool:
+        """Remove an entry; False if it is not there or cannot be removed."""
+        path = self._entry_path(digest)
+        size = _directory_bytes(path)
+        if self._read_only or not self._discard(path):
+            return False
+        self._on_event(StoreEvent("evicted", digest, num_bytes=size))
+        return True
 
     @contextlib.contextmanager
     def lock(self, key: CacheKey) -> Iterator[float]:
@@ -160,12 +190,12 @@ class ArtifactStore:
         Yields the seconds waited. Without a place to put a lock (read-only, full) it yields
         0.0 at once: then two processes may do the same work, and nothing else goes wrong.
         """
-        descriptor = None if self._read_only else self._open_lock(key.digest)
+        descriptor = None if self._read_only else open_lock(self.root / "locks" / key.digest)
         if descriptor is None:
             yield 0.0
             return
         try:
-            waited = _acquire(descriptor, key.digest)
+            waited = acquire(descriptor, key.digest)
             self._on_event(StoreEvent("lock_wait", key.digest, waited))
             yield waited
         finally:
@@ -177,21 +207,21 @@ class ArtifactStore:
         Files are not read: only `load` tells that they are sound too.
         """
         found = []
-        for path in self._entry_paths():
+        for path in entry_paths(self.root):
             with contextlib.suppress(OSError, CorruptArtifactError):
                 found.append(_describe(path))
         return sorted(found, key=lambda entry: (entry.last_used, entry.key.digest))
 
     def size_bytes(self) -> int:
         """Return the bytes of all entries' files, damaged ones included."""
-        return sum(map(_directory_bytes, self._entry_paths()))
+        return sum(map(_directory_bytes, entry_paths(self.root)))
 
     def prune(self) -> None:
         """Evict the least recently used entries above the bound, and remove garbage."""
         if self._read_only:
             return
         self._remove_garbage()
-        sized = [(path, _directory_bytes(path)) for path in self._entry_paths()]
+        sized = [(path, _directory_bytes(path)) for path in entry_paths(self.root)]
         excess = sum(size for _, size in sized) - self._max_bytes
         if excess <= 0:
             return
@@ -214,17 +244,12 @@ class ArtifactStore:
             self._on_event(StoreEvent("miss", path.name, detail=detail))
 
     def _entry_path(self, digest: str) -> Path:
-        return self.root / digest[:2] / digest
+        return _path_in(self.root, digest)
 
-    def _entry_paths(self) -> list[Path]:
-        try:
-            return [
-                path
-                for path in self.root.glob("[0-9a-f][0-9a-f]/*")
-                if _DIGEST.fullmatch(path.name)
-            ]
-        except OSError:
-            return []
+    def _find(self, digest: str) -> Path:
+        """Where an entry lies: in the root if it is there, else in a bundle."""
+        places = [_path_in(root, digest) for root in (self.root, *self._bundles)]
+        return next((path for path in places if path.is_dir()), places[0])
 
     def _write(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
         target = self._entry_path(key.digest)
@@ -262,14 +287,14 @@ class ArtifactStore:
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
                 continue
-            if _lock_in_place(path, descriptor):
+            if lock_in_place(path, descriptor):
                 return path, descriptor
             os.close(descriptor)
 
     def _remove_garbage(self) -> None:
         with contextlib.suppress(OSError):
             for path in list((self.root / "tmp").iterdir()):
-                _remove_if_unlocked(path)
+                remove_if_unlocked(path)
         with contextlib.suppress(OSError):
             damaged = sorted((self.root / "quarantine").iterdir(), key=_modified, reverse=True)
             for path in damaged[QUARANTINE_KEPT:]:
@@ -277,7 +302,7 @@ class ArtifactStore:
 
     def _condemn(self, path: Path) -> bool:
         """Move a damaged entry to the quarantine; False when another process moved it."""
-        if self._read_only:
+        if self._read_only or not path.is_relative_to(self.root):
             return True
         quarantine = self.root / "quarantine"
         try:
@@ -302,53 +327,27 @@ class ArtifactStore:
         shutil.rmtree(garbage, ignore_errors=True)
         return True
 
-    def _open_lock(self, digest: str) -> int | None:
-        path = self.root / "locks" / digest
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            logger.warning("Compiling without a lock: %s", error)
-            return None
+
+def is_writable(root: Path) -> bool:
+    """Return whether files can be made in ``root``, or it can be made itself.
+
+    What is no directory is left to fail with a reason of its own.
+    """
+    there = next(path for path in (root, *root.parents) if path.exists())
+    return not there.is_dir() or os.access(there, os.W_OK | os.X_OK)
 
 
-def _acquire(descriptor: int, digest: str) -> float:
-    started = time.monotonic()
+def _path_in(root: Path, digest: str) -> Path:
+    return root / digest[:2] / digest
+
+
+def entry_paths(root: Path) -> list[Path]:
+    """Return where the entries below a store's root lie, whole or not."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logger.info("Waiting for another process that compiles %s", digest)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        logger.warning("Compiling without a lock: %s", error)
-    return time.monotonic() - started
-
-
-def _lock_in_place(path: Path, descriptor: int) -> bool:
-    """Lock a new directory; False if a cleaner had the lock, and the directory, before us."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        found = root.glob("[0-9a-f][0-9a-f]/*")
+        return sorted(path for path in found if _DIGEST.fullmatch(path.name))
     except OSError:
-        os.close(descriptor)
-        raise
-
-
-def _remove_if_unlocked(path: Path) -> None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        # Its writer lives.
-        return
-    finally:
-        os.close(descriptor)
+        return []
 
 
 def _describe(path: Path) -> Entry:

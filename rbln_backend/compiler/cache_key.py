@@ -109,10 +109,14 @@ def _check(value: object, path: str) -> None:
 
 
 def _flatten(value: JsonValue, path: str) -> dict[str, str]:
-    """Map dotted paths to the JSON text of the leaves; lists are leaves."""
+    """Map dotted paths to the JSON text of the leaves; lists without mappings are leaves."""
+    leaves: dict[str, str] = {}
     if isinstance(value, Mapping) and value:
-        leaves: dict[str, str] = {}
         for name, item in value.items():
             leaves |= _flatten(item, f"{path}.{name}" if path else name)
+        return leaves
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            leaves |= _flatten(item, f"{path}[{index}]")
         return leaves
     return {path: canonical_json(value).decode()} if path else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -9,8 +10,15 @@ from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk, npu_name
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import KernelSet, load_kernels, start_recording
+from rbln_backend.emulator.build import (
+    KernelSet,
+    can_build,
+    find_built,
+    load_kernels,
+    start_recording,
+)
 from rbln_backend.errors import ConfigError
+from rbln_backend.kernel_files import kernel_store
 
 Device = Literal["emulated", "rebel"]
 
@@ -54,9 +62,19 @@ def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
 
 def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:
     """The emulated compiler over the kernels that could be built or loaded here."""
-    kernels = load_kernels(Path(config.cache_root), config.kernels)
-    fingerprint = {"kernels": kernels.name, "isa": kernels.isa}
+    kernels = load_kernels(
+        Path(config.cache_root), config.kernels, bundles=[Path(x) for x in config.cache_bundles]
+    )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording
-    compiler = EmulatedCompiler(fingerprint, packed=kernels.packs_linear, record=record)
+    compiler = EmulatedCompiler(kernels.name, hardware=kernels.isa, record=record)
     return compiler, kernels
+
+
+def expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | None]:
+    """The fingerprint of the compiler that an engine would make, found without loading kernels."""
+    if choose_device(config) == "rebel":
+        return make_rebel_compiler(config, None).fingerprint()
+    stores = [kernel_store(Path(root)) for root in (config.cache_root, *config.cache_bundles)]
+    native = config.kernels != "aten" and (find_built(stores) is not None or can_build())
+    return EmulatedCompiler("native" if native else "aten").fingerprint()

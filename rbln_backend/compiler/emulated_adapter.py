@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor, fx
 
@@ -73,21 +74,23 @@ class EmulatedCompiler:
 
     def __init__(
         self,
-        fingerprint: Mapping[str, str | int | bool | None],
+        kernels: Literal["native", "aten"],
         *,
-        packed: bool,
+        hardware: str = "",
         record: StartRecording | None = None,
     ) -> None:
-        """``fingerprint`` identifies the kernel set; ``packed``: linear weights are repacked.
+        """With native ``kernels`` linear weights are repacked, and whatever has a kernel calls it.
 
-        ``record`` starts a recording of native calls; without it, every run is interpreted.
+        ``hardware`` is their instruction set; all of them run the same programs. ``record`` starts
+        a recording of native calls; without it, every run is interpreted.
         """
-        self._fingerprint = dict(fingerprint)
-        self._packed = packed
+        self.hardware = hardware
+        self._kernels = kernels
+        self._packed = kernels == "native"
         self._record = record
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
-        return {"compiler": self.name, "packed": self._packed, **self._fingerprint}
+        return {"compiler": self.name, "packed": self._packed, "kernels": self._kernels}
 
     def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
         """Host memory needs no fixed addresses: graphs share caches by being given the tensors."""

@@ -84,9 +84,14 @@ class Compiler(Protocol):
     """One device's compiler."""
 
     name: str
+    hardware: str
+    """What runs the programs, as users know it: an instruction set or an NPU's name."""
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
-        """Everything about the device and its tool chain that changes a program (cache key)."""
+        """Everything about the device and its tool chain that changes a program (cache key).
+
+        What only changes how fast a program runs is not part of it.
+        """
         ...
 
     def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:

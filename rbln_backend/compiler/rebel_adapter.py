@@ -71,7 +71,7 @@ class RebelCompiler:
         process_groups: Mapping[str, list[int]] | None = None,
     ) -> None:
         self._sdk = sdk
-        self._device = device
+        self.hardware = device
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
         self._context = sdk.CompileContext(use_weight_sharing=True)
         options: dict[str, Any] = {
@@ -90,7 +90,7 @@ class RebelCompiler:
         return {
             "compiler": self.name,
             "compiler_version": ".".join(version.split(".")[:2]),
-            "npu": self._device,
+            "npu": self.hardware,
             "num_devices": int(self._options["num_devices"]),
         }
 

@@ -11,9 +11,7 @@ Where building or loading is impossible, the PyTorch bodies of ``fallback`` take
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -21,9 +19,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +31,15 @@ from rbln_backend.emulator import fallback, ops
 from rbln_backend.emulator.replay import Recording
 from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, cpu_lines
 from rbln_backend.errors import CompileError
+from rbln_backend.kernel_files import (
+    LIBRARY,
+    RECORD,
+    is_intact,
+    kernel_store,
+    lock,
+    make_record,
+    staging,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +69,6 @@ _SOURCES = (
 _OVER_TENSORS = (
     *("library", "attention_tensors", "moe_tensors", "lora_tensors", "replay", "memory"),
 )
-_LIBRARY = "librbln_emulator.so"
-_RECORD = "library.json"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path.
 _FLAGS = (
     "-O3 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w"
@@ -95,8 +99,10 @@ class _Active:
     fallback: list[torch.library.Library] | None = None
 
 
-def load_kernels(cache_root: Path, mode: Mode) -> KernelSet:
+def load_kernels(cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = ()) -> KernelSet:
     """Make the kernels of ``mode`` active, building the library first where needed.
+
+    ``bundles`` are other cache roots, which are read alone.
 
     "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
     to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
@@ -105,7 +111,7 @@ def load_kernels(cache_root: Path, mode: Mode) -> KernelSet:
     if mode == "aten":
         return _activate_fallback("requested")
     try:
-        return _activate_native(cache_root)
+        return _activate_native([cache_root, *bundles])
     except CompileError as error:
         if mode == "native":
             raise
@@ -119,43 +125,56 @@ def _activate_fallback(reason: str) -> KernelSet:
     return KernelSet("aten", "aten", None, reason)
 
 
-def _activate_native(cache_root: Path) -> KernelSet:
+def _activate_native(roots: Sequence[Path]) -> KernelSet:
     if _Active.native is None:
-        _Active.native = _load(kernel_store(cache_root))
+        _Active.native = _load([kernel_store(root) for root in roots])
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
-def kernel_store(cache_root: Path) -> Path:
-    """Where the libraries under a cache root lie, each in a directory named by its key."""
-    return cache_root / "rbln" / "kernels"
-
-
-def _load(store: Path) -> KernelSet:
+def _load(stores: Sequence[Path]) -> KernelSet:
+    """The first store takes what has to be built."""
+    store = stores[0]
     try:
-        store.mkdir(parents=True, exist_ok=True)
-        entry, reason = _find_built_ahead(store) or find_or_build(store / build_key())
-        return _open_library(entry / _LIBRARY, reason)
+        found = find_built(stores)
+        if found is None:
+            store.mkdir(parents=True, exist_ok=True)
+            found = find_or_build(store / build_key())
+    except OSError:
+        return _build_for_process(f"{store} cannot be written")
+    entry, reason = found
+    try:
+        return _open_library(entry / LIBRARY, reason)
     except OSError as error:
-        if (store / build_key() / _RECORD).exists() or os.access(store, os.W_OK):
-            raise CompileError(f"the kernel library in {store} cannot be used: {error}") from error
-    # A private copy serves this process; the loaded library outlives its file.
+        # Built elsewhere, for another C library, say; the process's own cannot have that fault.
+        return _build_for_process(f"the library in {entry} cannot be loaded: {error}")
+
+
+def _build_for_process(why: str) -> KernelSet:
+    """A private copy serves this process; the loaded library outlives its file."""
     with tempfile.TemporaryDirectory(prefix="rbln-kernels-") as private:
         _build(Path(private), NATIVE)
-        reason = f"built for this process: {store} cannot be written"
-        return _open_library(Path(private) / _LIBRARY, reason)
+        try:
+            return _open_library(Path(private) / LIBRARY, f"built for this process: {why}")
+        except OSError as error:
+            raise CompileError(f"the kernel library cannot be loaded: {error}") from error
 
 
-def _find_built_ahead(store: Path) -> tuple[Path, str] | None:
-    """A library for the best level that this CPU reaches, if there is none for this very CPU."""
-    if (store / build_key()).exists():
+def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
+    """The library for this very CPU, else the one for the best level that the CPU reaches."""
+    natives = [store / build_key() for store in stores]
+    for native in natives:
+        if is_intact(native):
+            return native, "loaded from the cache"
+    if natives[0].exists():
+        # Damaged: it was the better one, and is rebuilt.
         return None
-    for level in LEVELS:
-        entry = store / build_key(level)
-        if level.runs_here() and is_intact(entry):
-            return entry, f"built ahead for CPUs with {level.name}"
+    for level in (level for level in LEVELS if level.runs_here()):
+        for entry in (store / build_key(level) for store in stores):
+            if is_intact(entry):
+                return entry, f"built ahead for CPUs with {level.name}"
     return None
 
 
@@ -201,10 +220,11 @@ def build_key(target: Target = NATIVE) -> str:
     digest = hashlib.sha256()
     for source in sorted(_SOURCE_DIR.glob("*.cpp")) + sorted(_SOURCE_DIR.glob("*.h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    words = [*_FLAGS, *target.flags, torch.__version__]
+    words = [*_FLAGS, *target.flags, torch.__version__, platform.machine()]
     if target is NATIVE:
-        # What -march=native looks at, and where the library was linked.
-        words += [str(_TORCH_DIR), platform.machine(), *(cpu_lines() or (platform.processor(),))]
+        # What -march=native looks at. Where torch lies does not matter: the library finds it by
+        # name among what the process has loaded.
+        words += cpu_lines() or (platform.processor(),)
     digest.update("\0".join(words).encode())
     return digest.hexdigest()[:32]
 
@@ -213,39 +233,20 @@ def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
     """The directory ``entry`` with an undamaged library in it, and how it got there."""
     if is_intact(entry):
         return entry, "loaded from the cache"
-    with _lock(entry.with_suffix(".lock")):
+    with lock(entry):
         if is_intact(entry):
             return entry, "loaded from the cache"
-        for leftover in entry.parent.glob(f"{entry.name}.*/"):
-            shutil.rmtree(leftover, ignore_errors=True)
         damaged = entry.exists()
-        staging = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
-        try:
-            seconds = _build(staging, target)
-            if damaged:
-                shutil.rmtree(entry)
-            staging.rename(entry)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        logger.info("building the kernels (%s) takes a minute or so", target.name)
+        with staging(entry) as directory:
+            seconds = _build(directory, target)
     why = "rebuilt, the cached library was damaged" if damaged else "built"
     return entry, f"{why} in {seconds:.1f} s"
 
 
-def is_intact(entry: Path) -> bool:
-    """Whether the library in ``entry`` has the content that its record promises."""
-    try:
-        record = json.loads((entry / _RECORD).read_text())
-        content = (entry / _LIBRARY).read_bytes()
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and record.get("sha256") == hashlib.sha256(content).hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+def can_build() -> bool:
+    """Whether there is a compiler."""
+    return shutil.which("g++") is not None
 
 
 def _build(directory: Path, target: Target) -> float:
@@ -262,13 +263,12 @@ def _build(directory: Path, target: Target) -> float:
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
-    _run(_link_command(compiler, objects, directory / _LIBRARY))
+    _run(_link_command(compiler, objects, directory / LIBRARY))
     for path in objects:
         Path(path).unlink()
-    seconds = time.monotonic() - began
-    digest = hashlib.sha256((directory / _LIBRARY).read_bytes()).hexdigest()
-    (directory / _RECORD).write_text(json.dumps({"sha256": digest, "build_seconds": seconds}))
-    return seconds
+    library = (directory / LIBRARY).read_bytes()
+    (directory / RECORD).write_bytes(make_record(library, target.name))
+    return time.monotonic() - began
 
 
 def _compile_command(compiler: list[str], name: str, target: str) -> list[str]:

@@ -50,3 +50,9 @@ def cpu_features() -> frozenset[str]:
     """The names that /proc/cpuinfo lists."""
     lists = (line.partition(":")[2] for line in cpu_lines() if line.startswith("flags"))
     return frozenset(word for words in lists for word in words.split())
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself, else its architecture."""
+    named = (line.partition(":")[2].strip() for line in cpu_lines() if line.startswith("model"))
+    return next(named, platform.machine())

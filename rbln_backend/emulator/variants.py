@@ -11,8 +11,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from rbln_backend.emulator.build import build_key, find_or_build, kernel_store
+from rbln_backend.emulator.build import build_key, find_or_build
 from rbln_backend.emulator.targets import LEVELS
+from rbln_backend.kernel_files import kernel_store
 
 logger = logging.getLogger(__name__)
 

@@ -83,7 +83,13 @@ def kv_budget_bytes(
     first. Raises ``DeviceMemoryError`` when one longest request does not fit.
     """
     wanted = 2 * max_num_seqs * blocks_per_request * bytes_per_block + bytes_per_block
-    free = min(int(total_bytes * utilization) - used_bytes, available_bytes // 2) - window_bytes
+    free = free_budget_bytes(
+        total_bytes=total_bytes,
+        available_bytes=available_bytes,
+        utilization=utilization,
+        used_bytes=used_bytes,
+        window_bytes=window_bytes,
+    )
     budget = min(free, wanted)
     # Block 0 is vLLM's null block and holds no request.
     needed = (blocks_per_request + 1) * bytes_per_block
@@ -96,6 +102,18 @@ def kv_budget_bytes(
             "Reduce --max-model-len or --max-num-seqs, or set --kv-cache-memory-bytes."
         )
     return budget
+
+
+def free_budget_bytes(
+    *,
+    total_bytes: int,
+    available_bytes: int,
+    utilization: float,
+    used_bytes: int,
+    window_bytes: int,
+) -> int:
+    """The most that the paged KV cache may have, whatever requests need; may be negative."""
+    return min(int(total_bytes * utilization) - used_bytes, available_bytes // 2) - window_bytes
 
 
 def explicit_budget_bytes(total_bytes: int, bytes_per_block: int, window_bytes: int) -> int:

@@ -46,6 +46,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
@@ -59,12 +60,17 @@ from vllm.v1.attention.backend import (
     AttentionType,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import (
+    get_supported_kv_cache_layouts,
+    resolve_kv_cache_layout,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
+    get_kv_cache_configs,
     get_request_block_hasher,
     make_block_hash_with_group_id,
 )
@@ -73,8 +79,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SingleTypeKVCacheManager,
+    register_all_kvcache_specs,
 )
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
@@ -153,6 +161,7 @@ __all__ = [
     "AttentionMetadataBuilder",
     "AttentionSpec",
     "AttentionType",
+    "BaseModelLoader",
     "BlockHash",
     "BlockPool",
     "CachedRequestState",
@@ -161,6 +170,7 @@ __all__ = [
     "DispatchPooler",
     "EngineCoreOutput",
     "EngineCoreOutputs",
+    "Executor",
     "FastGELU",
     "FullAttentionManager",
     "FullAttentionSpec",
@@ -220,12 +230,16 @@ __all__ = [
     "destroy_model_parallel",
     "get_current_vllm_config",
     "get_hash_fn_by_name",
+    "get_kv_cache_configs",
     "get_model_loader",
     "get_request_block_hasher",
+    "get_supported_kv_cache_layouts",
     "init_logger",
     "init_process_groups",
     "initialize_model",
     "make_block_hash_with_group_id",
+    "register_all_kvcache_specs",
+    "resolve_kv_cache_layout",
     "set_current_vllm_config",
     "set_default_torch_dtype",
     "set_forward_context",

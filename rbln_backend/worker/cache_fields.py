@@ -23,16 +23,19 @@ _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora"),
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
+# How graphs are kept, not what they are.
+_STORE_SOURCES = frozenset(
+    ("artifact_files.py", "artifact_store.py", "file_locks.py", "store_audit.py")
+)
 
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
     """Everything besides device, phase and bucket that changes a graph; weights do not."""
     model, parallel = config.model_config, config.parallel_config
-    hf_config = {k: v for k, v in model.hf_config.to_dict().items() if k not in _PROVENANCE}
     # Label maps have integer keys and some fields hold dtypes; JSON has neither.
-    hf_config = json.loads(json.dumps(hf_config, default=str))
+    hf_config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
     return {
-        "model": hf_config,
+        "model": without_provenance(hf_config),
         # Which of vLLM's classes runs it: some models have one of their own and a generic one.
         "architecture": model.architecture,
         "dtype": str(model.dtype),
@@ -49,10 +52,26 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
         },
         "rbln": rbln.graph_fields(),
         "lora": _adapter_fields(config),
+        **version_fields(),
+    }
+
+
+def version_fields() -> dict[str, str]:
+    """What of a key says which software made a graph."""
+    return {
         "torch": torch.__version__,
         "vllm": VLLM_VERSION,
         "backend_sources": sources_digest(),
     }
+
+
+def without_provenance(config: Any) -> Any:
+    """``config`` less the fields that only say where it came from, at every depth."""
+    if isinstance(config, dict):
+        return {k: without_provenance(v) for k, v in config.items() if k not in _PROVENANCE}
+    if isinstance(config, list):
+        return [without_provenance(item) for item in config]
+    return config
 
 
 def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
@@ -71,7 +90,7 @@ def sources_digest() -> str:
         path = root / entry
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
         for file in files:
-            if file.suffix in (".py", ".cpp", ".h"):
+            if file.suffix in (".py", ".cpp", ".h") and file.name not in _STORE_SOURCES:
                 digest.update(file.relative_to(root).as_posix().encode())
                 digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.artifact_store import ArtifactStore
+from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
@@ -37,7 +37,7 @@ from rbln_backend.worker.adapter_rows import AdapterRows, NoAdapterRows, SlotRow
 from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.grammar_mask import GrammarMask
 from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest
+from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.graph_functions import GraphFunction
 from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.group_inputs import kv_groups
@@ -88,6 +88,15 @@ class GraphObserver(Protocol):
     def wrap(self, step: StepGraph) -> CompiledGraph:
         """The graph to put in place, which returns what the step loop expects."""
         ...
+
+
+class FilledStore(NamedTuple):
+    """What came of filling the store ahead of time."""
+
+    results: Mapping[str, Result]
+    """"compiled" or "loaded" by graph."""
+    missing: Sequence[str]
+    """Graphs that the store did not take."""
 
 
 class EngineBuild:
@@ -145,9 +154,24 @@ class EngineBuild:
             graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
             self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
 
-    def _warm_up_graphs(self, warm_up: WarmUp) -> None:
+    def fill_store(self, progress: ProgressWriter) -> FilledStore:
+        """Compile what the store lacks and run nothing; the weights need have no values."""
+        requests = self._requests()
+        warm_up = WarmUp(progress, self._parts.board)
+        if self._parts.compiler.name == "emulated":
+            warm_up.obtain_all(requests, self._factory)
+        else:
+            # The SDK compiles, into a cache of its own, as it is given the tensors.
+            warm_up.compile_all(requests, self._factory)
+        missing = [r.spec for r in requests if not self._factory.is_stored(r.spec)]
+        return FilledStore(warm_up.results, [str(spec) for spec in missing])
+
+    def _requests(self) -> list[GraphRequest]:
         specs = plan(self._graphs.tables, has_logits=self._generates)
-        graphs = warm_up.compile_all([self._request(spec) for spec in specs], self._factory)
+        return [self._request(spec) for spec in specs]
+
+    def _warm_up_graphs(self, warm_up: WarmUp) -> None:
+        graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
             warm_up.run_all(graphs)
         for graph in graphs:
@@ -213,7 +237,9 @@ class EngineBuild:
         if not writes or not self._generates or not self._parts.place.counts_steps:
             return None
         root = Path(rbln.cache_root) / "rbln" / "usage"
-        return open_recorder(root, config.model_config, self._parts.compiler.fingerprint(), tables)
+        compiler = self._parts.compiler
+        device = {**compiler.fingerprint(), "device": compiler.hardware}
+        return open_recorder(root, config.model_config, device, tables)
 
     def _make_runner(self) -> RblnModelRunner | PoolingRunner:
         config = self._parts.vllm_config
@@ -297,8 +323,9 @@ def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | No
         board.counter("rbln_compile_cache_requests_total", result="bypass").inc()
         return None
     return ArtifactStore(
-        Path(rbln.cache_root) / "rbln" / "graphs",
+        graph_store(Path(rbln.cache_root)),
         max_bytes=rbln.cache_max_bytes,
         read_only=rbln.cache_read_only,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
         on_event=record,
     )

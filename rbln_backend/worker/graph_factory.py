@@ -53,6 +53,18 @@ class Listener(Protocol):
         ...
 
 
+def graph_key(
+    fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
+) -> CacheKey:
+    """The key of a graph; ``fields`` are what all graphs of an engine share."""
+    own: dict[str, Any] = {
+        "device": dict(fingerprint),
+        "phase": spec.phase_name,
+        "bucket": spec.bucket,
+    }
+    return CacheKey({**fields, **own})
+
+
 class GraphFactory:
     """Owns the way from a graph spec to a compiled graph; the store may be None (cache off)."""
 
@@ -77,14 +89,11 @@ class GraphFactory:
         self.capture_workers = capture_workers
 
     def key(self, spec: GraphSpec) -> CacheKey:
-        return CacheKey(
-            {
-                **self._key_fields,
-                "device": dict(self._compiler.fingerprint()),
-                "phase": spec.phase_name,
-                "bucket": spec.bucket,
-            }
-        )
+        return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
+
+    def is_stored(self, spec: GraphSpec) -> bool:
+        """Whether the store has the graph now, whole or not."""
+        return self._store is not None and self._store.has(self.key(spec))
 
     def build(self, request: GraphRequest) -> tuple[CompiledGraph, Result, float]:
         """One graph outside a warm-up, how it was obtained and the seconds it took.
@@ -191,7 +200,7 @@ class GraphFactory:
             self._table.check_names(program.bindings)
         except (CorruptArtifactError, CompileError, KeyError) as error:
             # The files are intact but do not make a program for this model: rebuild them.
-            store.quarantine(key, str(error))
+            store.quarantine(key.digest, str(error))
             return None
         return program
 

@@ -6,18 +6,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-
-import psutil
+from dataclasses import dataclass
 
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
-from rbln_backend.compiler.device import choose_device
-from rbln_backend.compiler.port import Phase
+from rbln_backend.compiler.device import Device, choose_device
+from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.host_memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
-from rbln_backend.model_report import CacheGroup, ModelReport
+from rbln_backend.model_report import CacheGroup
 from rbln_backend.unsupported import EXPERTS_ON_NPU, LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
@@ -34,8 +34,25 @@ from rbln_backend.worker.warmup_plan import plan
 LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
 
 
-def inspect_model(config: VllmConfig) -> ModelReport:
-    """Describe the model in a process that runs no engine: makes vLLM's process groups for it.
+@dataclass(frozen=True)
+class Preflight:
+    """A model as it would run here, known from its layers."""
+
+    config: VllmConfig
+    rbln: RblnConfig
+    device: Device
+    tables: Mapping[Phase, BucketTable]
+    skeleton: Skeleton
+    specs: LayerSpecs
+
+    @property
+    def graphs(self) -> list[GraphSpec]:
+        """Every graph that a start loads or compiles."""
+        return plan(self.tables, has_logits=generates(self.config))
+
+
+def prepare(config: VllmConfig) -> Preflight:
+    """Make the model's layers in a process that runs no engine, with vLLM's process groups.
 
     Raises ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it
     cannot run, and whatever vLLM's layers raise themselves.
@@ -49,28 +66,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     with _process_groups(config):
         skeleton = Skeleton(config)
         specs = check_layers(skeleton, config, rbln)
-    model, scheduled = config.model_config, plan(tables, has_logits=generates(config))
-    caching, reason = _prefix_caching(config, rbln, specs)
-    lora = config.lora_config
-    return ModelReport(
-        architecture=model.architecture,
-        task="generates text" if generates(config) else "pools",
-        device=device,
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        num_parameters=skeleton.num_parameters,
-        weight_bytes=skeleton.weight_bytes,
-        kv_groups=cache_groups(specs),
-        max_model_len=model.max_model_len,
-        block_size=config.cache_config.block_size,
-        prefill_chunks=next(iter(tables.values())).sizes,
-        decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
-        num_graphs=len(scheduled),
-        prefix_caching=caching,
-        prefix_caching_reason=reason,
-        max_loras=lora.max_loras if lora else 0,
-        max_lora_rank=lora.max_lora_rank if lora else 0,
-    )
+    return Preflight(config, rbln, device, tables, skeleton, specs)
 
 
 @contextmanager
@@ -141,7 +137,7 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         chunk_tokens=config.scheduler_config.max_num_batched_tokens,
         block_size=config.cache_config.block_size,
         unit=rbln.sub_block_size,
-        log_bytes=psutil.virtual_memory().total // 8 if reuses else 0,
+        log_bytes=host_memory().total_bytes // 8 if reuses else 0,
         log_tokens=rbln.window_prefix_tokens,
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
     )
@@ -159,7 +155,8 @@ def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
     )
 
 
-def _prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+    """Whether prefixes are shared, and in what units or why not."""
     if not config.cache_config.enable_prefix_caching:
         flag = "--no-enable-prefix-caching"
         if generates(config):

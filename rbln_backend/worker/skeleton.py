@@ -75,6 +75,13 @@ class Skeleton:
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of a number in the model's dtype."""
+        dtype = self._config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype.itemsize
+
+    @property
     def generates(self) -> bool:
         """Whether the model has a language-model head."""
         return hasattr(self.model, "compute_logits")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.compiler.program import Program
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
@@ -24,14 +25,25 @@ class WarmUp:
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> list[CompiledGraph]:
         """Every graph of the plan, in its order; raises ``CompileError``."""
-        self._progress.phase("compile")
-        names = [str(request.spec) for request in requests]
-        self._progress.plan(names, workers=factory.capture_workers)
         with timed_phase(self._board, "compile"):
-            programs = factory.obtain_all(requests, self)
+            programs = self.obtain_all(requests, factory)
             self._progress.phase("compile", "packing weights")
             factory.pack_weights(programs.values())
             return [factory.bind(request, programs[request.spec]) for request in requests]
+
+    def obtain_all(
+        self, requests: Sequence[GraphRequest], factory: GraphFactory
+    ) -> dict[GraphSpec, Program]:
+        """The program of every graph, from the store or captured; raises ``CompileError``."""
+        self._progress.phase("compile")
+        names = [str(request.spec) for request in requests]
+        self._progress.plan(names, workers=factory.capture_workers)
+        return factory.obtain_all(requests, self)
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """How each graph was obtained so far."""
+        return {str(spec): result for spec, result in self._results.items()}
 
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """First run over padding only: pages are touched, threads are started.

@@ -24,6 +24,7 @@ from rbln_backend.compiler.rebel_adapter import find_sdk
 from rbln_backend.description import DescriptionWriter
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
+from rbln_backend.host_memory import host_memory
 from rbln_backend.kv_cache.layout import (
     explicit_budget_bytes,
     kv_budget_bytes,
@@ -36,6 +37,7 @@ from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
+    BaseModelLoader,
     CompilationTimes,
     GrammarOutput,
     KVCacheConfig,
@@ -146,14 +148,16 @@ class RblnWorker(AdapterCalls, WorkerBase):
                 self.load_config.load_format = "dummy"
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
-            loader = get_model_loader(self.load_config)
-            self._model = loader.load_model(
+            self._model = self._loader().load_model(
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
             self._adapters = self._make_adapters(self._model)
         weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
         self._description.has_weights(weight_bytes)
+
+    def _loader(self) -> BaseModelLoader:
+        return get_model_loader(self.load_config)
 
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:
@@ -196,13 +200,13 @@ class RblnWorker(AdapterCalls, WorkerBase):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
-        memory = psutil.virtual_memory()
+        memory = host_memory()
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.
         for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
         return kv_budget_bytes(
-            total_bytes=memory.total,
-            available_bytes=memory.available - for_packing,
+            total_bytes=memory.total_bytes,
+            available_bytes=memory.available_bytes - for_packing,
             utilization=self.cache_config.gpu_memory_utilization,
             used_bytes=psutil.Process(os.getpid()).memory_info().rss + for_packing,
             bytes_per_block=bytes_per_block,

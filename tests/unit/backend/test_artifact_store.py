@@ -163,7 +163,7 @@ def test_a_file_in_place_of_an_entry_is_quarantined(filled: ArtifactStore) -> No
 
 def test_a_caller_can_quarantine_what_makes_no_sense_to_it(filled: ArtifactStore) -> None:
     store, events = open_store(filled.root)
-    store.quarantine(KEY, "unknown operator")
+    store.quarantine(KEY.digest, "unknown operator")
     assert [(event.kind, event.detail) for event in events] == [("corrupt", "unknown operator")]
     assert store.load(KEY) is None
 

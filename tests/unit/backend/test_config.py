@@ -28,6 +28,7 @@ FIELDS = [
     "cache_root",
     "cache_max_bytes",
     "cache_read_only",
+    "cache_bundles",
     "disable_compile_cache",
     "use_vllm_model",
     "sampler",
@@ -131,7 +132,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_an_unknown_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match="'zzz'; known names: allocator, cache_max_bytes"):
+    with pytest.raises(ConfigError, match="'zzz'; known names: allocator, cache_bundles"):
         RblnConfig.from_mapping({"zzz": 1})
 
 

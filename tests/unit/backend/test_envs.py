@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from rbln_backend.config import CHOICES, RblnConfig
+from rbln_backend.config import RblnConfig
+from rbln_backend.config_values import CHOICES
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status, resolve
 from rbln_backend.errors import ConfigError
 
@@ -66,6 +67,7 @@ OURS = [
     "VLLM_RBLN_PREFILL_CHUNK_BUCKETS",
     "VLLM_RBLN_CACHE_MAX_BYTES",
     "VLLM_RBLN_CACHE_READ_ONLY",
+    "VLLM_RBLN_CACHE_BUNDLES",
     "VLLM_RBLN_DECODE_STEPS_PER_CHUNK",
     "VLLM_RBLN_SUB_BLOCK_SIZE",
     "VLLM_RBLN_WINDOW_PREFIX_CACHE",
@@ -178,6 +180,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("XDG_CACHE_HOME", "", "cache_root", RblnConfig().cache_root),
         ("VLLM_RBLN_CACHE_MAX_BYTES", "1000", "cache_max_bytes", 1000),
         ("VLLM_RBLN_CACHE_READ_ONLY", "yes", "cache_read_only", True),
+        ("VLLM_RBLN_CACHE_BUNDLES", "/a:/b:", "cache_bundles", ("/a", "/b")),
         ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
         ("VLLM_RBLN_SAMPLER", "no", "sampler", False),
         ("VLLM_RBLN_FLASH_CAUSAL_ATTN", "off", "flash_causal_attn", False),

@@ -74,7 +74,7 @@ def factory(store: ArtifactStore | None, context: object, workers: int) -> Graph
     table.add_model(model)
     return GraphFactory(
         model=model,
-        compiler=EmulatedCompiler({}, packed=False),
+        compiler=EmulatedCompiler("aten"),
         table=table,
         store=store,
         key_fields={},

@@ -16,6 +16,7 @@ from rbln_backend.emulator import build, targets, variants
 from rbln_backend.emulator.targets import LEVELS
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import CompileError
+from rbln_backend.kernel_files import kernel_store, make_record, publish
 from tests.kernel_cache import SHARED
 
 REPOSITORY = Path(__file__).parents[3]
@@ -145,7 +146,7 @@ def test_a_second_process_loads_at_once_and_shares_the_openmp_runtime(tmp_path: 
 def test_an_unwritable_store_gets_a_private_build(compiler: Path, tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
-    kernels = build._load(blocker / "rbln" / "kernels")
+    kernels = build._load([blocker / "rbln" / "kernels"])
     assert kernels.reason.startswith("built for this process")
     assert kernels.library is not None
     assert not kernels.library.exists()
@@ -156,16 +157,52 @@ def test_a_library_built_ahead_spares_the_build(compiler: Path, tmp_path: Path) 
     built = build_variants(tmp_path, ["portable", levels[0]])
     assert len(built) == 2
     assert compiler.read_text() == "link\nlink\n"
-    store = build.kernel_store(tmp_path)
-    assert build._find_built_ahead(store) == (
+    store = kernel_store(tmp_path)
+    assert build.find_built([store]) == (
         built[0],
         f"built ahead for CPUs with {levels[0]}",
     )
     (built[0] / "librbln_emulator.so").write_bytes(b"damaged")
-    found = build._find_built_ahead(store)
+    found = build.find_built([store])
     assert found == (built[1], "built ahead for CPUs with portable")
     build.find_or_build(store / build.build_key())
-    assert build._find_built_ahead(store) is None
+    assert build.find_built([store]) == (store / build.build_key(), "loaded from the cache")
+
+
+def test_a_damaged_library_for_this_cpu_is_not_replaced_by_one_for_less(
+    compiler: Path, tmp_path: Path
+) -> None:
+    build_variants(tmp_path, ["portable"])
+    store = kernel_store(tmp_path)
+    native, _ = build.find_or_build(store / build.build_key())
+    (native / "librbln_emulator.so").write_bytes(b"damaged")
+    assert build.find_built([store]) is None
+
+
+def test_a_library_that_cannot_be_loaded_is_built_for_the_process(
+    compiler: Path, tmp_path: Path, native_kernels: Path
+) -> None:
+    """As one would be that was linked against a newer C library."""
+    store = kernel_store(tmp_path)
+    store.mkdir(parents=True)
+    strange = b"no ELF file"
+    publish(
+        store / build.build_key(),
+        {"librbln_emulator.so": strange, "library.json": make_record(strange, "native")},
+    )
+    kernels = build._load([store])
+    assert kernels.reason.startswith("built for this process: the library in ")
+
+
+def test_other_users_can_read_what_was_built(compiler: Path, tmp_path: Path) -> None:
+    entry, _ = build.find_or_build(tmp_path / "key")
+    assert entry.stat().st_mode & 0o777 == 0o755
+
+
+def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = build.build_key()
+    monkeypatch.setattr(build, "_TORCH_DIR", Path("/elsewhere/torch"))
+    assert build.build_key() == key
 
 
 def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,67 @@
+"""Locks of the artifact store: advisory, held by open descriptors, gone with their process."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def open_lock(path: Path) -> int | None:
+    """Open a file to lock, made if need be; None where there is no place for it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except PermissionError:
+            # Another user's; reading is enough for a lock.
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        logger.warning("Compiling without a lock: %s", error)
+        return None
+
+
+def acquire(descriptor: int, digest: str) -> float:
+    """Wait for the lock; returns the seconds waited."""
+    started = time.monotonic()
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("Waiting for another process that compiles %s", digest)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        logger.warning("Compiling without a lock: %s", error)
+    return time.monotonic() - started
+
+
+def lock_in_place(path: Path, descriptor: int) -> bool:
+    """Lock a new directory; False if a cleaner had the lock, and the directory, before us."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def remove_if_unlocked(path: Path) -> None:
+    """Remove a directory whose writer is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        # Its writer lives.
+        return
+    finally:
+        os.close(descriptor)
