@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
+from rbln_backend.child_process import report
 from rbln_backend.parity.job import Job
-
-PROGRESS = "@parity "
-
-
-def _report(what: str, done: int, total: int) -> None:
-    print(PROGRESS + json.dumps([what, done, total]), flush=True)  # noqa: T201
 
 
 def main() -> int:
@@ -22,7 +16,7 @@ def main() -> int:
         from rbln_backend.parity import transformers_side as side
     else:
         from rbln_backend.parity import vllm_side as side  # type: ignore[no-redef]
-    side.run(job, _report).write(Path(sys.argv[2]))
+    side.run(job, report).write(Path(sys.argv[2]))
     return 0
 
 

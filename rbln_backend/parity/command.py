@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rbln_backend.child_process import ChildError
 from rbln_backend.errors import ConfigError
 from rbln_backend.parity.options import Options, parse
-from rbln_backend.parity.process import SideError
 from rbln_backend.parity.report.html import html_report
 from rbln_backend.parity.report.json_report import json_report
 from rbln_backend.parity.report.junit import junit_report
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return WRONG_ARGUMENTS
-    except SideError as error:
+    except ChildError as error:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return SIDE_FAILED
     sys.stdout.write(text_report(outcome))

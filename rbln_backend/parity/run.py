@@ -58,7 +58,7 @@ class Outcome:
 
 
 def run_parity(options: Options) -> Outcome:
-    """Run the sides and compare them. Raises ``ConfigError`` and ``SideError``."""
+    """Run the sides and compare them. Raises ``ConfigError`` and ``ChildError``."""
     jobs = Jobs(options)
     reference = options.reference
     results: dict[Side, SideResult] = {reference: _reference(jobs.generate(reference), options)}

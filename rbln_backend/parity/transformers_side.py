@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
 
+from rbln_backend.child_process import Report
 from rbln_backend.parity.job import Answer, Job, Layers, SideResult
 from rbln_backend.parity.layers import tapped
 from rbln_backend.parity.profile import profiled
-
-Report = Callable[[str, int, int], None]
 
 
 def run(job: Job, report: Report) -> SideResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -13,12 +13,12 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from rbln_backend.child_process import Report
 from rbln_backend.parity.forced_tokens import FORCED_TOKENS, ForcedTokens
 from rbln_backend.parity.job import Answer, FloatArray, IntArray, Job, Layers, SideResult
 from rbln_backend.parity.layers import tapped
 from rbln_backend.parity.profile import profiled
 
-Report = Callable[[str, int, int], None]
 """What is done, steps done, steps in all."""
 
 
