@@ -135,12 +135,15 @@ class _Simulation:
         )
         if blocked is None:
             request = prefilling[0] if prefilling else self._admit()
+            self._decodes_owed = self._shapes.decode_steps_per_chunk
             if _needs_chunk(request):
-                self._decodes_owed = self._shapes.decode_steps_per_chunk
                 self._prefill(request)
-                return
+            else:
+                # A prompt of one token is a row, and the others do not see the step that admits it.
+                self._decode([request])
+            return
         self._decodes_owed = max(0, self._decodes_owed - 1)
-        self._decode()
+        self._decode([request for request in self._running if not _needs_chunk(request)])
 
     def _admit(self) -> _Request:
         request = self._waiting.popleft()
@@ -154,8 +157,7 @@ class _Simulation:
         if request.prompt_left == 0:
             self._answer(request)
 
-    def _decode(self) -> None:
-        ready = [request for request in self._running if not _needs_chunk(request)]
+    def _decode(self, ready: Sequence[_Request]) -> None:
         self._spend("decode", len(ready), self._shapes.decode)
         for request in ready:
             request.prompt_left = 0
