@@ -289,6 +289,21 @@ def _read_environment(
             sources[var.field] = f"environment {var.name}"
 
 
+def child_environ(*, settings: bool, **more: str) -> dict[str, str]:
+    """Return an environment for a process that shall not see vLLM's settings of this one.
+
+    ``settings`` keeps those of the RBLN backend; the cache root always stays.
+    """
+    kept = ("VLLM_CACHE_ROOT", *((_PREFIX, "RBLN_") if settings else ()))
+    foreign = ("VLLM_", "RBLN_")
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(kept) or not name.startswith(foreign)
+    }
+    return environ | more
+
+
 def _parse(var: EnvVar, raw: str) -> object:
     try:
         value = var.parser.parse(raw)

@@ -10,6 +10,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.config import RblnConfig
 from rbln_backend.cores import LOCAL_ENGINES
 from rbln_backend.envs import resolve
@@ -44,10 +45,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Defaults of the command line: a chunk that keeps the time between tokens short, and a batch
-# whose buckets compile in seconds. Measured on 2 cores; every flag overrides its default.
-DEFAULT_CHUNK_TOKENS = 256
-DEFAULT_MAX_NUM_SEQS = 32
 DEFAULT_BLOCK_SIZE = 128
 # Fine enough that a shared prompt costs at most a handful of tokens again, coarse enough that
 # hashing and logging them does not show.

@@ -199,34 +199,9 @@ def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
 
 
 def _tune(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"{_PROG} tune",
-        description="Suggest buckets for what servers of this cache root have run.",
-    )
-    parser.add_argument("--cache-root", type=Path, help="the servers' [VLLM_CACHE_ROOT]")
-    parser.add_argument("--model", metavar="TEXT", help="only models whose name contains TEXT")
-    for phase in ("decode", "prefill"):
-        about = f"most graphs for {phase} steps"
-        parser.add_argument(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
-    parser.add_argument("--json", action="store_true", help="print one JSON array")
-    args = parser.parse_args(argv)
-    from rbln_backend.envs import resolve
-    from server.tune import tune
+    from server.tuning.command import tune
 
-    limits = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
-    return tune(
-        args.cache_root or Path(resolve(None).config.cache_root),
-        args.model,
-        {phase: limit for phase, limit in limits.items() if limit is not None},
-        as_json=args.json,
-    )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
-    return number
+    return tune(argv)
 
 
 def _split(

@@ -10,7 +10,6 @@ from rbln_backend.bucketing.usage import PHASES, Usage
 
 LIMITS = {"prefill": 6, "decode": 32}
 """Most graphs of a phase that are suggested unless asked otherwise: as many as by default."""
-_MOST_SIZES = 64
 
 
 def advise(usage: Usage, limits: dict[str, int] | None = None) -> dict[str, Any]:
@@ -35,8 +34,7 @@ def _phase(usage: Usage, phase: str, limit: int) -> dict[str, Any] | None:
     counts = {n: steps for n, steps in recorded.steps_by_size.items() if n <= table.largest}
     if not counts:
         return None
-    coarse = _coarse(counts, table.largest)
-    found = suggest_buckets(coarse, StepTimes(recorded.mean_seconds()), table, limit)
+    found = suggest_buckets(counts, StepTimes(recorded.mean_seconds()), table, limit)
     return {
         "steps": found.steps,
         "current": list(table.sizes),
@@ -53,16 +51,6 @@ _SETTINGS = {
     "decode": '--additional-config \'{{"rbln": {{"decode_batch_bucket_strategy": "manual", '
     '"decode_batch_bucket_manual_buckets": {sizes}}}}}\'',
 }
-
-
-def _coarse(counts: dict[int, int], largest: int) -> dict[int, int]:
-    """Round sizes up so that few are left: the work grows with the square of their number."""
-    grain = -(-largest // _MOST_SIZES)
-    rounded: dict[int, int] = {}
-    for size, steps in counts.items():
-        up = min(-(-size // grain) * grain, largest)
-        rounded[up] = rounded.get(up, 0) + steps
-    return rounded
 
 
 def _padding(counts: dict[int, int], table: BucketTable) -> float:

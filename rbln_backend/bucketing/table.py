@@ -14,6 +14,12 @@ from rbln_backend.bucketing.strategies import decode_batch_buckets
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import BucketError
 
+DEFAULT_CHUNK_TOKENS = 256
+"""Tokens of the largest chunk unless told otherwise: it keeps the time between tokens short."""
+
+DEFAULT_MAX_NUM_SEQS = 32
+"""Requests that run at once unless told otherwise: their buckets compile in seconds."""
+
 MIN_DERIVED_CHUNK = 16
 """Smallest chunk in tokens worth its own graph when the chunks are derived."""
 

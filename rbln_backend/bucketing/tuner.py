@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
@@ -100,32 +101,68 @@ def _best_set(
     sizes: Sequence[int], counts: Sequence[int], times: StepTimes, limit: int
 ) -> tuple[int, ...]:
     """`sizes` ascending, the last one is always taken."""
-    up_to = [0]
-    for count in counts:
-        up_to.append(up_to[-1] + count)
-    seconds = [times.of(size) for size in sizes]
-    # cost[i]: of all steps up to sizes[i], in sets of at most n buckets that end at sizes[i].
-    cost = [up_to[i + 1] * seconds[i] for i in range(len(sizes))]
-    paths: list[tuple[int, ...]] = [(i,) for i in range(len(sizes))]
+    search = _Search(counts, [times.of(size) for size in sizes])
     for _ in range(1, min(limit, len(sizes))):
-        cost, paths = _one_more(cost, paths, up_to, seconds)
-    return tuple(sizes[i] for i in paths[-1])
+        search.one_more_bucket()
+    return tuple(sizes[index] for index in search.best_path())
 
 
-def _one_more(
-    cost: Sequence[float],
-    paths: Sequence[tuple[int, ...]],
-    up_to: Sequence[int],
-    seconds: Sequence[float],
-) -> tuple[list[float], list[tuple[int, ...]]]:
-    new_cost, new_paths = list(cost), list(paths)
-    for end in range(len(cost)):
-        for before in range(end):
-            total = cost[before] + (up_to[end + 1] - up_to[before + 1]) * seconds[end]
-            # Fewer buckets win a tie: each is a graph to compile and to keep.
-            if total < new_cost[end] and not math.isclose(total, new_cost[end], rel_tol=1e-12):
-                new_cost[end], new_paths[end] = total, (*paths[before], end)
-    return new_cost, new_paths
+class _Search:
+    """The cheapest sets of at most n buckets that end at each size, for n = 1, 2, ...
+
+    Work is sizes times their logarithm for each n. A larger last bucket never wants a smaller one
+    before it: seconds do not fall with the size, so that the cost fulfils the quadrangle
+    inequality, and the best bucket before the middle size bounds those of either half.
+    """
+
+    def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
+        self._steps_up_to = [0, *accumulate(counts)]
+        self._seconds = seconds
+        # All steps up to sizes[end], with buckets of which the last is sizes[end].
+        self._cost = [self._between(-1, end) for end in range(len(counts))]
+        self._before: list[list[int | None]] = []
+
+    def one_more_bucket(self) -> None:
+        """Allow one bucket more."""
+        cost = list(self._cost)
+        before: list[int | None] = [None] * len(cost)
+        self._improve(cost, before, (1, len(cost) - 1), (0, len(cost) - 2))
+        self._cost = cost
+        self._before.append(before)
+
+    def best_path(self) -> list[int]:
+        """Return the indices of the cheapest set that ends at the last size, ascending."""
+        path = [len(self._cost) - 1]
+        for before in reversed(self._before):
+            found = before[path[-1]]
+            if found is not None:
+                path.append(found)
+        return path[::-1]
+
+    def _between(self, before: int, end: int) -> float:
+        """Seconds of the steps larger than sizes[before] in the bucket sizes[end]."""
+        steps = self._steps_up_to
+        return (steps[end + 1] - steps[before + 1]) * self._seconds[end]
+
+    def _improve(
+        self,
+        cost: list[float],
+        before: list[int | None],
+        ends: tuple[int, int],
+        choices: tuple[int, int],
+    ) -> None:
+        """Fill in the sizes of `ends`, whose best buckets before lie among `choices`."""
+        if ends[0] > ends[1]:
+            return
+        end = (ends[0] + ends[1]) // 2
+        last = min(end - 1, choices[1])
+        totals = ((self._cost[b] + self._between(b, end), b) for b in range(choices[0], last + 1))
+        total, best = min(totals)
+        # Fewer buckets win a tie: each is a graph to compile and to keep.
+        if total < cost[end] and not math.isclose(total, cost[end], rel_tol=1e-12):
+            cost[end], before[end] = total, best
+        self._improve(cost, before, (ends[0], end - 1), (choices[0], best))
+        self._improve(cost, before, (end + 1, ends[1]), (best, choices[1]))
 
 
 def _cost(counts: Mapping[int, int], times: StepTimes, table: BucketTable) -> tuple[float, int]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -43,7 +43,8 @@ from rbln_backend.worker.cache_fields import cache_fields
 from rbln_backend.worker.grammar_mask import GrammarMask
 from rbln_backend.worker.graph_dispatch import GraphDispatch
 from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
-from rbln_backend.worker.graph_set import GraphSet
+from rbln_backend.worker.graph_functions import GraphFunction
+from rbln_backend.worker.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.group_inputs import kv_groups
 from rbln_backend.worker.host_pooler import HostPooler
 from rbln_backend.worker.lm_head import LmHead
@@ -84,6 +85,18 @@ class EngineParts:
     board: MetricsBoard
     place: RankPlace
     adapters: Adapters | None = None
+
+
+class GraphObserver(Protocol):
+    """Sees more of the graphs than the step loop does."""
+
+    def function(self, phase: Phase) -> tuple[GraphFunction, tuple[str, ...]]:
+        """What to capture for ``phase``, and the names of its inputs."""
+        ...
+
+    def wrap(self, step: StepGraph) -> CompiledGraph:
+        """The graph to put in place, which returns what the step loop expects."""
+        ...
 
 
 class FilledStore(NamedTuple):
@@ -147,6 +160,15 @@ class EngineBuild:
                 "request that needs it"
             )
         return self._make_runner()
+
+    def observe(self, observer: GraphObserver) -> None:
+        """Exchange every graph for one of an observer's function; none of them is stored.
+
+        For tools that look inside a model. Raises ``CompileError``.
+        """
+        for spec, inputs in self._graphs.inputs.items():
+            graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
+            self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
 
     def fill_store(self, progress: ProgressWriter) -> FilledStore:
         """Compile what the store lacks and run nothing; the weights need have no values."""

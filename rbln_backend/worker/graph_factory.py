@@ -20,7 +20,7 @@ from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.vllm_compat.surface import init_logger
 from rbln_backend.worker.capture_pool import capture_in_children
-from rbln_backend.worker.graph_functions import WHOLE, ModelPart, graph_function
+from rbln_backend.worker.graph_functions import WHOLE, GraphFunction, ModelPart, graph_function
 
 logger = init_logger(__name__)
 
@@ -149,6 +149,15 @@ class GraphFactory:
         tensors = self._table.resolve_all(program.bindings, request.inputs)
         return self._compiler.load(program, request.spec, tensors)
 
+    def build_other(
+        self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
+    ) -> CompiledGraph:
+        """A graph of another function over the model's tensors, which is never stored.
+
+        ``names`` are the inputs that it takes. Raises ``CompileError``.
+        """
+        return self.bind(request, self._capture_function(request, function, names))
+
     def _capture_all(
         self, missing: Mapping[GraphSpec, GraphRequest], listener: Listener
     ) -> Iterator[tuple[GraphSpec, Program, float]]:
@@ -198,7 +207,12 @@ class GraphFactory:
         return program
 
     def _capture(self, request: GraphRequest) -> Program:
-        function, names = graph_function(request.spec.phase, self._model, self._part)
+        wanted = graph_function(request.spec.phase, self._model, self._part)
+        return self._capture_function(request, *wanted)
+
+    def _capture_function(
+        self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
+    ) -> Program:
         args = tuple(request.inputs[name] for name in names)
         with self._forward_context(request):
             return self._compiler.lower(capture(function, args, self._table, request.inputs))

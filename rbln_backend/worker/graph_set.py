@@ -65,3 +65,8 @@ class GraphSet:
             selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
             self._selected[(phase, size)] = selected
         return selected
+
+    def exchange(self, graph: CompiledGraph) -> None:
+        """Put ``graph`` in the place of the one of its spec."""
+        self.dispatch.add(graph)
+        self._selected.clear()

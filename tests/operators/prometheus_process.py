@@ -52,7 +52,8 @@ class Prometheus:
         self._log = folder / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        self._client = httpx.Client(base_url=f"http://{address}", timeout=30)
+        self.url = f"http://{address}"
+        self._client = httpx.Client(base_url=self.url, timeout=30)
 
     def __enter__(self) -> Prometheus:
         end = time.monotonic() + _START_S

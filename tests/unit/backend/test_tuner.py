@@ -39,6 +39,13 @@ def test_no_other_set_is_cheaper(
     assert found.seconds_then == pytest.approx(cost(counts, step_times, found.buckets))
 
 
+def test_thousands_of_sizes_are_searched_exactly() -> None:
+    # All sizes alike and a step that costs its tokens: equal distances are the best.
+    counts = dict.fromkeys(range(1, 4097), 3)
+    found = suggest_buckets(counts, ROWS, BucketTable((4096,)), 8)
+    assert found.buckets == tuple(range(512, 4097, 512))
+
+
 def test_a_worked_example() -> None:
     counts = {1: 700, 6: 250, 32: 50}
     found = suggest_buckets(counts, ROWS, BucketTable((8, 32)), 3)

@@ -1,0 +1,131 @@
+"""What a side is asked to do and what it answers; both travel as files between processes."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Side = Literal["cpu", "rbln", "transformers"]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One side's work: generate freely, then follow ``forced`` tokens where it went another way."""
+
+    side: Side
+    model: str
+    engine_args: dict[str, Any]
+    prompts: tuple[str, ...]
+    max_tokens: int
+    num_logprobs: int
+    """Of each position; -1 for the whole vocabulary, 0 for none."""
+    lora: str | None = None
+    forced: tuple[tuple[int, ...], ...] | None = None
+    """The reference's tokens by prompt; None lets the side go its own way alone."""
+    probe: tuple[tuple[int, ...], int] | None = None
+    """Token ids whose hidden states are wanted after every layer, and how many of them, the last
+    ones, go through the decode graph one by one."""
+    profile_dir: str | None = None
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields["prompts"] = tuple(fields["prompts"])
+        if fields["forced"] is not None:
+            fields["forced"] = tuple(tuple(tokens) for tokens in fields["forced"])
+        if fields["probe"] is not None:
+            tokens, num_decoded = fields["probe"]
+            fields["probe"] = (tuple(tokens), num_decoded)
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a side made of one prompt. T = generated tokens, N = tokens with a log-probability."""
+
+    prompt_ids: IntArray
+    """[tokens of the prompt]."""
+    token_ids: IntArray
+    """[T], the side's own greedy choice."""
+    text: str
+    top_ids: IntArray
+    """[T, N]: the likeliest tokens after the reference's tokens, likeliest first."""
+    logprobs: FloatArray
+    """[T, N]: their log-probabilities, natural logarithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Hidden states after every decoder layer, the residual included."""
+
+    names: tuple[str, ...]
+    states: FloatArray
+    """[layers, rows, hidden size]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideResult:
+    """All answers of a side, in the order of the prompts."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+    """Of generating, without loading or compiling."""
+    layers: Layers | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    """Versions, device, dtype: for the report."""
+
+    def write(self, path: Path) -> None:
+        """Write one file; the rename at the end keeps readers from seeing half of it."""
+        arrays: dict[str, Any] = {}
+        for index, answer in enumerate(self.answers):
+            for name in ("prompt_ids", "token_ids", "top_ids", "logprobs"):
+                arrays[f"{name}.{index}"] = getattr(answer, name)
+        if self.layers is not None:
+            arrays["layers"] = self.layers.states
+        words = {
+            "texts": [answer.text for answer in self.answers],
+            "seconds": self.seconds,
+            "about": self.about,
+            "layer_names": None if self.layers is None else self.layers.names,
+        }
+        arrays["words"] = np.frombuffer(json.dumps(words).encode(), dtype=np.uint8)
+        temporary = path.with_suffix(".writing.npz")
+        np.savez_compressed(temporary, **arrays)
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> SideResult:
+        """Read what ``write`` wrote; raises ``ValueError`` or ``OSError`` if it is damaged."""
+        try:
+            return cls._read(path)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def _read(cls, path: Path) -> SideResult:
+        with np.load(path, allow_pickle=False) as file:
+            words = json.loads(bytes(file["words"]))
+            answers = tuple(
+                Answer(
+                    text=text,
+                    prompt_ids=file[f"prompt_ids.{index}"],
+                    token_ids=file[f"token_ids.{index}"],
+                    top_ids=file[f"top_ids.{index}"],
+                    logprobs=file[f"logprobs.{index}"],
+                )
+                for index, text in enumerate(words["texts"])
+            )
+            names = words["layer_names"]
+            layers = None if names is None else Layers(names=tuple(names), states=file["layers"])
+        return cls(answers=answers, seconds=words["seconds"], layers=layers, about=words["about"])

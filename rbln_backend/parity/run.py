@@ -1,0 +1,134 @@
+"""One parity run: the reference first, then the RBLN path along its tokens, then the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
+from rbln_backend.parity.job import Answer, Job, Side, SideResult
+from rbln_backend.parity.jobs import Jobs, environ_of
+from rbln_backend.parity.options import Options
+from rbln_backend.parity.positions import PromptDelta, compare
+from rbln_backend.parity.process import run_side
+from rbln_backend.parity.result_cache import ResultCache, result_key
+from rbln_backend.parity.verdict import Failure, judge
+
+# Tokens that a probe decodes one by one: at least two, so that a step reads what a step wrote.
+_MIN_DECODED = 2
+_MAX_DECODED = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two sides compared; ``deltas`` by prompt."""
+
+    base: Side
+    other: Side
+    deltas: tuple[PromptDelta, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """What a look into the layers found."""
+
+    reference: Side
+    prompt: int
+    num_tokens: int
+    num_decoded: int
+    layers: tuple[LayerDelta, ...]
+    departure: Departure | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Everything that a report tells."""
+
+    options: Options
+    results: dict[Side, SideResult]
+    pairs: tuple[Pair, ...]
+    """The judged pair, reference and RBLN path, comes first."""
+    failures: tuple[Failure, ...]
+    bisection: Bisection | None = None
+
+    @property
+    def passed(self) -> bool:
+        departed = self.bisection is not None and self.bisection.departure is not None
+        return not self.failures and not departed
+
+
+def run_parity(options: Options) -> Outcome:
+    """Run the sides and compare them. Raises ``ConfigError`` and ``ChildError``."""
+    jobs = Jobs(options)
+    reference = options.reference
+    results: dict[Side, SideResult] = {reference: _reference(jobs.generate(reference), options)}
+    forced = [answer.token_ids.tolist() for answer in results[reference].answers]
+    results["rbln"] = _run(jobs.generate("rbln", forced), options)
+    pairs = [_pair(results, reference, "rbln", options)]
+    if options.transformers and reference != "transformers":
+        third = jobs.generate("transformers", forced)
+        results["transformers"] = _reference(third, options)
+        pairs += [_pair(results, "transformers", side, options) for side in (reference, "rbln")]
+    failures = tuple(judge(pairs[0].deltas, options.limits))
+    bisection = _bisect(jobs, options, results, failures) if options.bisect else None
+    return Outcome(
+        options=options,
+        results=results,
+        pairs=tuple(pairs),
+        failures=failures,
+        bisection=bisection,
+    )
+
+
+def _run(job: Job, options: Options) -> SideResult:
+    return run_side(job, environ_of(job.side), options.timeout)
+
+
+def _reference(job: Job, options: Options) -> SideResult:
+    """A reference's result; the cache is written always and read when that was asked for."""
+    cache, key = ResultCache(options.cache_dir), result_key(job, environ_of(job.side))
+    found = cache.load(key) if options.use_cache else None
+    if found is not None:
+        return found
+    result = _run(job, options)
+    if options.use_cache:
+        cache.store(key, result)
+    return result
+
+
+def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Options) -> Pair:
+    both: Sequence[tuple[Answer, Answer]] = list(
+        zip(results[base].answers, results[other].answers, strict=True)
+    )
+    return Pair(
+        base=base,
+        other=other,
+        deltas=tuple(compare(a, b, options.limits.eps) for a, b in both),
+    )
+
+
+def _bisect(
+    jobs: Jobs, options: Options, results: dict[Side, SideResult], failures: Sequence[Failure]
+) -> Bisection:
+    """Look at the first prompt and position that fail, else at the first prompt."""
+    worst = failures[0] if failures else None
+    prompt = worst.prompt if worst else 0
+    reference: Side = "transformers" if options.transformers else options.reference
+    answer = results[options.reference].answers[prompt]
+    wanted = max(_MIN_DECODED, min(_MAX_DECODED, worst.position if worst else 0))
+    count = min(wanted, len(answer.token_ids))
+    token_ids = [*answer.prompt_ids.tolist(), *answer.token_ids[:count].tolist()]
+    sides: tuple[Side, Side] = (reference, "rbln")
+    text = options.prompts[prompt]
+    layers = [_run(jobs.probe(side, text, token_ids, count), options).layers for side in sides]
+    assert layers[0] is not None and layers[1] is not None
+    deltas = layer_deltas(layers[0], layers[1], count)
+    dtype = str(results["rbln"].about["dtype"])
+    return Bisection(
+        reference=reference,
+        prompt=prompt,
+        num_tokens=len(token_ids),
+        num_decoded=count,
+        layers=tuple(deltas),
+        departure=first_departure(deltas, dtype),
+    )

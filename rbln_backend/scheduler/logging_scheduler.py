@@ -1,0 +1,31 @@
+"""The scheduler of replays: it also tells what each step was."""
+
+from __future__ import annotations
+
+from rbln_backend.scheduler.scheduler import RblnScheduler
+from rbln_backend.vllm_compat.surface import SchedulerOutput
+
+
+class LoggingScheduler(RblnScheduler):
+    """As ``RblnScheduler``, and ``take_step`` tells the phase and the size of the latest step."""
+
+    _step: tuple[str, int] | None = None
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        prefilling = {request.request_id for request in self._prefilling()}
+        known = {request.request_id for request in self.running}
+        output = super().schedule(throttle_prefills)
+        tokens = output.num_scheduled_tokens
+        if tokens:
+            # A request that is new in this step, too, has a chunk if it has more than one token.
+            is_chunk = bool(prefilling & tokens.keys()) or any(
+                count > 1 for name, count in tokens.items() if name not in known
+            )
+            size = output.total_num_scheduled_tokens if is_chunk else len(tokens)
+            self._step = ("prefill" if is_chunk else "decode", size)
+        return output
+
+    def take_step(self) -> tuple[str, int] | None:
+        """Phase and size of the step since the last call: tokens of a chunk or rows of a batch."""
+        step, self._step = self._step, None
+        return step

@@ -1,0 +1,178 @@
+"""The command line of `rbln-serve tune`.
+
+Exit codes: 0 done, 1 nothing to tune for or an engine failed, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rbln_backend.bucketing.advice import LIMITS
+from rbln_backend.errors import RblnError
+from server.tuning.measure import Replayer
+from server.tuning.output import FORMATS
+from server.tuning.plot import to_svg
+from server.tuning.prometheus_range import Range
+from server.tuning.sources import Sizes, from_log, from_prometheus, from_records, from_trace
+from server.tuning.study import Study, Work, study
+
+_PROG = "rbln-serve tune"
+_ABOUT = """\
+Find the buckets that would have run fastest what was served: by the records that servers leave in
+the cache root, by what Prometheus scraped of them, by vLLM's log of batch sizes, or by a trace.
+
+With MODEL and the flags of `serve` step times are measured on an engine of its own, and the saving
+is measured as well, with the present buckets and with the new ones in turn.
+"""
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def tune(argv: Sequence[str]) -> int:
+    """Run the command and return the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.measure is None:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        works = _works(args)
+        replayer = None
+        if args.measure is not None:
+            replayer = Replayer((args.measure, *rest), args.timeout)
+            works = [_one(works)]
+    except (OSError, ValueError, RblnError) as error:
+        parser.error(str(error))
+    if not works:
+        which = "" if args.model is None else f" of a model like {args.model!r}"
+        sys.stderr.write(f"{_PROG}: nothing is recorded{which}\n")
+        return 1
+    try:
+        studies = [study(work, _limits(args, work), replayer) for work in works]
+    except RblnError as error:
+        sys.stderr.write(f"{_PROG}: error: {error}\n")
+        return 1
+    _write(args, studies)
+    return 0
+
+
+def _write(args: argparse.Namespace, studies: Sequence[Study]) -> None:
+    sys.stdout.write(FORMATS[args.format](studies))
+    if args.plot is not None:
+        args.plot.write_text(to_svg(studies), encoding="utf-8")
+
+
+def _works(args: argparse.Namespace) -> list[Work]:
+    sizes = Sizes(
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        decode=args.decode_buckets,
+        prefill=args.prefill_buckets,
+    )
+    if args.trace is not None:
+        return [from_trace(args.trace, sizes)]
+    if args.batchsize_log is not None:
+        return [from_log(args.batchsize_log, sizes)]
+    if args.prometheus is not None:
+        end = args.until or time.time()
+        start = end - args.since
+        return [from_prometheus(Range(args.prometheus, start, end, args.resolution, args.selector))]
+    return from_records(args.cache_root, args.model)
+
+
+def _one(works: Sequence[Work]) -> Work:
+    if len(works) != 1:
+        names = ", ".join(work.name for work in works) or "none"
+        raise ValueError(f"measuring takes one record, there are {names}; name it by --model")
+    return works[0]
+
+
+def _limits(args: argparse.Namespace, work: Work) -> dict[str, int]:
+    """As many graphs as asked for, else as now, or as by default if that is more."""
+    asked = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
+    return {phase: asked[phase] or max(len(work.tables[phase]), LIMITS[phase]) for phase in asked}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        usage=f"{_PROG} [options] [--measure MODEL [options of serve]]",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _source_flags(parser)
+    _size_flags(parser)
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
+    group.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)"
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--format", choices=sorted(FORMATS), default="text")
+    group.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
+    return parser
+
+
+def _source_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what was served (default: the records of the cache root)")
+    group.add_argument("--cache-root", type=Path, metavar="DIR", help="[VLLM_CACHE_ROOT]")
+    group.add_argument("--model", metavar="TEXT", help="only models whose name contains TEXT")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines or CSV of requests")
+    source.add_argument(
+        "--batchsize-log", type=Path, metavar="FILE", help="log with VLLM_LOG_BATCHSIZE_INTERVAL"
+    )
+    source.add_argument("--prometheus", metavar="URL", help="a Prometheus that scrapes the servers")
+    group.add_argument(
+        "--since", type=_duration, default=86400.0, metavar="24h", help="how far back (24h)"
+    )
+    group.add_argument("--until", type=_moment, metavar="TIME", help="ISO 8601 (now)")
+    group.add_argument(
+        "--resolution", type=_duration, default=15.0, metavar="15s", help="between samples (15s)"
+    )
+    group.add_argument("--selector", default="", metavar="LABELS", help="""such as 'job="x"'""")
+
+
+def _size_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("buckets")
+    for phase in ("decode", "prefill"):
+        about = f"most graphs for {phase} steps (as many as now, {LIMITS[phase]} at least)"
+        group.add_argument(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
+    present = "of a log or trace, the present ones (the default ones)"
+    for phase in ("decode", "prefill"):
+        group.add_argument(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=present)
+    group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of a log or trace")
+    group.add_argument(
+        "--max-num-batched-tokens", type=_positive, metavar="N", help="of a log or trace"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _duration(text: str) -> float:
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be a duration such as 15s, 30m or 24h, got {text}")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def _moment(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

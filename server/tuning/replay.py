@@ -1,0 +1,131 @@
+"""The process of a replay: an engine without HTTP that runs requests of given lengths in rounds.
+
+`python -m server.tuning.replay JOB RESULT`; progress on standard output, the log on standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rbln_backend.child_process import report
+from server.engine_config import engine_config
+from server.settings import ServerSettings
+from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+_SCHEDULER = "rbln_backend.scheduler.logging_scheduler.LoggingScheduler"
+# Prompts of no meaning, none of which begins as another one does.
+_STRIDE, _FIRST_TOKEN = 7919, 3
+
+
+def main() -> int:
+    """Run the job that the command line names."""
+    job = ReplayJob.read(Path(sys.argv[1]))
+    report("engine", 0, 1)
+    player = _Player(_config(job.argv))
+    report("engine", 1, 1)
+    rounds = []
+    for number, requests in enumerate(job.rounds):
+        rounds.append(tuple(player.play(requests)))
+        report("rounds", number + 1, len(job.rounds))
+    result = ReplayResult(rounds=tuple(rounds), about=player.about())
+    player.shutdown()
+    result.write(Path(sys.argv[2]))
+    return 0
+
+
+def _config(argv: tuple[str, ...]) -> VllmConfig:
+    settings = ServerSettings()
+    from server.vllm_flags import parse_arguments
+
+    _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
+    if config.parallel_config.data_parallel_size > 1:
+        raise ValueError("one engine is measured: leave --data-parallel-size out")
+    # A hit would leave out steps that the trace has.
+    config.cache_config.enable_prefix_caching = False
+    config.scheduler_config.async_scheduling = False
+    config.scheduler_config.scheduler_cls = _SCHEDULER
+    return config
+
+
+class _Player:
+    """An engine, stepped by hand."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        self._config = config
+        self._core: EngineCore = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._vocab_size = config.model_config.get_vocab_size()
+        self._added = 0
+
+    def play(self, requests: tuple[Request, ...]) -> list[Step]:
+        """Run one round to its end."""
+        scheduler: Any = self._core.scheduler
+        coming = deque(sorted(requests, key=lambda request: request.step))
+        steps: list[Step] = []
+        while coming or scheduler.has_requests():
+            if coming and not scheduler.has_requests():
+                self._add(coming.popleft())
+            while coming and coming[0].step <= len(steps):
+                self._add(coming.popleft())
+            began = time.perf_counter()
+            self._core.step()
+            seconds = time.perf_counter() - began
+            if (taken := scheduler.take_step()) is not None:
+                steps.append(Step(taken[0], taken[1], seconds))
+        return steps
+
+    def about(self) -> dict[str, Any]:
+        """What a schedule depends on besides the buckets."""
+        # As the platform has settled them.
+        additional: Any = self._config.additional_config
+        rbln = additional["rbln"]
+        return {
+            "model": self._config.model_config.model,
+            "max_num_seqs": self._config.scheduler_config.max_num_seqs,
+            "max_model_len": self._config.model_config.max_model_len,
+            "decode_steps_per_chunk": rbln["decode_steps_per_chunk"],
+            "prefill_step_tokens": rbln["prefill_step_tokens"],
+        }
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._core.shutdown()
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        self._added += 1
+        span = self._vocab_size - _FIRST_TOKEN
+        start = self._added * _STRIDE
+        tokens = [
+            (start + place * 7) % span + _FIRST_TOKEN for place in range(request.prompt_tokens)
+        ]
+        engine_request = EngineCoreRequest(
+            request_id=f"replay-{self._added}",
+            prompt_token_ids=tokens,
+            mm_features=None,
+            sampling_params=SamplingParams(
+                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
+            ),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(*self._core.preprocess_add_request(engine_request))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The study of one record or trace: present and better buckets, what they save, and what was seen.
+
+A record knows sizes and no requests: its saving is that of its own steps. A trace is scheduled anew
+for every set of buckets, because other chunks make other steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.tuner import StepTimes, suggest_buckets
+from rbln_backend.bucketing.usage import PHASES, Usage
+from rbln_backend.simulator import Arrival, Schedule, Shapes, simulate
+from server.tuning.measure import (
+    Replayer,
+    Tables,
+    measure_sizes,
+    measure_times,
+    measure_trace,
+)
+from server.tuning.replay_job import Request
+
+Counts = Mapping[str, Mapping[int, int]]
+_REPEATS = 3
+_GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is to be run fast: a record's steps, or a trace of requests."""
+
+    name: str
+    tables: Tables
+    """The present buckets by phase."""
+    usage: Usage
+    arrivals: Sequence[Arrival] = ()
+    left_out: int = 0
+    """Requests of the trace that the engine would refuse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Seconds of all steps as they were measured with the present and with the new buckets."""
+
+    now_s: Sequence[float]
+    then_s: Sequence[float]
+
+    @property
+    def saving(self) -> float:
+        """The share of time that was saved: of the medians."""
+        return 1.0 - statistics.median(self.then_s) / statistics.median(self.now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What came out; seconds and padding are predicted for all steps of the work."""
+
+    work: Work
+    suggested: Tables
+    counts: Counts
+    """Steps by phase and size, with the present buckets."""
+    times: Mapping[str, StepTimes]
+    seconds_now: float
+    seconds_then: float
+    padding_now: Mapping[str, float]
+    padding_then: Mapping[str, float]
+    measured: bool = False
+    verified: Verified | None = None
+
+    @property
+    def saving(self) -> float:
+        """The predicted share of step time saved, 0 to 1."""
+        return 1.0 - self.seconds_then / self.seconds_now if self.seconds_now else 0.0
+
+
+def study(work: Work, limits: Mapping[str, int], replayer: Replayer | None) -> Study:
+    """Return the best buckets of at most `limits` a phase; with a replayer measured and verified.
+
+    Raises `BucketError`, and `ChildError` where an engine fails.
+    """
+    times = {phase: StepTimes(work.usage.phases[phase].mean_seconds()) for phase in PHASES}
+    if replayer is None:
+        return _predict(work, Shapes.of(work.tables), times, limits)
+    times, about = measure_times(replayer, _candidates(work, limits, times))
+    shapes = replace(
+        Shapes.of(work.tables),
+        decode_steps_per_chunk=about["decode_steps_per_chunk"],
+        prefill_step_tokens=about["prefill_step_tokens"],
+    )
+    work = _that_fits(work, about["max_model_len"])
+    found = replace(_predict(work, shapes, times, limits), measured=True)
+    return replace(found, verified=_verify(found, shapes, replayer))
+
+
+def _predict(
+    work: Work, shapes: Shapes, times: Mapping[str, StepTimes], limits: Mapping[str, int]
+) -> Study:
+    if work.arrivals:
+        now = simulate(work.arrivals, shapes, times)
+        phases = now.phases
+    else:
+        now, phases = None, work.usage.phases
+    counts = {phase: phases[phase].steps_by_size for phase in PHASES}
+    suggested = _suggest(work, counts, times, limits, now)
+    then = None
+    if now is not None:
+        then = simulate(work.arrivals, shapes.with_tables(suggested), times, now.came_before)
+    return Study(
+        work=work,
+        suggested=suggested,
+        counts=counts,
+        times=times,
+        seconds_now=_seconds(counts, work.tables, times) if now is None else now.seconds,
+        seconds_then=_seconds(counts, suggested, times) if then is None else then.seconds,
+        padding_now=_paddings(counts, work.tables),
+        padding_then=_paddings(_sizes(then) if then else counts, suggested),
+    )
+
+
+def _suggest(
+    work: Work,
+    counts: Counts,
+    times: Mapping[str, StepTimes],
+    limits: Mapping[str, int],
+    schedule: Schedule | None,
+) -> dict[str, BucketTable]:
+    """The best table of each phase; of prompts in a trace the rest after whole chunks counts."""
+    wanted = dict(counts)
+    if schedule is not None:
+        wanted["prefill"] = _last_chunks(work.arrivals, work.tables["prefill"].largest)
+    return {
+        phase: BucketTable(
+            suggest_buckets(wanted[phase], times[phase], work.tables[phase], limits[phase]).buckets
+        )
+        if wanted[phase]
+        else work.tables[phase]
+        for phase in PHASES
+    }
+
+
+def _last_chunks(arrivals: Sequence[Arrival], largest: int) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for arrival in arrivals:
+        full, rest = divmod(arrival.prompt_tokens, largest)
+        for size, count in ((largest, full), (rest, 1)):
+            if size > 1 and count:
+                found[size] = found.get(size, 0) + count
+    return found
+
+
+def _candidates(work: Work, limits: Mapping[str, int], times: Mapping[str, StepTimes]) -> Tables:
+    """Buckets to measure: the present ones, a first guess, and a grid for what lies between."""
+    guess = _predict(work, Shapes.of(work.tables), times, limits).suggested
+    found = {}
+    for phase, table in work.tables.items():
+        # A chunk of one token never runs: it joins a decode batch.
+        least = 2 if phase == "prefill" else 1
+        grid = (size for size in _GRID if least <= size < table.largest)
+        found[phase] = BucketTable(tuple(sorted({*table, *guess[phase], *grid})))
+    return found
+
+
+def _that_fits(work: Work, max_model_len: int) -> Work:
+    fits = [a for a in work.arrivals if a.prompt_tokens + a.output_tokens <= max_model_len]
+    return replace(work, arrivals=fits, left_out=len(work.arrivals) - len(fits))
+
+
+def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
+    """Run both, in turn and twice each, so that a machine that slows down slows both."""
+    now: list[float] = []
+    then: list[float] = []
+    runs = (("now", found.work.tables, now), ("then", found.suggested, then))
+    requests = _requests(found, shapes)
+    for name, tables, seconds in (*runs, *reversed(runs)):
+        label = f"with buckets {name}"
+        if requests:
+            seconds += measure_trace(replayer, label, tables, requests, _REPEATS)
+        else:
+            seconds.append(measure_sizes(replayer, label, tables, found.counts))
+    return Verified(now_s=now, then_s=then)
+
+
+def _requests(found: Study, shapes: Shapes) -> list[Request]:
+    if not found.work.arrivals:
+        return []
+    steps = simulate(found.work.arrivals, shapes, found.times).came_before
+    return [
+        Request(step, arrival.prompt_tokens, arrival.output_tokens)
+        for step, arrival in zip(steps, found.work.arrivals, strict=True)
+    ]
+
+
+def _sizes(schedule: Schedule) -> dict[str, dict[int, int]]:
+    return {phase: schedule.phases[phase].steps_by_size for phase in PHASES}
+
+
+def _seconds(counts: Counts, tables: Tables, times: Mapping[str, StepTimes]) -> float:
+    return sum(
+        count * times[phase].of(tables[phase].find(size))
+        for phase in PHASES
+        for size, count in counts[phase].items()
+    )
+
+
+def _paddings(counts: Counts, tables: Tables) -> dict[str, float]:
+    """The share of rows, or tokens, that held nothing."""
+    found = {}
+    for phase in PHASES:
+        real = sum(size * count for size, count in counts[phase].items())
+        table = tables[phase]
+        computed = sum(table.find(size) * count for size, count in counts[phase].items())
+        found[phase] = 1.0 - real / computed if computed else 0.0
+    return found

@@ -1,0 +1,1 @@
+"""Tests of the parity runner as a whole."""

@@ -1,0 +1,16 @@
+"""A worker whose attention is wrong in one layer: what a faulty kernel looks like from outside."""
+
+from __future__ import annotations
+
+from rbln_backend.parity.probe_worker import ProbeWorker
+from rbln_backend.vllm_compat.surface import KVCacheConfig
+
+BROKEN_LAYER = "model.layers.1"
+
+
+class BrokenWorker(ProbeWorker):
+    """Scores of the layer are half again as large as they should be."""
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self._attention_layers()[f"{BROKEN_LAYER}.self_attn.attn"].impl.scale_tensor.mul_(1.5)

@@ -1,0 +1,83 @@
+"""`rbln-parity` as its users run it: real sides in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.parity.command import main
+from tests.checkpoints import CheckpointCache
+from tests.parity.broken_worker import BROKEN_LAYER
+
+SMALL = ["--max-tokens", "6", "--max-batched", "32", "--max-model-len", "256", "--no-color"]
+
+
+def _report(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def test_a_broken_kernel_fails_the_run_and_its_layer_is_named(
+    checkpoints: CheckpointCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {"worker_cls": "tests.parity.broken_worker.BrokenWorker"}
+    model = ["--model", str(checkpoints("llama", dtype="float32")), "--num-prompts", "1"]
+    files = ["--json", str(tmp_path / "r.json"), "--junit", str(tmp_path / "r.xml")]
+    more = ["--reference", "transformers", "--bisect", "--rbln-args", json.dumps(broken)]
+    # Limits of a float32 run; those of the command line suit bfloat16.
+    limits = ["--dtype", "float32", "--max-mean-delta", "0.001", "--eps", "0.01"]
+    assert main([*model, *SMALL, *more, *limits, *files]) == 1
+    report = _report(tmp_path / "r.json")
+    assert not report["passed"]
+    assert report["bisection"]["departure"]["layer"] == BROKEN_LAYER
+    # The layer before it is right to rounding.
+    assert report["bisection"]["layers"][0]["prefill"] < 1e-5
+    assert f"FAIL {BROKEN_LAYER} departs" in capsys.readouterr().out
+    suite = ElementTree.parse(tmp_path / "r.xml").getroot()
+    assert int(suite.get("failures", 0)) >= 1
+    assert BROKEN_LAYER in suite.find("testcase[@name='layers']/failure").text
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3_moe"])
+def test_the_rbln_path_agrees_with_the_cpu_backend(
+    family: str, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    model = ["--model", str(checkpoints(family, dtype="float32")), "--num-prompts", "2"]
+    files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+    limits = ["--max-mean-delta", "0.001", "--eps", "0.01", "--min-pearson", "0.99999"]
+    more = ["--transformers", "--bisect", "--batch", "2", "--dtype", "float32"]
+    assert main([*model, *SMALL, *files, *limits, *more]) == 0
+    report = _report(tmp_path / "r.json")
+    pairs = [(pair["base"], pair["other"]) for pair in report["pairs"]]
+    assert pairs == [("cpu", "rbln"), ("transformers", "cpu"), ("transformers", "rbln")]
+    for pair in report["pairs"]:
+        assert [len(prompt["positions"]) for prompt in pair["prompts"]] == [6, 6]
+        assert pair["summary"]["max_delta"] < 1e-3
+    assert report["bisection"]["departure"] is None
+    assert (tmp_path / "r.html").read_text().count("<svg") == 4
+
+
+@pytest.mark.wide
+def test_a_reference_is_computed_once_with_use_cache(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    model = ["--model", str(checkpoints("llama", dtype="float32")), "--num-prompts", "1"]
+    cache = ["--use-cache", "--cache-dir", str(tmp_path), "--reference", "transformers"]
+    assert main([*model, *SMALL, *cache]) == 0
+    (kept,) = tmp_path.iterdir()
+    written = kept.stat().st_mtime_ns
+    assert main([*model, *SMALL, *cache]) == 0
+    assert kept.stat().st_mtime_ns == written
+    assert main([*model, *SMALL, *cache, "--max-tokens", "5"]) == 0
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_side_that_cannot_run_is_status_3_with_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+    assert main(["--model", str(tmp_path), "--reference", "transformers"]) == 3
+    assert "the transformers side ended with status 1" in capsys.readouterr().err

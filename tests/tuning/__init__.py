@@ -1,0 +1,1 @@
+"""`rbln-serve tune`: its sources, the schedule of a trace, measuring, and what it prints."""

@@ -1,0 +1,40 @@
+"""What vLLM logs with VLLM_LOG_BATCHSIZE_INTERVAL becomes steps by size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from server.tuning.batchsize_log import read_log
+
+LOG = """\
+(EngineCore pid=7) INFO 11-21 23:18:00 [forward_context.py:380] Batchsize forward time stats \
+(batchsize, count, median_time(ms)): [(1, 5, 2.0)]
+(EngineCore pid=7) INFO 11-21 23:19:00 [forward_context.py:380] Batchsize forward time stats \
+(batchsize, count, median_time(ms)): [(1, 90, 2.0), (6, 10, 3.0), (300, 4, 50.0), (40, 2, 9.0)]
+"""
+
+
+def test_the_last_line_of_a_process_says_all(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text("something else\n" + LOG)
+    usage = read_log(path, largest_batch=32, largest_chunk=256)
+    assert usage.phases["decode"].steps_by_size == {1: 90, 6: 10}
+    assert usage.phases["decode"].mean_seconds() == pytest.approx({1: 0.002, 6: 0.003})
+    # A step of 300 tokens is two chunks here, and its time is that of neither.
+    assert usage.phases["prefill"].steps_by_size == {256: 4, 44: 4, 40: 2}
+    assert usage.phases["prefill"].mean_seconds() == pytest.approx({40: 0.009})
+
+
+def test_processes_add_up(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(LOG + LOG.replace("pid=7", "pid=8"))
+    assert read_log(path, 32, 256).phases["decode"].steps_by_size == {1: 180, 6: 20}
+
+
+def test_a_log_without_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text("nothing\n")
+    with pytest.raises(ValueError, match="VLLM_LOG_BATCHSIZE_INTERVAL"):
+        read_log(path, 32, 256)

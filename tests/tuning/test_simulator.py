@@ -1,0 +1,65 @@
+"""The schedule of a trace: what the engine itself runs, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.tuner import StepTimes
+from rbln_backend.simulator import Arrival, Shapes, simulate
+from server.tuning.measure import Replayer
+from server.tuning.replay_job import Request
+from tests.checkpoints import CheckpointCache
+
+TABLES = {"prefill": BucketTable((16, 32)), "decode": BucketTable((1, 2, 4))}
+TIMES = {"prefill": StepTimes({16: 0.02, 32: 0.03}), "decode": StepTimes({1: 0.01, 4: 0.02})}
+
+
+def test_a_worked_example() -> None:
+    arrivals = [Arrival(0.0, 10, 3), Arrival(0.005, 20, 2), Arrival(9.0, 1, 2)]
+    schedule = simulate(arrivals, Shapes.of(TABLES), TIMES)
+    # Chunk of 10, a decode step that it owes, chunk of 20, both decode; then the prompt of one
+    # token, which needs no chunk.
+    assert schedule.phases["prefill"].steps_by_size == {10: 1, 20: 1}
+    assert schedule.phases["decode"].steps_by_size == {1: 3, 2: 1}
+    assert schedule.came_before == [0, 1, 4]
+    assert schedule.num_steps == 6
+    assert schedule.seconds == pytest.approx(0.02 + 0.03 + 3 * 0.01 + (0.01 + 0.01 / 3))
+
+
+def test_no_more_run_at_once_than_there_are_rows() -> None:
+    schedule = simulate([Arrival(0.0, 8, 20)] * 9, Shapes.of(TABLES), TIMES)
+    assert max(schedule.phases["decode"].steps_by_size) == 4
+    rows = sum(n * c for n, c in schedule.phases["decode"].steps_by_size.items())
+    # The first token of each is that of its chunk.
+    assert rows == 9 * 19
+
+
+@pytest.mark.engine
+def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    lengths = [(5, 4), (40, 9), (1, 3), (33, 2), (17, 6), (70, 5), (2, 12), (16, 1), (31, 7)]
+    arrivals = [Arrival(0.03 * n, *pair) for n, pair in enumerate(lengths)]
+    shapes = Shapes.of(TABLES)
+    flags = ("--max-model-len", "128", "--block-size", "32")
+    replayer = Replayer((str(checkpoints("llama")), *flags), 240.0)
+    planned = simulate(arrivals, shapes, TIMES)
+    requests = [
+        Request(step, arrival.prompt_tokens, arrival.output_tokens)
+        for step, arrival in zip(planned.came_before, arrivals, strict=True)
+    ]
+    result = replayer.run("replay", TABLES, [requests])
+    settled = Shapes(
+        *(TABLES["prefill"], TABLES["decode"], 4),
+        decode_steps_per_chunk=result.about["decode_steps_per_chunk"],
+        prefill_step_tokens=result.about["prefill_step_tokens"],
+    )
+    wanted = simulate(arrivals, settled, TIMES, planned.came_before)
+    for phase in TABLES:
+        ran: dict[int, int] = {}
+        for step in result.rounds[0]:
+            if step.phase == phase:
+                ran[step.size] = ran.get(step.size, 0) + 1
+        assert ran == wanted.phases[phase].steps_by_size
+    assert all(step.seconds > 0 for step in result.rounds[0])
