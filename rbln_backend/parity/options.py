@@ -96,8 +96,8 @@ def _options(given: dict[str, Any]) -> Options:
         raise ValueError("--logprobs must be -1 (all), 0 (off) or a number of tokens")
     if options.dp > 1:
         raise ValueError(
-            f"--dp is {options.dp}, but both sides run in vLLM's LLM, which is one engine; ranks of "
-            "data parallelism run the same graphs as --dp 1 does"
+            f"--dp is {options.dp}, but both sides run in vLLM's LLM, which is one engine; ranks "
+            "of data parallelism run the same graphs as --dp 1 does"
         )
     if options.bisect and options.tp * options.pp > 1:
         raise ValueError("--bisect reads one rank's layers: use it with --tp 1 --pp 1")
