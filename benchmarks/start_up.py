@@ -1,7 +1,8 @@
 """Measures how long a server takes to its first token: cold, from a volume, from a bundle.
 
-``python -m benchmarks.start_up MODEL --save``. Kinds take turns in every repeat, each with a cache
-root of its own, so that a slow minute of the machine meets all of them. See benchmarks/README.md.
+``python -m benchmarks.start_up MODEL [MODEL ...] --save``. Kinds take turns in every repeat, each
+with a cache root of its own, so that a slow minute of the machine meets all of them. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from pathlib import Path
 from benchmarks.command import Command, machine_lines, positive, say
 from benchmarks.engine_process import clean_environment
 from benchmarks.machine import Machine, describe_machine
+from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.server_process import ServerError, ServerProcess, ServerSide, Serving, free_port
+from benchmarks.text_checkpoint import text_checkpoint
 
 KINDS = {
     "cold": "an empty cache root: kernels are built, graphs captured",
@@ -53,6 +56,15 @@ class StartUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStarts:
+    """All starts of one model."""
+
+    model: str
+    bundle_bytes: int
+    samples: list[StartUp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """All starts of one command."""
 
@@ -60,10 +72,8 @@ class Run:
     command: str
     machine: Machine
     load_before: float
-    model: str
     flags: list[str]
-    bundle_bytes: int
-    samples: list[StartUp]
+    models: list[ModelStarts]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.start_up", description=__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint folder")
+    about = f"a checkpoint folder, or a name of models.py: {', '.join(SHAPES)}"
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=about)
     parser.add_argument("--repeats", type=positive, default=3, metavar="N", help="default: 3")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(
@@ -87,12 +98,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    if not (args.model / "config.json").is_file():
-        raise ValueError(f"{args.model} is no checkpoint folder")
+    paths = {name: _checkpoint(name) for name in args.models}
     load_before = os.getloadavg()[0]
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    return Run(
+        started=started,
+        command=command,
+        machine=describe_machine(),
+        load_before=load_before,
+        flags=args.flag,
+        models=[_measure_model(Path(name).name, path, args) for name, path in paths.items()],
+    )
+
+
+def _checkpoint(name: str) -> Path:
+    """Raises ValueError for what is neither a folder nor a name."""
+    if name in SHAPES:
+        return text_checkpoint(find_checkpoint(name).path)
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(f"{name} is no checkpoint folder")
+    return Path(name).resolve()
+
+
+def _measure_model(name: str, path: Path, args: argparse.Namespace) -> ModelStarts:
     with tempfile.TemporaryDirectory(prefix="rbln-start-up-") as folder:
-        bench = _Bench(args.model.resolve(), args.flag, Path(folder))
+        bench = _Bench(path, args.flag, Path(folder))
         bench.prepare()
         samples = []
         for repeat in range(args.repeats):
@@ -100,18 +130,9 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
             turn = repeat % len(args.kinds)
             for kind in (*args.kinds[turn:], *args.kinds[:turn]):
                 samples.append(bench.sample(kind, repeat))
-                say(f"{repeat + 1}/{args.repeats} {kind}: {samples[-1].answered_s:.1f} s")
+                say(f"{name} {repeat + 1}/{args.repeats} {kind}: {samples[-1].answered_s:.1f} s")
         bundle_bytes = bench.bundle.stat().st_size
-    return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
-        model=args.model.name,
-        flags=args.flag,
-        bundle_bytes=bundle_bytes,
-        samples=samples,
-    )
+    return ModelStarts(model=name, bundle_bytes=bundle_bytes, samples=samples)
 
 
 class _Bench:
@@ -213,26 +234,28 @@ class _Bench:
 def markdown(run: Run) -> str:
     """The report."""
     lines = [
-        f"# Start-up of {run.model}",
+        "# Start-up",
         "",
         f"`{run.command}`, {run.started}.",
         "",
         *machine_lines(run.machine, run.load_before),
-        f"- The bundle has {run.bundle_bytes / 1e6:.1f} MB.",
         "",
         "Seconds from the start of the process, median (least to most). *First token* is the end "
         "of a completion of one token; with *import* the time of `rbln-serve cache import` is part "
         "of it.",
         "",
-        "| start | listening | ready | first token | of it import | compiled | loaded |",
-        "|---|---|---|---|---|---|---|",
+        "| model | start | listening | ready | first token | of it import | compiled | loaded |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for kind in KINDS:
-        samples = [sample for sample in run.samples if sample.kind == kind]
-        if samples:
-            lines.append(_row(kind, samples))
+    for starts in run.models:
+        for kind in KINDS:
+            samples = [sample for sample in starts.samples if sample.kind == kind]
+            if samples:
+                lines.append(f"| {starts.model} {_row(kind, samples)}")
     lines += ["", *(f"- *{kind}*: {about}." for kind, about in KINDS.items())]
-    loads = [sample.load_average for sample in run.samples]
+    sizes = [f"{starts.model} {starts.bundle_bytes / 1e6:.1f} MB" for starts in run.models]
+    lines.append(f"- The bundles: {', '.join(sizes)}.")
+    loads = [sample.load_average for starts in run.models for sample in starts.samples]
     lines += ["", f"Load average after each start: {min(loads):.1f} to {max(loads):.1f}.", ""]
     return "\n".join(lines)
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from rbln_backend.bundle.contents import collect
+from rbln_backend.bundle.output import write_folder
 from rbln_backend.errors import UncompiledShapeError
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
@@ -70,6 +72,20 @@ def test_a_warm_start_compiles_nothing(engines: Engines, copied: Path) -> None:
     assert compiled(engine) == 0
     assert loaded(engine) == NUM_GRAPHS
     assert engine.metric("rbln_compile_cache_requests_total", result="hit") == NUM_GRAPHS
+    assert_serves(engine)
+
+
+def test_an_exported_folder_is_read_in_place(
+    engines: Engines, filled: Path, tmp_path: Path
+) -> None:
+    """Beside a root that has none of it; nothing is written to either but what is new."""
+    bundle, root = tmp_path / "bundle", tmp_path / "root"
+    write_folder(bundle, collect(filled, kernel_keys=()))
+    before = {path: path.read_bytes() for path in graph_files(bundle)}
+    engine = start(engines, root, cache_bundles=[str(bundle)])
+    assert (compiled(engine), loaded(engine)) == (0, NUM_GRAPHS)
+    assert graph_files(root) == []
+    assert {path: path.read_bytes() for path in graph_files(bundle)} == before
     assert_serves(engine)
 
 

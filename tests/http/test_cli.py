@@ -20,7 +20,7 @@ def rbln_serve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "server", *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, **env},
         check=False,
     )

@@ -1,0 +1,67 @@
+"""Safetensors that are missing, cut off or damaged are found from their headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from server.weight_files import WeightFiles, check_weight_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    names = {f"model-{i}.safetensors": f"layer.{i}" for i in (1, 2)}
+    for name, tensor in names.items():
+        save_file({tensor: torch.zeros(8, 8, dtype=torch.bfloat16)}, tmp_path / name)
+    index = {"weight_map": {tensor: name for name, tensor in names.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+def found(folder: Path, dtype: str = "bfloat16") -> WeightFiles:
+    return check_weight_files(str(folder), dtype)
+
+
+def test_whole_files_are_no_problem(folder: Path) -> None:
+    assert found(folder) == WeightFiles([], [], "bfloat16")
+    assert check_weight_files("some-org/some-model", "bfloat16") == WeightFiles()
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "model-2.safetensors").unlink()
+    (problem,) = found(folder).problems
+    assert "2 files, of which 1 are missing: model-2.safetensors; fetch them" in problem
+
+
+def test_a_download_that_was_cut_off(folder: Path) -> None:
+    path = folder / "model-1.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-16])
+    (problem,) = found(folder).problems
+    assert f"{len(data) - 16:,} bytes, its header says {len(data):,}" in problem
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
+def test_a_header_that_is_none(folder: Path, content: bytes) -> None:
+    (folder / "model-1.safetensors").write_bytes(content)
+    (problem,) = found(folder).problems
+    assert problem.startswith("model-1.safetensors is damaged: ")
+
+
+def test_an_index_that_is_none(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+    (problem,) = found(folder).problems
+    assert "cannot be read" in problem
+
+
+def test_a_conversion_and_a_folder_without_weights_are_warned_of(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (warning,) = found(folder, "float32").warnings
+    assert "stored as bfloat16 and converted to float32" in warning
+    (warning,) = found(tmp_path_factory.mktemp("empty")).warnings
+    assert "has no weights" in warning
