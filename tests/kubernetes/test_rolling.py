@@ -77,7 +77,7 @@ def _compiled(page: str) -> dict[str, float]:
         if line.startswith(start):
             result = line.split('result="')[1].split('"')[0]
             found[result] = found.get(result, 0) + float(line.split()[-1])
-    return found
+    return {result: count for result, count in found.items() if count}
 
 
 @pytest.fixture
