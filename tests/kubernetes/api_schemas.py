@@ -74,6 +74,24 @@ def _ray_group(**more: Schema) -> Schema:
 
 
 def _specs() -> dict[tuple[str, str], Schema]:
+    return {**_monitoring(), **_scaling(), **_routing(), **_ray()}
+
+
+def _monitoring() -> dict[tuple[str, str], Schema]:
+    return {
+        ("monitoring.coreos.com/v1", "ServiceMonitor"): required(
+            closed(selector=_SELECTOR, endpoints=many(_scrape())), "selector", "endpoints"
+        ),
+        ("monitoring.coreos.com/v1", "PodMonitor"): required(
+            closed(selector=_SELECTOR, podMetricsEndpoints=many(_scrape())), "selector"
+        ),
+        ("monitoring.coreos.com/v1", "PrometheusRule"): closed(
+            groups=many(required(closed(name=TEXT, interval=TEXT, rules=many(_rule())), "name"))
+        ),
+    }
+
+
+def _scaling() -> dict[tuple[str, str], Schema]:
     behavior: Schema = {"$ref": "horizontalpodautoscalerbehavior-autoscaling-v2.json"}
     trigger = required(
         closed(
@@ -89,27 +107,7 @@ def _specs() -> dict[tuple[str, str], Schema]:
         "metadata",
     )
     target = required(closed(apiVersion=TEXT, kind=TEXT, name=TEXT), "name")
-    picker = closed(
-        group=TEXT,
-        kind=TEXT,
-        name=TEXT,
-        port=required(closed(number=PORT), "number"),
-        failureMode=one_of("FailOpen", "FailClose"),
-    )
-    path_match = closed(type=one_of("PathPrefix", "Exact"), value=TEXT)
-    workers = _ray_group(
-        groupName=TEXT, replicas=whole(), minReplicas=whole(), maxReplicas=whole(1)
-    )
     return {
-        ("monitoring.coreos.com/v1", "ServiceMonitor"): required(
-            closed(selector=_SELECTOR, endpoints=many(_scrape())), "selector", "endpoints"
-        ),
-        ("monitoring.coreos.com/v1", "PodMonitor"): required(
-            closed(selector=_SELECTOR, podMetricsEndpoints=many(_scrape())), "selector"
-        ),
-        ("monitoring.coreos.com/v1", "PrometheusRule"): closed(
-            groups=many(required(closed(name=TEXT, interval=TEXT, rules=many(_rule())), "name"))
-        ),
         ("keda.sh/v1alpha1", "ScaledObject"): required(
             closed(
                 scaleTargetRef=target,
@@ -123,6 +121,19 @@ def _specs() -> dict[tuple[str, str], Schema]:
             "scaleTargetRef",
             "triggers",
         ),
+    }
+
+
+def _routing() -> dict[tuple[str, str], Schema]:
+    picker = closed(
+        group=TEXT,
+        kind=TEXT,
+        name=TEXT,
+        port=required(closed(number=PORT), "number"),
+        failureMode=one_of("FailOpen", "FailClose"),
+    )
+    path_match = closed(type=one_of("PathPrefix", "Exact"), value=TEXT)
+    return {
         ("inference.networking.k8s.io/v1", "InferencePool"): required(
             closed(
                 selector=required(_SELECTOR, "matchLabels"),
@@ -142,6 +153,14 @@ def _specs() -> dict[tuple[str, str], Schema]:
                 )
             ),
         ),
+    }
+
+
+def _ray() -> dict[tuple[str, str], Schema]:
+    workers = _ray_group(
+        groupName=TEXT, replicas=whole(), minReplicas=whole(), maxReplicas=whole(1)
+    )
+    return {
         ("ray.io/v1", "RayCluster"): required(
             closed(rayVersion=TEXT, headGroupSpec=_ray_group(), workerGroupSpecs=many(workers)),
             "headGroupSpec",

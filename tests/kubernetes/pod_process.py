@@ -26,6 +26,7 @@ class PodProcess:
         self.env = {**kept, **given.env, **mine, "VLLM_NO_USAGE_STATS": "1"}
         self.log = folder / "server.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._begun = 0.0
         self._client = httpx.Client(base_url=self.url, timeout=10)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -39,17 +40,22 @@ class PodProcess:
             timeout=600,
         )
 
-    def start(self) -> float:
-        """Start; returns seconds until /startupz, for which its probe must have patience."""
-        begun = time.monotonic()
+    def launch(self) -> None:
+        """Start; `until_started` waits."""
+        self._begun = time.monotonic()
         command = [sys.executable, "-m", "server", "serve", *self._given.container["args"]]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, env=self.env, stdout=log, stderr=subprocess.STDOUT
             )
+
+    def until_started(self) -> float:
+        """Return seconds until /startupz, for which its probe must have patience."""
+        process, begun = self._process, self._begun
+        assert process is not None
         patience_s = self._given.patience_s("startup")
         while not self.probe("startup"):
-            assert self._process.poll() is None, self.log.read_text()
+            assert process.poll() is None, self.log.read_text()
             assert time.monotonic() - begun < patience_s, "a kubelet would have killed it"
             time.sleep(0.05)
         return time.monotonic() - begun

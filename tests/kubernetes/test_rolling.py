@@ -53,8 +53,8 @@ def _bundle(pod: PodProcess, given: Server, folder: Path) -> tuple[Path, str]:
     """Compile in one place and write what another needs; returns the file and its digest."""
     model = given.container["args"]
     assert (done := pod.run("compile", *model)).returncode == 0, done.stderr
-    assert (done := pod.run("cache", "inspect", "--model", *model)).returncode == 0, done.stderr
     file = folder / "tiny.bundle"
+    # It fails where a start would not be warm.
     done = pod.run("cache", "export", str(file), "--model", *model)
     assert done.returncode == 0, done.stderr
     return file, done.stdout.split()[0]
@@ -77,7 +77,7 @@ def _compiled(page: str) -> dict[str, float]:
         if line.startswith(start):
             result = line.split('result="')[1].split('"')[0]
             found[result] = found.get(result, 0) + float(line.split()[-1])
-    return found
+    return {result: count for result, count in found.items() if count}
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3000)
 def test_a_roll_under_load_loses_nothing_and_starts_warm(
     checkpoints: CheckpointCache, tmp_path: Path, closing: ExitStack
 ) -> None:
@@ -107,7 +107,9 @@ def test_a_roll_under_load_loses_nothing_and_starts_warm(
     for number, port in enumerate(ports):
         pods.append(_replica(given, port, bundle, tmp_path / f"pod-{number}"))
         closing.callback(pods[-1].close)
-    started = [pod.start() for pod in pods]
+    for pod in pods:
+        pod.launch()
+    started = [pod.until_started() for pod in pods]
     nginx = Nginx(front, ports, tmp_path / "nginx")
     closing.callback(nginx.close)
     nginx.until_listening()
@@ -119,7 +121,8 @@ def test_a_roll_under_load_loses_nothing_and_starts_warm(
             ended.append(pods[number].end())
             fresh = _replica(given, port, bundle, tmp_path / f"pod-{number + 2}")
             closing.callback(fresh.close)
-            started.append(fresh.start())
+            fresh.launch()
+            started.append(fresh.until_started())
             pods.append(fresh)
         time.sleep(3)
         assert all(pod.probe(name) for pod in pods[2:] for name in ("readiness", "liveness"))
