@@ -25,11 +25,12 @@ DATA: dict[str, Any] = {"data_parallel_size": 2}
 ROUNDING, NONE = 1e-4, 0.0
 wide = pytest.mark.wide
 
-# The stand-in has no attention of its own: it borrows the CPU bodies of the ops.
+# The stand-in has no attention of its own: it borrows the CPU bodies of the ops. The name of the
+# package is that of its function.
 BORROWED = """
 from pathlib import Path
 
-import rbln_backend.attention.ops
+from rbln_backend.attention import ops
 from rbln_backend.emulator.build import load_kernels
 
 load_kernels(Path({root!r}), "native")
