@@ -1,4 +1,4 @@
-"""The image, built from the Dockerfile and run as nobody in particular; takes half an hour.
+"""The image, built from the Dockerfile and run as nobody in particular; takes an hour.
 
 Needs root, buildah, debootstrap, runc and nsenter. `--image-folder` names a folder in which
 build_image.sh has built already, to try again without the build.
