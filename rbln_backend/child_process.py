@@ -35,11 +35,11 @@ def report(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildJob:
-    """`python -m module JOB RESULT`, with `environ` and no other, for `timeout` seconds at most."""
+    """`python -m module JOB RESULT` with no environment but `variables`, for `timeout` seconds."""
 
     label: str
     module: str
-    environ: Mapping[str, str]
+    variables: Mapping[str, str]
     timeout: float
 
     def run(self, write_job: Callable[[Path], None], read_result: Callable[[Path], T]) -> T:
@@ -51,7 +51,7 @@ class ChildJob:
             with log.open("wb") as errors:
                 process = subprocess.Popen(
                     [sys.executable, "-m", self.module, str(job), str(result)],
-                    env=dict(self.environ),
+                    env=dict(self.variables),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=errors,

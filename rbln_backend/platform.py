@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,25 +16,15 @@ from rbln_backend.cores import LOCAL_ENGINES
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.model_report import ModelReport
-from rbln_backend.parallel.rules import check_ranks
-from rbln_backend.quantization.schemes import METHODS
+from rbln_backend.refusals import model_config, refuse_first, refuse_model, refuse_unsupported
 from rbln_backend.store_report import CompileReport, StoreReport
 from rbln_backend.unsupported import (
-    CONTEXT_PARALLEL,
-    DUAL_CHUNK_ATTENTION,
-    ENCODER_DECODER,
-    KV_TRANSFER,
     LORA_DTYPE,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_TARGET,
     MLA,
-    MULTIMODAL,
-    QUANTIZATION,
     SPARSE_ATTENTION,
-    SPECULATION,
-    STATE_SPACE,
-    Feature,
 )
 
 if TYPE_CHECKING:
@@ -167,12 +157,12 @@ class RblnPlatform(Platform):
         rbln = _resolve_config(vllm_config)
         _note_local_engines(vllm_config)
         _settle_pooling(vllm_config)
-        _refuse_unsupported(vllm_config, rbln)
+        refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         _set_shapes(vllm_config)
         _set_reuse_unit(vllm_config, rbln)
-        model = _model_config(vllm_config)
+        model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
         _settle_lora(vllm_config, rbln)
@@ -220,16 +210,11 @@ class RblnPlatform(Platform):
         vLLM checks the rest of a configuration before it asks the platform, and what it finds
         wrong there may only follow from a kind of model that cannot run anyway.
         """
-        _refuse_model(model_config)
+        refuse_model(model_config)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """The block size is settled in ``check_and_update_config``."""
-
-
-def _model_config(vllm_config: VllmConfig) -> ModelConfig | None:
-    """None while vLLM makes configurations without a model, whatever its annotation says."""
-    return vllm_config.model_config
 
 
 def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
@@ -253,7 +238,7 @@ def _note_local_engines(vllm_config: VllmConfig) -> None:
 
 def _settle_pooling(vllm_config: VllmConfig) -> None:
     """Poolers that read a whole prompt: chunks are gathered for them, prefix hits are not made."""
-    model = _model_config(vllm_config)
+    model = model_config(vllm_config)
     if model is None or model.runner_type != "pooling":
         return
     if not model.is_chunked_prefill_supported:
@@ -267,65 +252,16 @@ def _settle_pooling(vllm_config: VllmConfig) -> None:
         logger.warning("Prefix caching is off: this model's pooler reads every token of a prompt")
 
 
-def _refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    check_ranks(vllm_config, profiler=rbln.profiler)
-    _refuse_first(
-        {
-            CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
-            or parallel.decode_context_parallel_size > 1,
-            SPECULATION: vllm_config.speculative_config is not None,
-            KV_TRANSFER: vllm_config.kv_transfer_config is not None,
-        }
-    )
-    model = _model_config(vllm_config)
-    if model is not None:
-        _refuse_model(model)
-        if model.is_moe:
-            from rbln_backend.moe.ranks import check_expert_ranks
-
-            check_expert_ranks(parallel)
-    # Last: for some of those models vLLM switches it off itself.
-    if not scheduler.enable_chunked_prefill:
-        raise ConfigError(
-            "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
-        )
-
-
-def _refuse_model(model: ModelConfig) -> None:
-    _refuse_first(
-        {
-            ENCODER_DECODER: model.is_encoder_decoder,
-            MULTIMODAL: model.is_multimodal_model,
-            STATE_SPACE: model.is_hybrid or model.is_attention_free,
-            # Before the model is made: its rotary embedding looks for a GPU.
-            DUAL_CHUNK_ATTENTION: bool(
-                getattr(model.hf_text_config, "dual_chunk_attention_config", None)
-            ),
-            # Before the model is made: methods of vLLM's for such experts fail as they look for
-            # a kernel.
-        }
-    )
-    if model.quantization not in (None, *METHODS):
-        raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
-
-
-def _refuse_first(present: Mapping[Feature, bool]) -> None:
-    for feature, is_present in present.items():
-        if is_present:
-            raise feature.refusal()
-
-
 def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Refuse adapters that the slots cannot hold; they compute in the model's dtype."""
-    lora, model = vllm_config.lora_config, _model_config(vllm_config)
+    lora, model = vllm_config.lora_config, model_config(vllm_config)
     if lora is None or model is None:
         return
     from rbln_backend.compiler.device import choose_device
 
     asked = [name for name in lora.target_modules or () if name in _NOT_ADAPTED]
     wanted = lora.lora_dtype
-    _refuse_first(
+    refuse_first(
         {
             LORA_ON_NPU: choose_device(rbln) == "rebel",
             LORA_POOLING: model.runner_type == "pooling",
@@ -373,7 +309,7 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
     compilation.cudagraph_capture_sizes = []
     compilation.custom_ops = ["none"]
     compilation.ir_enable_torch_wrap = False
-    model = _model_config(vllm_config)
+    model = model_config(vllm_config)
     if model is not None:
         model.disable_cascade_attn = True
 
@@ -383,7 +319,7 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not cache.user_specified_block_size:
         cache.block_size = DEFAULT_BLOCK_SIZE
-    model = _model_config(vllm_config)
+    model = model_config(vllm_config)
     if model is None:
         return
     longest = max(model.max_model_len, scheduler.max_num_seqs)

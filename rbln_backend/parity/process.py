@@ -13,7 +13,7 @@ def run_side(job: Job, environ: Mapping[str, str], timeout: float) -> SideResult
     child = ChildJob(
         label=f"{job.side} side",
         module="rbln_backend.parity.child",
-        environ=environ,
+        variables=environ,
         timeout=timeout,
     )
     return child.run(job.write, SideResult.read)

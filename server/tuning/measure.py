@@ -44,7 +44,7 @@ class Replayer:
         child = ChildJob(
             label=label,
             module="server.tuning.replay",
-            environ=child_environ(
+            variables=child_environ(
                 settings=True,
                 VLLM_NO_USAGE_STATS="1",
                 VLLM_PLUGINS="rbln",

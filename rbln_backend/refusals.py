@@ -1,0 +1,80 @@
+"""What of vLLM's configuration cannot be done, found before any model is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.errors import ConfigError
+from rbln_backend.parallel.rules import check_ranks
+from rbln_backend.quantization.schemes import METHODS
+from rbln_backend.unsupported import (
+    CONTEXT_PARALLEL,
+    DUAL_CHUNK_ATTENTION,
+    ENCODER_DECODER,
+    KV_TRANSFER,
+    MULTIMODAL,
+    QUANTIZATION,
+    SPECULATION,
+    STATE_SPACE,
+    Feature,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
+    """None while vLLM makes configurations without a model, whatever its annotation says."""
+    return vllm_config.model_config
+
+
+def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise for the first thing that the whole configuration asks for and nothing here can do."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    check_ranks(vllm_config, profiler=rbln.profiler)
+    refuse_first(
+        {
+            CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
+            or parallel.decode_context_parallel_size > 1,
+            SPECULATION: vllm_config.speculative_config is not None,
+            KV_TRANSFER: vllm_config.kv_transfer_config is not None,
+        }
+    )
+    model = model_config(vllm_config)
+    if model is not None:
+        refuse_model(model)
+        if model.is_moe:
+            from rbln_backend.moe.ranks import check_expert_ranks
+
+            check_expert_ranks(parallel)
+    # Last: for some of those models vLLM switches it off itself.
+    if not scheduler.enable_chunked_prefill:
+        raise ConfigError(
+            "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
+        )
+
+
+def refuse_model(model: ModelConfig) -> None:
+    """Raise for a model that its configuration alone shows to be out of reach."""
+    refuse_first(
+        {
+            ENCODER_DECODER: model.is_encoder_decoder,
+            MULTIMODAL: model.is_multimodal_model,
+            STATE_SPACE: model.is_hybrid or model.is_attention_free,
+            # Before the model is made: its rotary embedding looks for a GPU.
+            DUAL_CHUNK_ATTENTION: bool(
+                getattr(model.hf_text_config, "dual_chunk_attention_config", None)
+            ),
+        }
+    )
+    if model.quantization not in (None, *METHODS):
+        raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
+
+
+def refuse_first(present: Mapping[Feature, bool]) -> None:
+    """Raise for the first feature that is present."""
+    for feature, is_present in present.items():
+        if is_present:
+            raise feature.refusal()
