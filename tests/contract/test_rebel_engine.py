@@ -64,8 +64,9 @@ def run_engine(
     options = DEFAULTS | {"additional_config": {"rbln": {"cache_root": str(root)}}}
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
+    paths = (str(tmp_path / "sdk"), os.environ.get("PYTHONPATH", ""))
     environment = dict(os.environ) | {
-        "PYTHONPATH": str(tmp_path / "sdk"),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     argument = [str(checkpoint), options, prompt, str(root)]
