@@ -76,6 +76,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         load_before=load_before,
         model=checkpoint.name,
         parameters=checkpoint.parameters,
+        arrangements=list(ARRANGEMENTS),
         samples=samples,
     )
 
@@ -107,18 +108,16 @@ def _sample(
         for row in range(batch)
     ]
     own, everybody = engine.cpu_seconds(), busy_cpu_seconds()
-    answer = engine.ask_within(prompts, output_tokens, BUDGET_SECONDS)
+    with engine.awake():
+        answer = engine.ask_within(prompts, output_tokens, BUDGET_SECONDS)
     own, everybody = engine.cpu_seconds() - own, busy_cpu_seconds() - everybody
-    # Whoever began last has the others' company to its end.
-    last = max(range(batch), key=lambda row: answer["first_token_seconds"][row])
-    seconds = answer["seconds"] - answer["first_token_seconds"][last]
-    steps = len(answer["tokens"][last]) - 1
+    steps = len(answer["tokens"][0])
     return Sample(
         arrangement=engine.side.name,
         round=number,
         batch=batch,
-        step_ms=round(1000 * seconds / steps, 3),
-        cpu_ms=round(1000 * own / (steps + 1), 3),
+        step_ms=round(1000 * answer["seconds"] / steps, 3),
+        cpu_ms=round(1000 * own / steps, 3),
         other_busy_cores=max(0.0, everybody - own) / answer["seconds"],
     )
 

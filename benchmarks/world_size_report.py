@@ -14,8 +14,9 @@ from benchmarks.machine import Machine
 class Sample:
     """One batch of one arrangement in one round.
 
-    `step_ms` is the time in which every request gets a token; `cpu_ms` the processor time of all
-    processes of the engine for it, its share of the prefill included.
+    `step_ms` is the time from submission to the end over the tokens of a request, prefill included:
+    tokens of a small model come in bursts, so that less would be timed than was computed. `cpu_ms`
+    is the processor time of all processes of the engine meanwhile.
     """
 
     arrangement: str
@@ -36,6 +37,7 @@ class Run:
     load_before: float
     model: str
     parameters: int
+    arrangements: list[str]
     samples: list[Sample]
 
 
@@ -57,15 +59,14 @@ def markdown(run: Run) -> str:
 
 def _table(run: Run, batch: int) -> list[str]:
     rows = [
-        "Milliseconds per token of every request, medians over the rounds.",
+        "Milliseconds per token of every request, prefill included, medians over the rounds.",
         "",
         "| ranks | step | least | processor time | tokens/s | step of one rank over it |",
         "|---|---|---|---|---|---|",
     ]
     samples = [sample for sample in run.samples if sample.batch == batch]
-    names = list(dict.fromkeys(sample.arrangement for sample in samples))
-    alone = _median(samples, names[0])
-    for name in names:
+    alone = _median(samples, run.arrangements[0])
+    for name in run.arrangements:
         step = _median(samples, name)
         least = min(sample.step_ms for sample in samples if sample.arrangement == name)
         cpu = statistics.median(s.cpu_ms for s in samples if s.arrangement == name)
