@@ -54,8 +54,8 @@ def graph_of_collectives() -> fx.Graph:
     x = graph.placeholder("x")
     ops = torch.ops.rbln_collectives
     total = graph.call_function(ops.all_reduce.default, (x, "tp"))
-    wide = graph.call_function(ops.all_gather.default, (x, -1, RANKS, "tp"))
-    part = graph.call_function(ops.reduce_scatter.default, (wide, -1, RANKS, "tp"))
+    wide = graph.call_function(ops.all_gather.default, (x, 0, RANKS, "tp"))
+    part = graph.call_function(ops.reduce_scatter.default, (wide, 0, RANKS, "tp"))
     graph.output((total, wide, part))
     return graph
 
