@@ -246,6 +246,7 @@ def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
         logger.info("building the kernels (%s) takes a minute or so", target.name)
         with staging(entry) as directory:
             seconds = _build(directory, target)
+        logger.info("Compile time of the kernels (%s): %.1f s", target.name, seconds)
     why = "rebuilt, the cached library was damaged" if damaged else "built"
     return entry, f"{why} in {seconds:.1f} s"
 

@@ -214,5 +214,13 @@ class GraphFactory:
         self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
     ) -> Program:
         args = tuple(request.inputs[name] for name in names)
+        began = time.perf_counter()
         with self._forward_context(request):
-            return self._compiler.lower(capture(function, args, self._table, request.inputs))
+            captured = capture(function, args, self._table, request.inputs)
+            lowering_began = time.perf_counter()
+            lowered = self._compiler.lower(captured)
+        logger.info(
+            "Compile time of %s: Dynamo %.2f s, graph lowering %.2f s",
+            *(request.spec, lowering_began - began, time.perf_counter() - lowering_began),
+        )
+        return lowered
