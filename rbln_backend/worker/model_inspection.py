@@ -8,7 +8,7 @@ from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.memory_plan import memory_report
 from rbln_backend.worker.preflight import cache_groups, generates, prefix_caching, prepare
 from rbln_backend.worker.quantized_model import quantized_summary
-from rbln_backend.worker.store_survey import survey
+from rbln_backend.worker.store_survey import knows_ranks, survey
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:
@@ -17,6 +17,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     model, tables = config.model_config, found.tables
     caching, reason = prefix_caching(config, found.rbln, found.specs)
     lora = config.lora_config
+    follows = model.original_max_model_len != -1
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
@@ -38,5 +39,5 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         max_lora_rank=lora.max_lora_rank if lora else 0,
         memory=memory_report(found),
         # The length follows from the memory of the host that serves, and the graphs from it.
-        store=survey(found) if model.original_max_model_len != -1 else None,
+        store=survey(found) if follows and knows_ranks(config) else None,
     )

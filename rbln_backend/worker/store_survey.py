@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build, find_built
 from rbln_backend.emulator.targets import LEVELS, cpu_name
+from rbln_backend.errors import ConfigError
 from rbln_backend.kernel_files import kernel_store, libraries
 from rbln_backend.store_report import (
     Difference,
@@ -42,6 +44,7 @@ def survey_store(config: VllmConfig, cache_root: str | None = None) -> StoreRepo
     ``cache_root`` is looked at instead of the configuration's.
     """
     check_length(config)
+    check_ranks(config)
     found = prepare(config)
     if cache_root is not None:
         found = replace(found, rbln=replace(found.rbln, cache_root=cache_root))
@@ -52,8 +55,8 @@ def survey(found: Preflight) -> StoreReport:
     """The same for a model whose layers are known already."""
     rbln, keys = found.rbln, planned_keys(found)
     states = _states(rbln, keys)
-    graphs = tuple(PlannedGraph(str(spec), key.digest, states[spec]) for spec, key in keys.items())
-    missing = {spec: key for spec, key in keys.items() if states[spec] != "stored"}
+    graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
+    missing = {name: key for name, key in keys.items() if states[name] != "stored"}
     return StoreReport(
         cache_root=rbln.cache_root,
         graphs=graphs,
@@ -62,12 +65,44 @@ def survey(found: Preflight) -> StoreReport:
     )
 
 
-def planned_keys(found: Preflight) -> dict[GraphSpec, CacheKey]:
-    """The key of every graph, as the engine will compute it."""
-    config, rbln = found.config, found.rbln
+def knows_ranks(config: VllmConfig) -> bool:
+    """Whether the graphs of all ranks follow from the layers of the whole model.
+
+    A pipeline stage has layers of its own, a rank of data-parallel experts some of the experts.
+    """
+    parallel = config.parallel_config
+    experts = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    return parallel.pipeline_parallel_size == 1 and not experts
+
+
+def check_ranks(config: VllmConfig) -> None:
+    """Raise ``ConfigError`` where ``knows_ranks`` says no."""
+    if not knows_ranks(config):
+        raise ConfigError(
+            "the graphs of pipeline stages and of data-parallel experts are not known before their "
+            "ranks run; `rbln-serve compile` with the same flags fills the store and says what it "
+            "found there"
+        )
+
+
+def planned_keys(found: Preflight) -> dict[str, CacheKey]:
+    """The key of every graph of every rank by its name, as the engine will compute it."""
+    ranks = found.config.parallel_config.tensor_parallel_size
+    keys: dict[str, CacheKey] = {}
+    for rank in range(ranks):
+        of_rank = "" if ranks == 1 else f" of rank {rank}"
+        for spec, key in _keys_of_rank(found, rank).items():
+            keys[f"{spec}{of_rank}"] = key
+    return keys
+
+
+def _keys_of_rank(found: Preflight, rank: int) -> dict[GraphSpec, CacheKey]:
+    config, rbln = copy.copy(found.config), found.rbln
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
     specs, groups = dict(found.specs), []
     if specs:
-        (kv_config,) = kv_cache_configs(config, [specs], [_ANY_BYTES])
+        (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
         groups = kv_groups(kv_config, config.model_config.max_model_len)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
@@ -105,14 +140,14 @@ def kernel_report(rbln: RblnConfig, device: str) -> KernelReport:
 
 
 def differences(
-    missing: Mapping[GraphSpec, CacheKey], entries: Sequence[Entry]
+    missing: Mapping[str, CacheKey], entries: Sequence[Entry]
 ) -> tuple[Difference, ...]:
     """How the entries nearest to the missing graphs differ from them: stored -> needed."""
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for spec, key in missing.items():
+    for name, key in missing.items():
         lines = _nearest(key, entries)
         if lines:
-            found[lines].append(str(spec))
+            found[lines].append(name)
     return tuple(Difference(tuple(graphs), lines) for lines, graphs in found.items())
 
 
@@ -132,15 +167,15 @@ def _readable(line: str) -> str:
     return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
 
 
-def _states(rbln: RblnConfig, keys: Mapping[GraphSpec, CacheKey]) -> dict[GraphSpec, GraphState]:
+def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
     events: list[StoreEvent] = []
     store = _open(rbln, events)
-    found: dict[GraphSpec, GraphState] = {}
-    for spec, key in keys.items():
+    found: dict[str, GraphState] = {}
+    for name, key in keys.items():
         if store.load(key) is not None:
-            found[spec] = "stored"
+            found[name] = "stored"
         else:
-            found[spec] = "damaged" if events[-1].kind == "corrupt" else "missing"
+            found[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
     return found
 
 
