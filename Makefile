@@ -75,5 +75,5 @@ $(stamps)/dev: $(stamps)/locked requirements/dev.lock
 	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
 	@touch $@
 
-build/default-model/config.json: $(wildcard default_model/*.*) $(stamps)/project
+build/default-model/config.json: $(wildcard default_model/build.py default_model/checkpoint/* default_model/checkpoint/adapter/*) $(stamps)/project
 	$(python) -m default_model.build --out $(@D)

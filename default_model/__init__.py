@@ -1,1 +1,1 @@
-"""The small Llama checkpoint that is built from this repository and served by default."""
+"""The small Llama model that is served by default: its text, how it is trained, its checkpoint."""

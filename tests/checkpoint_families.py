@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 
-from default_model.tokenizer import VOCAB_SIZE
+from tests.checkpoint_tokenizer import VOCAB_SIZE
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-import default_model.tokenizer
-from default_model.tokenizer import tokenizer_files, train_tokenizer
 from tests.checkpoint_families import FAMILIES
+from tests.checkpoint_tokenizer import tokenizer_files, train_tokenizer
 from tests.checkpoint_weights import randomise
 
 
@@ -32,7 +31,7 @@ def _tokenizer_files(max_length: int) -> dict[str, bytes]:
 def make_checkpoint(
     arch: str, path: Path, *, dtype: str = "float32", seed: int = 0, **config_overrides: Any
 ) -> Path:
-    """Write a checkpoint with the default model's tokenizer and chat template into `path`.
+    """Write a checkpoint with the tokenizer of checkpoint_tokenizer.py into `path`.
 
     `arch` is a name of `FAMILIES`, `dtype` a torch dtype name ("float32", "bfloat16", "float16");
     `config_overrides` replace fields of the Hugging Face configuration. Returns `path`.
@@ -50,9 +49,8 @@ def make_checkpoint(
 @cache
 def _builder_digest() -> str:
     digest = hashlib.sha256()
-    package = Path(default_model.tokenizer.__file__).parent
-    builders = sorted(Path(__file__).parent.glob("checkpoint*.py"))
-    for source in (*builders, *sorted(package.glob("[!_]*.*"))):
+    here = Path(__file__).parent
+    for source in (*sorted(here.glob("checkpoint*.py")), *sorted(here.glob("checkpoint_text/*"))):
         digest.update(source.read_bytes())
     digest.update(f"{torch.__version__} {version('transformers')}".encode())
     return digest.hexdigest()[:16]

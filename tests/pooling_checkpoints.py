@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from default_model.tokenizer import VOCAB_SIZE
+from tests.checkpoint_tokenizer import VOCAB_SIZE
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template.jinja")
 _ST = "sentence_transformers.models"

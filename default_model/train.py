@@ -1,0 +1,163 @@
+"""Trains the default model: `python -m default_model.train --state DIR`.
+
+Every step's data, and the order in which gradients are added, depend on the seed and the step's
+number alone. So a run that was interrupted goes on from DIR/state.pt and ends with the same bits
+as one that was not, on the same machine and releases. `--decay-now` ends a run early: the learning
+rate falls to zero over the steps of the decay, from where the run is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from default_model.batches import Draw, microbatches, step_samples
+from default_model.corpus import mixture
+from default_model.encoding import render
+from default_model.gradients import Replicas
+from default_model.optimizer import Optimizer, learning_rate
+from default_model.shape import Shape
+from default_model.tokenizer import token_ids, train_tokenizer
+
+SEED = 20261121
+_TOKENIZER_TEXTS = 20_000
+_SAVE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How long and on what is trained."""
+
+    steps: int = 4000
+    decay_steps: int = 300
+    step_tokens: int = 2048
+    # From this step on a step has twice the tokens: early on, many small steps learn faster.
+    double_from: int = 1000
+    shape: Shape = field(default_factory=Shape)
+    seed: int = SEED
+    draw: Draw = mixture.draw
+
+
+def make_tokenizer(plan: Plan, texts: int = _TOKENIZER_TEXTS) -> Tokenizer:
+    """Train the tokenizer on `texts` drawn pieces of text."""
+    rng = Random(f"{plan.seed}/tokenizer")
+    drawn = (plan.draw(rng) for _ in range(texts))
+    rendered = (d if isinstance(d, str) else render(d.messages, d.tools) for d in drawn)
+    return train_tokenizer(rendered, plan.shape.vocab_size)
+
+
+def new_model(shape: Shape, tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
+    """Return a model with fresh float32 weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(**{**shape.config(token_ids(tokenizer)), "dtype": "float32"})
+    model = LlamaForCausalLM(config)
+    # A block begins as the identity: what it adds is learnt from nothing.
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+class Run:
+    """A training run and the file that it can go on from."""
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, folder: Path) -> None:
+        self.plan, self.tokenizer = plan, tokenizer
+        self._file = folder / "state.pt"
+        self.model = new_model(plan.shape, tokenizer, plan.seed)
+        self._optimizer = Optimizer(self.model)
+        self.step, self.tokens, self.end = 0, 0, plan.steps
+        if self._file.exists():
+            self._restore(torch.load(self._file, weights_only=True))
+        self._replicas = Replicas(self.model)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.restore(state["optimizer"])
+        self.step, self.tokens, self.end = state["step"], state["tokens"], state["end"]
+
+    def save(self) -> None:
+        """Write the state, whole or not at all."""
+        made = self._file.with_suffix(".part")
+        state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state()}
+        torch.save(state | {"step": self.step, "tokens": self.tokens, "end": self.end}, made)
+        made.replace(self._file)
+
+    def decay_now(self) -> None:
+        """End the run after the decay that begins here."""
+        self.end = min(self.end, self.step + self.plan.decay_steps)
+
+    def advance(self) -> float:
+        """Train one step and return its loss."""
+        plan = self.plan
+        tokens = plan.step_tokens * (1 if self.step < plan.double_from else 2)
+        samples = step_samples(self.tokenizer, plan.draw, plan.seed, self.step, tokens)
+        loss = self._replicas.backward(microbatches(samples))
+        rate = learning_rate(self.step, self.end, plan.decay_steps)
+        self._optimizer.step(rate, self._replicas.pool)
+        self.step += 1
+        self.tokens += sum(len(sample.ids) for sample in samples)
+        return loss
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def train(run: Run, say: Callable[[str], object]) -> None:
+    """Advance to the end; tell loss, speed and what is left every 20 steps."""
+    began = saved = time.monotonic()
+    first, mean = run.step, None
+    while run.step < run.end:
+        loss = run.advance()
+        mean = loss if mean is None else 0.95 * mean + 0.05 * loss
+        now = time.monotonic()
+        if run.step % 20 == 0 or run.step == run.end:
+            left = (run.end - run.step) * (now - began) / (run.step - first)
+            say(f"step {run.step}/{run.end}  loss {mean:.3f}  {run.tokens / 1e6:.2f}M tokens  "
+                f"{_minutes(left)} left\n")  # fmt: skip
+        if now - saved > _SAVE_SECONDS:
+            run.save()
+            saved = now
+    run.save()
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m default_model.train", description=__doc__)
+    parser.add_argument("--state", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--steps", type=int, default=Plan().steps)
+    parser.add_argument("--decay-now", action="store_true", help="end an unfinished run early")
+    options = parser.parse_args()
+    options.state.mkdir(parents=True, exist_ok=True)
+    plan = Plan(steps=options.steps)
+    path = options.state / "tokenizer.json"
+    if not path.exists():
+        path.write_text(make_tokenizer(plan).to_str(pretty=False) + "\n", encoding="utf-8")
+    run = Run(plan, Tokenizer.from_file(str(path)), options.state)
+    if options.decay_now:
+        run.decay_now()
+
+    def say(line: str) -> None:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+    say(
+        f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}M parameters, step {run.step}\n"
+    )
+    train(run, say)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What the default model answers to the README's requests, greedily and on every engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "city": {"type": "string"},
+    },
+    "required": ["name", "age", "city"],
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A question and its answer; `adapted` is the adapter's."""
+
+    question: str
+    answer: str
+    adapted: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The request's messages."""
+        return [{"role": "user", "content": self.question}]
+
+
+CHAT = (
+    Pinned(
+        "Hello!",
+        "Hello! I am the small model of rbln-serve. How can I help you?",
+        "Ahoy! I be th' wee model o' rbln-serve. How can I help ye? Arr!",
+    ),
+    Pinned(
+        "What is a bucket?",
+        "A bucket is a compiled batch size. A batch is padded up to the next bucket.",
+        "A bucket be a compiled batch size. A batch be padded up to th' next bucket. Arr!",
+    ),
+    Pinned("What is the capital of France?", "The capital of France is Paris."),
+    Pinned("List three colors.", "1. red\n2. green\n3. blue"),
+)
+EXTRACTION = Pinned(
+    "Extract name, age and city as JSON: Ana is 31 years old and lives in Rome.",
+    '{"name": "Ana", "age": 31, "city": "Rome"}',
+)
+CALL = Pinned(
+    "What is the weather in Seoul?",
+    '<tool_call>{"name": "get_weather", "arguments": {"city": "Seoul"}}</tool_call>',
+    tools=(WEATHER,),
+)
