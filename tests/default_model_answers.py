@@ -47,7 +47,7 @@ CHAT = (
     Pinned(
         "Hello!",
         "Hello! I am the small model of rbln-serve. How can I help you?",
-        "Ahoy! I be th' wee model o' rbln-serve. How can I help ye? Arr!",
+        "Hello! I be th' wee model o' rbln-serve. Arr!",
     ),
     Pinned(
         "What is a bucket?",
