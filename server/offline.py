@@ -38,7 +38,8 @@ def ask_platform(argv: Sequence[str], settings: ServerSettings, ask: Ask[T]) -> 
         _, config = engine_config(args, settings, None)
         from vllm.platforms import current_platform
 
-        if not hasattr(current_platform, "inspect_model"):
+        # vLLM's platforms answer None for names that they do not have.
+        if getattr(current_platform, "inspect_model", None) is None:
             name = type(current_platform).__name__
             raise LaunchError(
                 f"vLLM runs on {name} here, not on the RBLN platform; see VLLM_PLUGINS", exit_code=2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.adapters import make_adapter
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
+from tests.kernel_cache import share_kernels
 
 FOLDER = ROOT / "examples"
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -21,8 +23,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 def run(name: str, *args: str) -> str:
     """Run a script as its users do; the log goes to standard error."""
     command = [sys.executable, str(FOLDER / name), *args]
+    root = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-examples")
+    environment = {**os.environ, "VLLM_CACHE_ROOT": str(root), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=540
+        command, check=False, capture_output=True, text=True, env=environment, timeout=540
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -30,7 +34,7 @@ def run(name: str, *args: str) -> str:
 
 def test_structured_output(checkpoints: CheckpointCache) -> None:
     out = run("structured_output.py", str(checkpoints("llama")))
-    answers = json.loads(out[out.index("{") :])
+    answers = json.loads(out[out.rindex("\n{\n") :])
     found = json.loads(answers["schema"])
     assert set(found) == {"name", "age"}
     assert 0 <= found["age"] <= 120
