@@ -91,6 +91,7 @@ def test_the_worker_drives_the_documented_interface(
     assert not seen["emulated"], "a real device gets vLLM's operators, not the emulator's kernels"
 
 
+@pytest.mark.wide
 def test_window_layers_are_compiled_as_the_documented_ops(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:

@@ -19,6 +19,9 @@ from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import Reference, reference_generate
 
+# One of each kind of attention, position and norm; the others are wide.
+ALWAYS = {"llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt_neox", "opt"}
+
 pytestmark = [
     pytest.mark.engine,
     # Of vLLM's own reading of a configuration.
@@ -98,7 +101,10 @@ def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> l
     return [reference_generate(checkpoint, prompt, num_tokens) for prompt in prompts]
 
 
-@pytest.mark.parametrize("arch", REQUIRED)
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=() if arch in ALWAYS else pytest.mark.wide) for arch in REQUIRED],
+)
 def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
     import_model(checkpoint)

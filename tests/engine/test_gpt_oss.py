@@ -21,7 +21,7 @@ PROMPT_LENGTHS = [1, 2, 15, 47, 48, 49, 64, 65, 97, 145, 192]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 
 
-@pytest.mark.parametrize("kernels", ["native", "aten"])
+@pytest.mark.parametrize("kernels", ["native", pytest.param("aten", marks=pytest.mark.wide)])
 def test_each_prompt_alone(engines: Engines, kernels: str) -> None:
     engine = engines("gpt_oss", rbln={"kernels": kernels})
     for prompt in make_prompts(PROMPT_LENGTHS, seed=40):

@@ -41,7 +41,7 @@ load_kernels(Path({root!r}), "native")
     ("options", "tolerance"),
     [
         (TENSOR, ROUNDING),
-        (PIPELINE, NONE),
+        pytest.param(PIPELINE, NONE, marks=wide),
         pytest.param(TENSOR | PIPELINE, ROUNDING, marks=wide),
         pytest.param(DATA, NONE, marks=wide),
         pytest.param(TENSOR | DATA, ROUNDING, marks=wide),

@@ -32,6 +32,7 @@ def run(name: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.wide
 def test_structured_output(checkpoints: CheckpointCache) -> None:
     out = run("structured_output.py", str(checkpoints("llama")))
     answers = json.loads(out[out.rindex("\n{\n") :])

@@ -220,6 +220,7 @@ def test_without_our_platform(folder: Any) -> None:
     assert "not on the RBLN platform" in done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("feature", ["state space", "chunked attention"])
 def test_serve_refuses_for_the_same_reason(folder: Any, tmp_path: Path, feature: str) -> None:
     """One is found in the configuration, the other by the engine process in a layer's cache.

@@ -19,6 +19,7 @@ def _report(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.wide
 def test_a_broken_kernel_fails_the_run_and_its_layer_is_named(
     checkpoints: CheckpointCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
