@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes, suggest_buckets
+from rbln_backend.bucketing.tuner import StepTimes, padding_share, suggest_buckets
 from rbln_backend.bucketing.usage import PHASES, Usage
 
 LIMITS = {"prefill": 6, "decode": 32}
@@ -30,8 +30,7 @@ def _phase(usage: Usage, phase: str, limit: int) -> dict[str, Any] | None:
     if not sizes:
         return None
     table = BucketTable(tuple(sizes))
-    # Sizes from a time when larger ones were allowed say nothing of this engine.
-    counts = {n: steps for n, steps in recorded.steps_by_size.items() if n <= table.largest}
+    counts = recorded.fitting(table.largest)
     if not counts:
         return None
     found = suggest_buckets(counts, StepTimes(recorded.mean_seconds()), table, limit)
@@ -40,8 +39,8 @@ def _phase(usage: Usage, phase: str, limit: int) -> dict[str, Any] | None:
         "current": list(table.sizes),
         "suggested": list(found.buckets),
         "saving": round(found.saving, 4),
-        "padding_now": _padding(counts, table),
-        "padding_then": _padding(counts, BucketTable(found.buckets)),
+        "padding_now": round(padding_share(counts, table), 4),
+        "padding_then": round(padding_share(counts, BucketTable(found.buckets)), 4),
         "setting": _SETTINGS[phase].format(sizes=list(found.buckets)),
     }
 
@@ -51,10 +50,3 @@ _SETTINGS = {
     "decode": '--additional-config \'{{"rbln": {{"decode_batch_bucket_strategy": "manual", '
     '"decode_batch_bucket_manual_buckets": {sizes}}}}}\'',
 }
-
-
-def _padding(counts: dict[int, int], table: BucketTable) -> float:
-    """Return the share of what is computed that is padding."""
-    useful = sum(size * steps for size, steps in counts.items())
-    computed = sum(table.find(size) * steps for size, steps in counts.items())
-    return round(1 - useful / computed, 4)

@@ -97,6 +97,13 @@ def suggest_buckets(
     )
 
 
+def padding_share(counts: Mapping[int, int], table: BucketTable) -> float:
+    """Return the share of the rows, or tokens, computed that held nothing; 0 without steps."""
+    real = sum(size * count for size, count in counts.items())
+    computed = sum(table.find(size) * count for size, count in counts.items())
+    return 1.0 - real / computed if computed else 0.0
+
+
 def _best_set(
     sizes: Sequence[int], counts: Sequence[int], times: StepTimes, limit: int
 ) -> tuple[int, ...]:

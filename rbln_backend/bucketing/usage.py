@@ -43,6 +43,10 @@ class PhaseUsage:
         _add(self.steps_by_bucket, other.steps_by_bucket)
         _add(self.seconds_by_bucket, other.seconds_by_bucket)
 
+    def fitting(self, largest: int) -> dict[int, int]:
+        """Return the steps by size without larger sizes, which another engine allowed."""
+        return {size: steps for size, steps in self.steps_by_size.items() if size <= largest}
+
     def mean_seconds(self) -> dict[int, float]:
         """Return the mean seconds of a step, by bucket."""
         return {

@@ -105,10 +105,10 @@ def _of_usage(name: str, usage: Usage) -> Work | None:
 
 
 def _fitting(phases: Mapping[str, PhaseUsage], tables: Tables) -> dict[str, PhaseUsage]:
-    """Without sizes from a time when larger ones were allowed: they say nothing of this engine."""
+    """Without sizes that only an earlier engine allowed; its step times still hold."""
     return {
         phase: PhaseUsage(
-            {n: c for n, c in usage.steps_by_size.items() if n <= tables[phase].largest},
+            usage.fitting(tables[phase].largest),
             dict(usage.steps_by_bucket),
             dict(usage.seconds_by_bucket),
         )

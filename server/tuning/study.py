@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes, suggest_buckets
+from rbln_backend.bucketing.tuner import StepTimes, padding_share, suggest_buckets
 from rbln_backend.bucketing.usage import PHASES, Usage
 from rbln_backend.simulator import Arrival, Schedule, Shapes, simulate
 from server.tuning.measure import (
@@ -206,11 +206,4 @@ def _seconds(counts: Counts, tables: Tables, times: Mapping[str, StepTimes]) -> 
 
 
 def _paddings(counts: Counts, tables: Tables) -> dict[str, float]:
-    """The share of rows, or tokens, that held nothing."""
-    found = {}
-    for phase in PHASES:
-        real = sum(size * count for size, count in counts[phase].items())
-        table = tables[phase]
-        computed = sum(table.find(size) * count for size, count in counts[phase].items())
-        found[phase] = 1.0 - real / computed if computed else 0.0
-    return found
+    return {phase: padding_share(counts[phase], tables[phase]) for phase in PHASES}
