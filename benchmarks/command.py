@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from benchmarks.engine_process import EngineProcessError
 from benchmarks.machine import Machine
+from benchmarks.models import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
 # Threads of one engine wait for each other many times a step, so a little company costs much.
@@ -71,6 +72,17 @@ class Command(Generic[RunT]):
         if args.save:
             save(self.name, run.started, run.machine, report, self.to_json(run))
         return 0
+
+
+def add_model_and_batch(parser: argparse.ArgumentParser, model: str) -> None:
+    """Add `--model`, one of `SHAPES` or a folder, and `--batch`, sizes of decode batches."""
+    parser.add_argument(
+        "--model",
+        default=model,
+        metavar="SIZE|PATH",
+        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: {model})",
+    )
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
 
 
 def positive(text: str) -> int:

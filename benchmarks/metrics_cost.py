@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import Command, positive, say
+from benchmarks.command import Command, add_model_and_batch, positive, say
 from benchmarks.machine import busy_cpu_seconds, describe_machine
 from benchmarks.metrics_calls import time_calls
 from benchmarks.metrics_http import compare_servers
 from benchmarks.metrics_report import Pairs, Run, markdown, to_json
-from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
+from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.step_profile import DecodeLoad, start_engine
 from benchmarks.unmetered import unmetered
 
@@ -42,13 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics_cost", description=__doc__)
-    parser.add_argument(
-        "--model",
-        default="15m",
-        metavar="SIZE|PATH",
-        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 15m)",
-    )
-    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
+    add_model_and_batch(parser, "15m")
     parser.add_argument("--steps", type=positive, default=400, help="per sample (default: 400)")
     parser.add_argument("--rounds", type=positive, default=15, help="pairs (default: 15)")
     parser.add_argument("--http", action="store_true", help="two servers as well")

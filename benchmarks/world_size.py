@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Command, positive, say
+from benchmarks.command import Command, add_model_and_batch, positive, say
 from benchmarks.engine_process import OURS, EngineProcess, Side
 from benchmarks.machine import busy_cpu_seconds, describe_machine
-from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
+from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.world_size_report import Run, Sample, markdown, to_json
 
 MAX_MODEL_LEN = 512
@@ -41,13 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.world_size", description=__doc__)
-    parser.add_argument(
-        "--model",
-        default="160m",
-        metavar="SIZE|PATH",
-        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 160m)",
-    )
-    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
+    add_model_and_batch(parser, "160m")
     parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
     parser.add_argument("--output-tokens", type=positive, default=128, help="default: 128")
     return parser
