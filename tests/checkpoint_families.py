@@ -286,6 +286,8 @@ MIXTURES: Mapping[str, Family] = {
         num_experts_per_tok=3,
         intermediate_size=80,
         rotary_dim=16,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
     ),
 }
 

@@ -38,8 +38,15 @@ def reference_generate(
 
     With `ignore_eos` false the end-of-sequence token ends the continuation and is its last token.
     """
+    return _generate(path, tuple(prompt_token_ids), max_tokens, ignore_eos)
+
+
+@lru_cache(maxsize=256)
+def _generate(
+    path: Path, prompt_token_ids: tuple[int, ...], max_tokens: int, ignore_eos: bool
+) -> Reference:
     model = _load(path)
-    prompt = torch.tensor([list(prompt_token_ids)])
+    prompt = torch.tensor([prompt_token_ids])
     with torch.inference_mode():
         out = model.generate(
             prompt,

@@ -16,7 +16,15 @@ from rbln_backend.compiler.views import elide_output_buffers, simplify_views
 from rbln_backend.emulator.packing import PACKABLE_DTYPES, can_pack
 
 _LINEAR_TARGETS = (torch._C._nn.linear, torch.nn.functional.linear)
-_GELU_TARGETS = (torch._C._nn.gelu, torch.nn.functional.gelu)
+_ACTIVATIONS = {
+    torch._C._nn.gelu: "gelu",
+    torch.nn.functional.gelu: "gelu",
+    torch.nn.functional.silu: "silu",
+    torch.nn.functional.softplus: "softplus",
+    torch.sigmoid: "sigmoid",
+    torch.nn.functional.sigmoid: "sigmoid",
+    "sigmoid": "sigmoid",
+}
 _LAYER_NORM = ("weight", "bias", "eps")
 
 
@@ -73,11 +81,11 @@ def _call_kernels(graph: fx.Graph) -> None:
     ops = torch.ops.rbln_emulator
     for node in list(graph.nodes):
         value = example(node)
-        if value is None or value.dtype not in PACKABLE_DTYPES or node.op != "call_function":
+        if value is None or value.dtype not in PACKABLE_DTYPES:
             continue
-        if node.target in _GELU_TARGETS:
-            function = "gelu_tanh" if _given(node, 1, "approximate") == "tanh" else "gelu"
-            node.target, node.args = ops.activate.default, (node.args[0], function, False)
+        if (function := _activation(node)) is not None:
+            node.op, node.target = "call_function", ops.activate.default
+            node.args = (node.args[0], function, False)
         elif node.target is torch.nn.functional.layer_norm and _is_plain_norm(node):
             weight, bias, eps = (_given(node, 2 + i, n) for i, n in enumerate(_LAYER_NORM))
             eps = 1e-5 if eps is None else eps
@@ -85,6 +93,20 @@ def _call_kernels(graph: fx.Graph) -> None:
         else:
             continue
         node.kwargs = {}
+
+
+def _activation(node: fx.Node) -> str | None:
+    """The name of the kernel's function that computes what the node does, if there is one."""
+    if node.op not in ("call_function", "call_method") or node.target not in _ACTIVATIONS:
+        return None
+    function, x = _ACTIVATIONS[node.target], example(node.args[0])
+    if x is None or x.dtype not in PACKABLE_DTYPES or x.dim() == 0:
+        return None
+    if function == "gelu":
+        return "gelu_tanh" if _given(node, 1, "approximate") == "tanh" else "gelu"
+    # In place, or a softplus of another shape.
+    is_plain = len(node.args) == 1 and not any(node.kwargs.values())
+    return function if is_plain else None
 
 
 def _given(node: fx.Node, place: int, name: str) -> Any:

@@ -1,5 +1,8 @@
-// The functions between the two linears of an MLP, with or without a gate, rounded once.
+// The functions between the two linears of an MLP, with or without a gate, and those of gates and
+// routers, rounded once. A value has the same bits wherever in a tensor it stands; ATen's own differ
+// between the body of a vector loop and its end.
 #include <algorithm>
+#include <cmath>
 
 #include "kernels.h"
 #include "simd.h"
@@ -64,6 +67,21 @@ struct ReluSquared {
   }
 };
 
+struct Sigmoid {
+  static VecF apply(VecF x) { return times_sigmoid(broadcast(1.0f), x); }
+};
+
+// log(1 + exp(x)), which routers take of a few scores: no vector logarithm is worth having for it.
+struct Softplus {
+  static VecF apply(VecF x) {
+    float lanes[kLanes];
+    store(lanes, x);
+    for (float& lane : lanes)
+      lane = (lane > 0.0f ? lane : 0.0f) + std::log1p(std::exp(-std::abs(lane)));
+    return load(lanes);
+  }
+};
+
 template <class T, class Function>
 void run(const ActivationArgs& args) {
   const int64_t chunks = (args.width + kChunk - 1) / kChunk;
@@ -91,6 +109,8 @@ void choose(const ActivationArgs& args) {
     case Activation::gelu_tanh: return run<T, GeluTanh>(args);
     case Activation::quick_gelu: return run<T, QuickGelu>(args);
     case Activation::relu2: return run<T, ReluSquared>(args);
+    case Activation::sigmoid: return run<T, Sigmoid>(args);
+    case Activation::softplus: return run<T, Softplus>(args);
   }
 }
 

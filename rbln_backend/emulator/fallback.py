@@ -69,17 +69,19 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
 }
 
 
 def activate(x: Tensor, function: str, gated: bool) -> Tensor:
-    apply = _ACTIVATIONS[function]
+    apply = ACTIVATIONS[function]
     if not gated:
         return apply(x.float()).to(x.dtype).contiguous()
     gate, up = x.float().chunk(2, dim=-1)

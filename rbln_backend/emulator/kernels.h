@@ -70,7 +70,7 @@ struct LayerNormArgs {
 };
 void layer_norm(const LayerNormArgs& args);
 
-enum class Activation { silu, gelu, gelu_tanh, quick_gelu, relu2 };
+enum class Activation { silu, gelu, gelu_tanh, quick_gelu, relu2, sigmoid, softplus };
 
 struct ActivationArgs {
   Dtype dtype;

@@ -120,9 +120,11 @@ rbln::Activation activation_of(std::string_view name) {
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "quick_gelu") return Activation::quick_gelu;
-  TORCH_CHECK(name == "relu2", "function '", name,
-              "' is none of silu, gelu, gelu_tanh, quick_gelu, relu2");
-  return Activation::relu2;
+  if (name == "relu2") return Activation::relu2;
+  if (name == "sigmoid") return Activation::sigmoid;
+  TORCH_CHECK(name == "softplus", "function '", name,
+              "' is none of silu, gelu, gelu_tanh, quick_gelu, relu2, sigmoid, softplus");
+  return Activation::softplus;
 }
 
 Tensor activate(const Tensor& x, std::string_view function, bool gated) {

@@ -41,7 +41,8 @@ SCHEMAS = {
     ),
     "layer_norm": "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
     # function: "silu", "gelu" (of the error function), "gelu_tanh", "quick_gelu" (x times the
-    # sigmoid of 1.702 x) or "relu2". gated: that of the first half of a row times the second half.
+    # sigmoid of 1.702 x), "relu2", "sigmoid" or "softplus". gated: that of the first half of a row
+    # times the second half.
     "activate": "(Tensor x, str function, bool gated) -> Tensor",
     "rotary_embedding": (
         "(Tensor positions, Tensor q, Tensor k, Tensor cos_sin_cache, int head_size, bool is_neox)"

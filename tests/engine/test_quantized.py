@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.adapters import make_adapter, merge
 from tests.engine.conftest import Engine, Engines
+from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
 from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.engine
 PROMPT_LENGTHS, NUM_TOKENS = [1, 17, 64, 130], 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 W4 = Recipe(bits=4, group_size=64)
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 Make = Callable[..., Path]
 
 
@@ -136,3 +139,29 @@ def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
     for prompt, output in zip(prompts, outputs, strict=True):
         expected = reference_generate(merged, prompt, NUM_TOKENS).token_ids
         assert list(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("arch", "recipe"),
+    [
+        ("llama", W4),
+        ("llama", Recipe(format="gptq", bits=8, group_size=CHANNEL)),
+        ("qwen3_moe", W4),
+    ],
+    ids=str,
+)
+def test_ranks_share_packed_weights(
+    engines: Engines,
+    make: Make,
+    tmp_path: Path,
+    arch: str,
+    recipe: Recipe,
+    options: dict[str, Any],
+) -> None:
+    sizes = {} if arch == "llama" else {"moe_intermediate_size": 128}
+    engine = engines.fresh(checkpoint=make(arch, recipe, **sizes))
+    prompts = make_prompts(PROMPT_LENGTHS, seed=73)
+    answers = run_ranks(engine.checkpoint, tmp_path, prompts, **options)
+    assert_as_one_rank(engine, prompts, answers, 1e-4)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.checkpoints import CheckpointCache
@@ -63,13 +64,22 @@ def test_a_model_that_can_run_is_described(folder: Any) -> None:
 
 def test_what_is_told_is_what_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
-    told = verdict(checkpoint, *FLAGS)
-    with RealServer(checkpoint, tmp_path) as server:
+    room = ("--kv-cache-memory-bytes", str(64 << 20))
+    told = verdict(checkpoint, *FLAGS, *room)
+    with RealServer(checkpoint, tmp_path, *room) as server:
         ready: Any = server.until_ready()
         weight_bytes = server.metric('rbln_device_memory_bytes{kind="weights"')
+        kv_bytes = server.metric('rbln_device_memory_bytes{kind="kv"')
+        blocks = server.metric("rbln_kv_blocks{")
+        resident = psutil.Process(server.engine_pid()).memory_info().rss
     assert told["num_graphs"] == ready["graphs"]["total"]
     assert told["weight_bytes"] == weight_bytes
     assert told["dtype"] == "float32"
+    # One block is nobody's: padded rows write there.
+    assert told["memory"]["num_blocks"] == blocks + 1
+    assert told["memory"]["kv_bytes"] == kv_bytes
+    # An estimate, of which the libraries of the process are most.
+    assert told["memory"]["needed_bytes"] == pytest.approx(resident, rel=0.5)
 
 
 def test_windows_and_full_attention_are_groups(folder: Any) -> None:

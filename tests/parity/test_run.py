@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.parity.command import main
+from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
 from tests.parity.broken_worker import BROKEN_LAYER
+from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
 
 SMALL = ["--max-tokens", "6", "--max-batched", "32", "--max-model-len", "256", "--no-color"]
 
@@ -59,6 +61,37 @@ def test_the_rbln_path_agrees_with_the_cpu_backend(
         assert pair["summary"]["max_delta"] < 1e-3
     assert report["bisection"]["departure"] is None
     assert (tmp_path / "r.html").read_text().count("<svg") == 4
+
+
+@pytest.mark.wide
+def test_both_sides_use_an_adapter(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    checkpoint = checkpoints("llama", dtype="float32")
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=5, rank=8)
+    model = ["--model", str(checkpoint), "--num-prompts", "2", "--dtype", "float32"]
+    texts = []
+    for name, lora in (("plain", []), ("adapted", ["--lora", str(adapter)])):
+        file = tmp_path / f"{name}.json"
+        more = ["--transformers", "--json", str(file), "--max-mean-delta", "0.001"]
+        assert main([*model, *SMALL, *more, *lora]) == 0
+        report = _report(file)
+        assert all(pair["summary"]["max_delta"] < 1e-3 for pair in report["pairs"])
+        texts.append([prompt["texts"] for prompt in report["pairs"][0]["prompts"]])
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "recipe", [Recipe(bits=4, group_size=64), Recipe(format="gptq", bits=8, group_size=CHANNEL)]
+)
+def test_packed_weights_agree_with_those_they_stand_for(recipe: Recipe, tmp_path: Path) -> None:
+    """transformers reads the plain weights; the CPU backend's kernels ask for bfloat16."""
+    checkpoint = make_quantized_checkpoint("llama", tmp_path / "model", recipe)
+    file = tmp_path / "r.json"
+    model = ["--model", str(checkpoint), "--num-prompts", "2", "--dtype", "float32"]
+    more = ["--reference", "transformers", "--json", str(file), "--max-mean-delta", "0.001"]
+    assert main([*model, *SMALL, *more]) == 0
+    (pair,) = _report(file)["pairs"]
+    assert pair["summary"]["max_delta"] < 1e-3
 
 
 @pytest.mark.wide

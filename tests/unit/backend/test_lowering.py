@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
@@ -162,3 +163,27 @@ def test_a_weight_that_somebody_else_reads_is_copied(shared: str, native_kernels
     table.pack_weights(programs)
     assert torch.equal(table.resolve("packed:head.weight", {}), pack_reference(plain))
     assert torch.equal(table.resolve("param:head.weight", {}), plain)
+
+
+class Gates(nn.Module):
+    """As routers and shared experts write them; the last three have no kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = torch.sigmoid(x) + x.sigmoid() + functional.silu(x) + functional.softplus(x)
+        return known + functional.softplus(x, 2.0) + torch.tanh(x) + torch.sigmoid(x.int()).float()
+
+
+def test_gates_have_the_same_bits_in_every_batch(native_kernels: None) -> None:
+    """ATen's differ between the body of its vector loop and what is left at the end."""
+    x = torch.randn(64, 7)
+    program = capture(Gates(), (x,), TensorTable(lambda weight: weight), {"x": x})
+    lowered = lower_graph(program, pack_linear=True)
+    assert targets(lowered).count("rbln_emulator.activate.default") == 4
+    expected, at_once = Gates()(x), fx.GraphModule({}, lowered.graph)(x)[0]
+    torch.testing.assert_close(at_once, expected)
+    kernels = [n.args[1] for n in lowered.graph.nodes if "activate" in str(n.target)]
+    for function in kernels:
+        at_once = torch.ops.rbln_emulator.activate(x, function, False)
+        for rows in (1, 2, 3, 16):
+            alone = torch.ops.rbln_emulator.activate(x[:rows], function, False)
+            assert torch.equal(alone, at_once[:rows])

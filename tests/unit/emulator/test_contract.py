@@ -29,7 +29,7 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ("layer_norm", (x[::2], scale, residual[0], 1e-5)),
         *(
             ("activate", (x.T.contiguous().T, function, gated))
-            for function in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu2")
+            for function in fallback.ACTIVATIONS
             for gated in (True, False)
         ),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),

@@ -69,6 +69,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
 }
 
 
