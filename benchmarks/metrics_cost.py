@@ -1,8 +1,8 @@
 """What our own metrics cost: decode steps and HTTP loads with them and without, and single calls.
 
-``python -m benchmarks.metrics_cost --model 15m --batch 1 8 --http --save``. One engine in this
-process runs the same steps in turn with and without recorders (benchmarks/unmetered.py); two
-servers, of which one records nothing, get the same loads in turn. See benchmarks/README.md.
+``python -m benchmarks.metrics_cost --model 15m --batch 1 8 --http --save``. An engine in this
+process takes a few steps with recorders and a few without, and so on (benchmarks/unmetered.py), and
+so do the streams of a server. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +21,20 @@ from typing import TYPE_CHECKING
 from benchmarks.command import Command, add_model_and_batch, positive, say
 from benchmarks.machine import busy_cpu_seconds, describe_machine
 from benchmarks.metrics_calls import time_calls
-from benchmarks.metrics_http import compare_servers
+from benchmarks.metrics_http import compare_loads
 from benchmarks.metrics_report import Pairs, Run, markdown, to_json
 from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.step_profile import DecodeLoad, start_engine
-from benchmarks.unmetered import unmetered
+from benchmarks.unmetered import Switch, install
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
 _BUCKETS = tuple(range(1, 33))
 _PROMPT_TOKENS = 32
+# Few, since the machine drifts within a tenth of a second; several, since a step finds the caches
+# as the one before left them; odd, since a step's time depends on the context's length modulo 16.
+_STEPS_A_TURN = 7
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.metrics_cost", description=__doc__)
     add_model_and_batch(parser, "15m")
     parser.add_argument("--steps", type=positive, default=400, help="per sample (default: 400)")
-    parser.add_argument("--rounds", type=positive, default=15, help="pairs (default: 15)")
-    parser.add_argument("--http", action="store_true", help="two servers as well")
-    parser.add_argument("--http-rounds", type=positive, default=7, help="pairs (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=40, help="pairs (default: 40)")
+    parser.add_argument("--http", action="store_true", help="a server as well")
+    parser.add_argument("--http-rounds", type=positive, default=40, help="pairs (default: 40)")
     return parser
 
 
@@ -59,7 +61,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         steps = _compare_steps(checkpoint, args, Path(folder) / "engine")
         loads = []
         if args.http:
-            loads = compare_servers(checkpoint, args.batch, args.http_rounds, Path(folder) / "http")
+            loads = compare_loads(checkpoint, args.batch, args.http_rounds, Path(folder) / "http")
     return Run(
         started=started,
         command=command,
@@ -75,26 +77,22 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 def _compare_steps(checkpoint: Checkpoint, args: argparse.Namespace, run_dir: Path) -> list[Pairs]:
     say(f"starting an engine for {checkpoint.name}")
     core = start_engine(checkpoint, max(args.batch), run_dir)
+    switch = Switch(run_dir / "switch")
+    undo = install(switch)
     try:
-        return [_compare_batch(core, checkpoint, batch, args) for batch in args.batch]
+        return [_compare_batch(core, checkpoint, batch, switch, args) for batch in args.batch]
     finally:
+        undo()
         core.shutdown()
 
 
 def _compare_batch(
-    core: EngineCore, checkpoint: Checkpoint, batch: int, args: argparse.Namespace
+    core: EngineCore, checkpoint: Checkpoint, batch: int, switch: Switch, args: argparse.Namespace
 ) -> Pairs:
     load = DecodeLoad(core, checkpoint, batch, _PROMPT_TOKENS, 0.0)
-    _median_step(core, load, args.steps)
+    _sample(core, load, switch, args.steps)
     wall, own, everybody = time.perf_counter(), time.process_time(), busy_cpu_seconds()
-    pairs = []
-    for turn in range(args.rounds):
-        found: dict[bool, float] = {}
-        # Who goes first changes, for the machine drifts.
-        for metered in (True, False) if turn % 2 else (False, True):
-            with nullcontext() if metered else unmetered():
-                found[metered] = _median_step(core, load, args.steps)
-        pairs.append((found[True], found[False]))
+    pairs = [_sample(core, load, switch, args.steps) for _ in range(args.rounds)]
     wall = time.perf_counter() - wall
     other = busy_cpu_seconds() - everybody - (time.process_time() - own)
     result = Pairs(f"batch {batch}", "µs a step", pairs, max(0.0, other) / wall)
@@ -102,14 +100,16 @@ def _compare_batch(
     return result
 
 
-def _median_step(core: EngineCore, load: DecodeLoad, steps: int) -> float:
-    """Return the median microseconds of a step: what else runs now and then does not count."""
-    taken = []
-    for _ in load.decode_steps(steps):
+def _sample(core: EngineCore, load: DecodeLoad, switch: Switch, steps: int) -> tuple[float, float]:
+    """Return the median microseconds of `steps` steps with metrics and of as many without."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for number, _ in enumerate(load.decode_steps(2 * steps)):
+        silent = number // _STEPS_A_TURN % 2
+        switch.turn(metered=not silent)
         started = time.perf_counter()
         core.step()
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken) * 1e6
+        taken[silent].append(time.perf_counter() - started)
+    return statistics.median(taken[0]) * 1e6, statistics.median(taken[1]) * 1e6
 
 
 if __name__ == "__main__":

@@ -1,62 +1,56 @@
-"""Two servers of one model, one of which records no metrics of ours, under the same loads."""
+"""Streams of one server, some tokens with metrics of ours, some without, and so on."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-import resource
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.command import say
-from benchmarks.load import Load
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.metrics_report import Pairs
 from benchmarks.models import Checkpoint
 from benchmarks.server_process import ServerProcess, Serving, free_port
 from benchmarks.sides import server_sides
 from benchmarks.text_checkpoint import prompt_text, text_checkpoint
-from benchmarks.unmetered import plugin_folder
+from benchmarks.unmetered import Switch, plugin_folder
 
 _MAX_MODEL_LEN = 1024
 _KV_CACHE_BYTES = 1 << 28
-_PROMPT_TOKENS, _OUTPUT_TOKENS, _REQUESTS = 32, 128, 4
-_BUDGET_S = 120.0
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 32, 900
+# See benchmarks.metrics_cost.
+_TOKENS_A_TURN = 7
+_EVENT = b"data: {"
 
 
-def compare_servers(
+def compare_loads(
     checkpoint: Checkpoint, concurrency: Sequence[int], rounds: int, folder: Path
 ) -> list[Pairs]:
-    """Return seconds of loads, by concurrency, of the server with metrics and of the one without.
+    """Return milliseconds between the tokens of a stream with and without metrics, by concurrency.
 
-    Raises ServerError if one does not start or answers an error.
+    Raises ServerError if the server does not start or answers an error.
     """
     folder.mkdir()
-    text_model = text_checkpoint(checkpoint.path)
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(_server(text_model, folder, metered=metered))
-            for metered in (True, False)
-        ]
-        for server in servers:
-            _load(server, 1, "warm")
-        return [_pairs(servers, level, rounds) for level in concurrency]
+    switch = plugin_folder(folder / "plugin")
+    with _server(text_checkpoint(checkpoint.path), folder) as server:
+        _sample(server, switch, 1, "warm")
+        return [_pairs(server, switch, level, rounds) for level in concurrency]
 
 
-def _server(text_model: Path, folder: Path, *, metered: bool) -> ServerProcess:
+def _server(text_model: Path, folder: Path) -> ServerProcess:
     ours = server_sides()["ours"]
-    root = Path(__file__).parents[1]
     # The checkout's own command: the installed one may be another's.
-    path = [] if metered else [str(plugin_folder(folder / "plugin"))]
+    path = [str(Path(__file__).parents[1]), str(folder / "plugin")]
     side = replace(
         ours,
         command=lambda s: [sys.executable, "-m", "server", *ours.command(s)[1:]],
-        env={**ours.env, "PYTHONPATH": ":".join([str(root), *path])},
+        env={**ours.env, "PYTHONPATH": ":".join(path)},
     )
     serving = Serving(
         text_model=text_model,
@@ -65,59 +59,69 @@ def _server(text_model: Path, folder: Path, *, metered: bool) -> ServerProcess:
         max_model_len=_MAX_MODEL_LEN,
         kv_cache_bytes=_KV_CACHE_BYTES,
     )
-    name = "with" if metered else "without"
-    say(f"starting a server {name} metrics")
-    return ServerProcess(side, serving, folder / f"{name}.log")
+    say("starting a server")
+    return ServerProcess(side, serving, folder / "server.log")
 
 
-def _pairs(servers: Sequence[ServerProcess], level: int, rounds: int) -> Pairs:
+def _pairs(server: ServerProcess, switch: Switch, level: int, rounds: int) -> Pairs:
     wall, everybody = time.perf_counter(), busy_cpu_seconds()
-    used, pairs = 0.0, []
-    for turn in range(rounds):
-        found = [0.0, 0.0]
-        for place in (0, 1) if turn % 2 else (1, 0):
-            found[place], cpu_s = _load(servers[place], level, str(turn))
-            used += cpu_s
-        pairs.append((found[0], found[1]))
+    before, own = server.cpu_seconds(), time.process_time()
+    pairs = [_sample(server, switch, level, str(turn)) for turn in range(rounds)]
     wall, everybody = time.perf_counter() - wall, busy_cpu_seconds() - everybody
-    result = Pairs(
-        f"HTTP, concurrency {level}", "ms a token", pairs, max(0.0, everybody - used) / wall
-    )
+    used = server.cpu_seconds().since(before)
+    ours = used.http + used.engine + time.process_time() - own
+    other = max(0.0, everybody - ours) / wall
+    result = Pairs(f"HTTP, concurrency {level}", "ms a token", pairs, other)
     say(f"  {result.label}: {result.cost:+.2%}")
     return result
 
 
-def _load(server: ServerProcess, level: int, seed: str) -> tuple[float, float]:
-    """Return milliseconds a token of one load, and the CPU seconds of the server and client."""
+def _sample(server: ServerProcess, switch: Switch, level: int, seed: str) -> tuple[float, float]:
+    """Return the median milliseconds between two tokens with metrics and without."""
     chooser = random.Random(seed)
-    texts = [prompt_text(chooser, _PROMPT_TOKENS) for _ in range(_REQUESTS * level)]
-    load = Load(
-        port=server.serving.port,
-        bodies=[server.body(text, _OUTPUT_TOKENS) for text in texts],
-        concurrency=level,
-        budget_seconds=_BUDGET_S,
-    )
-    with server.awake():
-        time.sleep(0.2)
-        before, clients = server.cpu_seconds(), _ended_children_s()
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.load"],
-            input=json.dumps(asdict(load)),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=2 * _BUDGET_S,
-        )
-        used = server.cpu_seconds().since(before)
-    answer = json.loads(done.stdout)
-    if wrong := [r["error"] for r in answer["requests"] if r["error"]]:
-        raise server.error(f"answered {len(wrong)} requests with errors, such as {wrong[0]!r}")
-    tokens = sum(request["tokens"] for request in answer["requests"])
-    cpu_s = used.http + used.engine + _ended_children_s() - clients
-    return answer["seconds"] / tokens * level * 1e3, cpu_s
+    bodies = [
+        server.body(prompt_text(chooser, _PROMPT_TOKENS), _OUTPUT_TOKENS) for _ in range(level)
+    ]
+    turns = _Turns(switch)
+
+    async def run() -> list[int]:
+        port = server.serving.port
+        streams = (_stream(port, body, turns, leads=not i) for i, body in enumerate(bodies))
+        return await asyncio.gather(*streams)
+
+    if min(asyncio.run(run())) < _OUTPUT_TOKENS // 2:
+        raise server.error("answered fewer tokens than it was asked for")
+    return statistics.median(turns.gaps[0]) * 1e3, statistics.median(turns.gaps[1]) * 1e3
 
 
-def _ended_children_s() -> float:
-    """Return the CPU seconds of this process's children that have ended: the clients."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+@dataclass
+class _Turns:
+    """Whose turn it is, and the seconds between tokens with metrics ([0]) and without ([1])."""
+
+    switch: Switch
+    number: int = 0
+    gaps: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+    def next(self) -> None:
+        self.number += 1
+        self.switch.turn(metered=not self.number % 2)
+
+
+async def _stream(port: int, body: dict[str, object], turns: _Turns, *, leads: bool) -> int:
+    """Read one answer; the stream that leads says when the turn ends. Returns its events."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(content)}\r\n"
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    events, last, turn = 0, 0.0, -1
+    while b"[DONE]" not in (data := await reader.read(1 << 16)) and data:
+        now = time.perf_counter()
+        count = data.count(_EVENT)
+        # A gap that a change of turns lies in is of neither.
+        if count == 1 and turn == turns.number:
+            turns.gaps[turn % 2].append(now - last)
+        last, turn, events = now, turns.number, events + count
+        if leads and events % _TOKENS_A_TURN == 0:
+            turns.next()
+    writer.close()
+    return events

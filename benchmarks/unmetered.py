@@ -1,18 +1,41 @@
 """This service without its metrics, to measure what they cost: a seam of the benchmarks alone.
 
-Nothing is recorded while `unmetered` lasts: the recorders of steps, KV blocks, masks and requests
-do nothing. A server is measured so as well: `plugin_folder` makes a distribution of nothing but an
-entry point, which vLLM calls in every process that has the folder on its path.
+While a `Switch` is off, the recorders of steps, KV blocks, masks and requests do nothing. It is a
+byte that processes share, so that it can be turned from one step to the next, in a server too:
+`plugin_folder` makes a distribution of nothing but an entry point, which vLLM calls in every
+process that has the folder on its path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-_PLUGIN = "[vllm.general_plugins]\nbench_unmetered = benchmarks.unmetered:silence\n"
+_ENTRY_POINT = "[vllm.general_plugins]\nbench_unmetered = bench_unmetered:install_switch\n"
+_MODULE = """
+from pathlib import Path
+from benchmarks.unmetered import Switch, install
+
+
+def install_switch():
+    install(Switch(Path(__file__).with_name("switch")))
+"""
+
+
+class Switch:
+    """Whether metrics are recorded: the first byte of a file, 0 for yes."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(b"\0")
+        with path.open("r+b") as file:
+            self.cell = mmap(file.fileno(), 1)
+
+    def turn(self, *, metered: bool) -> None:
+        """Take effect at the next call of a recorder, in every process."""
+        self.cell[0] = 0 if metered else 1
 
 
 def recorders() -> list[tuple[type, str]]:
@@ -31,32 +54,32 @@ def recorders() -> list[tuple[type, str]]:
     ]
 
 
-def silence() -> None:
-    """Let nothing be recorded in this process from now on."""
-    for owner, name in recorders():
-        setattr(owner, name, _nothing)
-
-
-@contextmanager
-def unmetered() -> Iterator[None]:
-    """Let nothing be recorded inside the block."""
+def install(switch: Switch) -> Callable[[], None]:
+    """Let `switch` decide in this process from now on; returns what undoes it."""
     before = [(owner, name, getattr(owner, name)) for owner, name in recorders()]
-    silence()
-    try:
-        yield
-    finally:
+    for owner, name, method in before:
+        setattr(owner, name, _switched(method, switch.cell))
+
+    def undo() -> None:
         for owner, name, method in before:
             setattr(owner, name, method)
 
+    return undo
 
-def plugin_folder(folder: Path) -> Path:
-    """Make `folder` one that silences every vLLM process that has it in PYTHONPATH."""
+
+def plugin_folder(folder: Path) -> Switch:
+    """Make `folder` one that installs the switch in every vLLM process that can import from it."""
     dist = folder / "bench_unmetered-0.dist-info"
     dist.mkdir(parents=True)
     (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-unmetered\nVersion: 0\n")
-    (dist / "entry_points.txt").write_text(_PLUGIN)
-    return folder
+    (dist / "entry_points.txt").write_text(_ENTRY_POINT)
+    (folder / "bench_unmetered.py").write_text(_MODULE)
+    return Switch(folder / "switch")
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Record nothing."""
+def _switched(method: Callable[..., Any], cell: mmap) -> Callable[..., Any]:
+    # The call itself is paid on both sides, and counted as cost of the metrics where it passes on.
+    def record(*args: Any, **kwargs: Any) -> Any:
+        return None if cell[0] else method(*args, **kwargs)
+
+    return record

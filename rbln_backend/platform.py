@@ -26,6 +26,7 @@ from rbln_backend.unsupported import (
     MLA,
     SPARSE_ATTENTION,
 )
+from rbln_backend.vllm_compat.patches import inspect_models_here
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -144,6 +145,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        inspect_models_here()
         if parser is not None:
             parser.set_defaults(
                 max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,

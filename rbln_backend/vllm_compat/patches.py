@@ -10,12 +10,25 @@
 | ``validate_structural_tag_payload`` in ``vllm.entrypoints.generate.base.protocol`` | ``server/gated_engine.py``, API process only | vLLM's request models parse structural tags on the event loop, for as long as that takes | the gate has compiled the same tag in a process of its own before, and ``GatedLLM`` tries whatever reaches the engine | the models leave it to the engine |
 | ``input_processor.structured_outputs_config`` of the ``AsyncLLM`` instance is None | ``server/gated_engine.py``, API process only | vLLM validates every grammar on the event loop | as above; ``PinnedXgrammar`` does what the validation rewrote (choices, Lark) | vLLM validates in a thread |
 | ``backend`` of the engine's ``StructuredOutputManager`` is set before its first request | ``rbln_backend/grammar/backend.py``, engine process | the first request chooses the backend and waits for it to be made, in the thread that takes requests in; a compile starts eight threads; whitespace has no bound | it is a subclass of the backend that the manager would make | the backend is a setting of the engine |
+| ``_run_in_subprocess`` in ``vllm.model_executor.models.registry`` | ``inspect_models_here``, every process that reads flags | what a model class can do is looked up in a new Python, which imports vLLM again: six seconds for every model that a cache root has not seen | it is there to keep CUDA uninitialised, and there is none; the engine's process imports the class anyway | the platform may say where it happens |
 | vLLM's own change of ``torch._inductor.lowering.FALLBACK_ALLOW_LIST`` is not made | ``server/vllm_import.py``, API process and fork server | ``import vllm`` imports Inductor's lowerings for it: 140 modules, 0.7 CPU seconds per process | nothing here is compiled by Inductor, and vLLM skips the change where the import fails | vLLM makes the change when Inductor is imported |
 """  # noqa: E501
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+_T = TypeVar("_T")
+
+
+def inspect_models_here() -> None:
+    """Let vLLM look at model classes in this process; idempotent."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = _call
 
 
 def apply_patches() -> None:
@@ -29,3 +42,7 @@ def apply_patches() -> None:
 
 def _nothing_to_empty() -> None:
     """Stand in for a cache that does not exist."""
+
+
+def _call(fn: Callable[[], _T]) -> _T:
+    return fn()

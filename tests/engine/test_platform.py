@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.model_executor.models import registry
 
+from rbln_backend.platform import RblnPlatform
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
@@ -109,6 +112,25 @@ def test_the_custom_kernel_computes_the_same(
         (output,) = engine.generate([prompt], params)
         assert output.num_cached_tokens == cached
         assert list(output.outputs[0].token_ids) == expected
+
+
+CLASS = "Starcoder2ForCausalLM"
+
+
+def test_model_classes_are_looked_at_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts a Python for each that a cache root has not seen, which takes seconds."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    RblnPlatform.pre_register_and_update()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", refuse)
+    model = registry._LazyRegisteredModel("vllm.model_executor.models.starcoder2", CLASS)
+    assert model.inspect_model_cls().architecture == CLASS
+    assert list(tmp_path.glob("modelinfos/*.json"))
 
 
 def test_one_block_per_request(engines: Engines) -> None:

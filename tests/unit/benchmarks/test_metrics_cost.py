@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,36 @@ import pytest
 from benchmarks.machine import Machine
 from benchmarks.metrics_calls import A_GAUGE, A_STEP, time_calls
 from benchmarks.metrics_report import Pairs, Run, markdown, to_json
-from benchmarks.unmetered import plugin_folder, recorders, silence, unmetered
+from benchmarks.unmetered import Switch, install, plugin_folder, recorders
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.worker.step_metrics import StepMetrics
 from server.observability.metrics import ServerMetrics
 
 
-def test_nothing_is_recorded_inside_and_everything_after(tmp_path: Path) -> None:
+@pytest.fixture
+def switch(tmp_path: Path) -> Iterator[Switch]:
+    made = Switch(tmp_path / "switch")
+    undo = install(made)
+    yield made
+    undo()
+
+
+def test_the_switch_decides_what_is_recorded(switch: Switch, tmp_path: Path) -> None:
     board = MetricsBoard(tmp_path, 0)
     spec = GraphSpec.of(Phase.DECODE, 8)
     steps = StepMetrics(board, [spec])
-    with unmetered():
+    for metered, counted in ((True, 1), (False, 1), (True, 2)):
+        # As another process would turn it.
+        Switch(tmp_path / "switch").turn(metered=metered)
         steps.record(spec, 1, 1, 0.1)
-    assert board.value("rbln_bucket_steps_total", phase="decode", bucket=8) == 0
-    steps.record(spec, 1, 1, 0.1)
-    assert board.value("rbln_bucket_steps_total", phase="decode", bucket=8) == 1
+        assert board.value("rbln_bucket_steps_total", phase="decode", bucket=8) == counted
+
+
+def test_what_was_installed_can_be_undone(tmp_path: Path) -> None:
+    before = StepMetrics.record
+    install(Switch(tmp_path / "switch"))()
+    assert StepMetrics.record is before
 
 
 def test_no_recorder_of_the_server_is_left_out() -> None:
@@ -39,9 +54,17 @@ def test_no_recorder_of_the_server_is_left_out() -> None:
 
 
 def test_the_plugin_is_one_that_vllm_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(plugin_folder(tmp_path / "plugin"))
+    plugin_folder(tmp_path / "plugin").turn(metered=False)
+    monkeypatch.syspath_prepend(tmp_path / "plugin")
     found = importlib.metadata.entry_points(group="vllm.general_plugins")
-    assert silence in [point.load() for point in found if point.name == "bench_unmetered"]
+    (start,) = [point.load() for point in found if point.name == "bench_unmetered"]
+    before = [(owner, name, getattr(owner, name)) for owner, name in recorders()]
+    try:
+        start()
+        assert StepMetrics.record(None, None, 1, 1, 0.1) is None
+    finally:
+        for owner, name, method in before:
+            setattr(owner, name, method)
 
 
 def test_every_kind_of_call_is_timed(tmp_path: Path) -> None:
