@@ -38,7 +38,7 @@ def compare_loads(
     """
     folder.mkdir()
     switch = plugin_folder(folder / "plugin")
-    with _server(text_checkpoint(checkpoint.path), folder) as server:
+    with _server(text_checkpoint(checkpoint.path), folder) as server, server.awake():
         _sample(server, switch, 1, "warm")
         return [_pairs(server, switch, level, rounds) for level in concurrency]
 

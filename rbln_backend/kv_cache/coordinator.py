@@ -26,7 +26,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         self.windows = [m for m in managers if isinstance(m, WindowManager)]
         assert len(self.paged) + len(self.windows) == len(managers)
         self._enable_caching = bool(options["enable_caching"])
-        self._hit_tokens = {"block": 0, "sub_block": 0, "window": 0}
+        self._hit_tokens: dict[str, int] = {}
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -84,11 +84,11 @@ class RblnKvCoordinator(KVCacheCoordinator):
 
     def _count_hit(self, num_tokens: int) -> None:
         if not self.paged:
-            self._hit_tokens["window"] += num_tokens
+            self._add_hit("window", num_tokens)
             return
         in_head = num_tokens % self.paged[0].block_size
-        self._hit_tokens["sub_block"] += in_head
-        self._hit_tokens["block"] += num_tokens - in_head
+        self._add_hit("sub_block", in_head)
+        self._add_hit("block", num_tokens - in_head)
 
     def take_transfers(self) -> WindowTransfers:
         """The window moves of the step that was just scheduled."""
@@ -102,8 +102,14 @@ class RblnKvCoordinator(KVCacheCoordinator):
     def take_hit_tokens(self) -> dict[str, int]:
         """Tokens that prefix hits saved since the last call: in whole blocks and in the heads of
         blocks, or by refilled windows where a model has nothing else."""
-        taken, self._hit_tokens = self._hit_tokens, dict.fromkeys(self._hit_tokens, 0)
+        if not (taken := self._hit_tokens):
+            return taken
+        self._hit_tokens = {}
         return taken
+
+    def _add_hit(self, kind: str, num_tokens: int) -> None:
+        if num_tokens:
+            self._hit_tokens[kind] = self._hit_tokens.get(kind, 0) + num_tokens
 
     def reset_prefix_cache(self) -> bool:
         if not super().reset_prefix_cache():

@@ -24,16 +24,19 @@ class KvMetrics:
             labels = {"group": group, "kind": "paged"}
             board.gauge("rbln_kv_blocks", **labels).set(pool.num_gpu_blocks - 1)
             self._paged_used = board.gauge("rbln_kv_blocks_used", **labels)
+            self._paged_used.set(0.0)
 
     def update(self) -> None:
         pool = self._coordinator.block_pool
         if self._paged_used is not None:
-            self._paged_used.set(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+            # Most steps take no block; with cold caches a store of Python's costs microseconds.
+            used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            if used != self._paged_used.value:
+                self._paged_used.set(used)
         for gauges in self._windows:
             gauges.update()
         for kind, tokens in self._coordinator.take_hit_tokens().items():
-            if tokens:
-                self._hits[kind].inc(tokens)
+            self._hits[kind].inc(tokens)
 
 
 class _WindowGauges:

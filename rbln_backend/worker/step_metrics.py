@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from rbln_backend.compiler.port import GraphSpec
-from rbln_backend.metric_cells import CounterHandle, HistogramHandle
+from rbln_backend.metric_cells import CounterHandle, StepCells
 from rbln_backend.stats import MetricsBoard
 from rbln_backend.worker.usage_recorder import UsageRecorder
 
 
 @dataclass(frozen=True)
 class _Series:
+    phase: str
+    takes_chunk: bool
+    bucket: int
     batch_size: int
-    steps: CounterHandle
-    seconds: HistogramHandle
-    useful_rows: CounterHandle
-    padded_rows: CounterHandle
+    cells: StepCells
     useful_tokens: CounterHandle | None
     padded_tokens: CounterHandle | None
 
@@ -40,19 +39,27 @@ class StepMetrics:
         self._board = board
         self._usage = usage
         self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds", engine=engine)
-        self._last_step.set(time.time())
+        self._last_step.set_to_now()
         self._series = {spec: self._declare(spec) for spec in specs}
+        # Of the step before, which most steps are like: a graph has read all caches full of
+        # weights since then, and whatever is looked up comes from memory.
+        self._latest = (specs[0], self._series[specs[0]]) if specs else None
 
     def _declare(self, spec: GraphSpec) -> _Series:
         labels = {"phase": spec.phase_name, "bucket": str(spec.bucket)}
         is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
+            phase=spec.phase_name,
+            takes_chunk=is_prefill,
+            bucket=spec.bucket,
             batch_size=spec.batch_size,
-            steps=self._board.counter("rbln_bucket_steps_total", **labels),
-            seconds=self._board.histogram("rbln_bucket_step_seconds", **labels),
-            useful_rows=self._board.counter("rbln_bucket_useful_rows_total", **labels),
-            padded_rows=self._board.counter("rbln_bucket_padded_rows_total", **labels),
+            cells=StepCells(
+                self._board.counter("rbln_bucket_steps_total", **labels),
+                self._board.histogram("rbln_bucket_step_seconds", **labels),
+                self._board.counter("rbln_bucket_useful_rows_total", **labels),
+                self._board.counter("rbln_bucket_padded_rows_total", **labels),
+            ),
             useful_tokens=self._board.counter("rbln_prefill_useful_tokens_total", **chunk)
             if is_prefill
             else None,
@@ -66,18 +73,19 @@ class StepMetrics:
 
         Both are 0 where a data-parallel rank only takes part in the others' step.
         """
-        series = self._series.get(spec)
-        if series is None:
-            series = self._series[spec] = self._declare(spec)
-        series.steps.inc()
-        series.seconds.observe(seconds)
-        series.useful_rows.inc(num_reqs)
-        if num_reqs < series.batch_size:
-            series.padded_rows.inc(series.batch_size - num_reqs)
+        series = self._series_of(spec)
+        series.cells.add(num_reqs, series.batch_size - num_reqs, seconds)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)
-            series.padded_tokens.inc(spec.bucket - num_tokens)
-        self._last_step.set(time.time())
+            series.padded_tokens.inc(series.bucket - num_tokens)
+        self._last_step.set_to_now()
         if self._usage is not None and num_reqs:
-            size = num_tokens if spec.phase.takes_chunk else num_reqs
-            self._usage.note(spec.phase_name, size, spec.bucket, seconds)
+            size = num_tokens if series.takes_chunk else num_reqs
+            self._usage.note(series.phase, size, series.bucket, seconds)
+
+    def _series_of(self, spec: GraphSpec) -> _Series:
+        if self._latest is None or self._latest[0] is not spec:
+            if spec not in self._series:
+                self._series[spec] = self._declare(spec)
+            self._latest = (spec, self._series[spec])
+        return self._latest[1]

@@ -95,10 +95,10 @@ def measure_sizes(
 
 def measure_trace(
     replayer: Replayer, label: str, tables: Tables, requests: Sequence[Request], repeats: int
-) -> list[float]:
-    """Return the seconds of all steps of the trace, by repeat; a first one warms up."""
+) -> list[list[float]]:
+    """Return the seconds of every step of the trace, by repeat; a first one warms up."""
     found = replayer.run(label, tables, [requests] * (repeats + 1))
-    return [sum(step.seconds for step in steps) for steps in found.rounds[1:]]
+    return [[step.seconds for step in steps] for steps in found.rounds[1:]]
 
 
 def _decode_round(rows: int) -> list[Request]:

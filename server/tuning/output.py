@@ -109,8 +109,8 @@ def _report(study: Study) -> dict[str, Any]:
         else {
             "saving": round(verified.saving, 4),
             "throughput_gain": round(_gain(verified.saving), 4),
-            "seconds_now": list(verified.now_s),
-            "seconds_then": list(verified.then_s),
+            "seconds_now": verified.now_s,
+            "seconds_then": verified.then_s,
         },
         "left_out": study.work.left_out,
         "environment": _environment(study),

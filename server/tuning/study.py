@@ -45,13 +45,13 @@ class Work:
 class Verified:
     """Seconds of all steps as they were measured with the present and with the new buckets."""
 
-    now_s: Sequence[float]
-    then_s: Sequence[float]
+    now_s: float
+    then_s: float
 
     @property
     def saving(self) -> float:
-        """The share of time that was saved: of the medians."""
-        return 1.0 - statistics.median(self.then_s) / statistics.median(self.now_s)
+        """The share of time that was saved."""
+        return 1.0 - self.then_s / self.now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +169,13 @@ def _that_fits(work: Work, max_model_len: int) -> Work:
 
 
 def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
-    """Run both, in turn and twice each, so that a machine that slows down slows both."""
-    now: list[float] = []
-    then: list[float] = []
+    """Run both, in turn and twice each, so that a machine that slows down slows both.
+
+    Every repeat has the same steps: the median of each counts, so that what else ran for a while
+    does not.
+    """
+    now: list[list[float]] = []
+    then: list[list[float]] = []
     runs = (("now", found.work.tables, now), ("then", found.suggested, then))
     requests = _requests(found, shapes)
     for name, tables, seconds in (*runs, *reversed(runs)):
@@ -179,8 +183,12 @@ def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
         if requests:
             seconds += measure_trace(replayer, label, tables, requests, _REPEATS)
         else:
-            seconds.append(measure_sizes(replayer, label, tables, found.counts))
-    return Verified(now_s=now, then_s=then)
+            seconds.append([measure_sizes(replayer, label, tables, found.counts)])
+    return Verified(now_s=_typical(now), then_s=_typical(then))
+
+
+def _typical(repeats: Sequence[Sequence[float]]) -> float:
+    return sum(statistics.median(seconds) for seconds in zip(*repeats, strict=True))
 
 
 def _requests(found: Study, shapes: Shapes) -> list[Request]:

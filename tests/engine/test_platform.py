@@ -114,7 +114,7 @@ def test_the_custom_kernel_computes_the_same(
         assert list(output.outputs[0].token_ids) == expected
 
 
-CLASS = "Starcoder2ForCausalLM"
+CLASS = "GPTNeoXForCausalLM"
 
 
 def test_model_classes_are_looked_at_in_this_process(
@@ -128,7 +128,7 @@ def test_model_classes_are_looked_at_in_this_process(
     RblnPlatform.pre_register_and_update()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", refuse)
-    model = registry._LazyRegisteredModel("vllm.model_executor.models.starcoder2", CLASS)
+    model = registry._LazyRegisteredModel("vllm.model_executor.models.gpt_neox", CLASS)
     assert model.inspect_model_cls().architecture == CLASS
     assert list(tmp_path.glob("modelinfos/*.json"))
 

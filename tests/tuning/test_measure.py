@@ -33,8 +33,8 @@ def test_a_trace_is_measured_and_verified(
     assert report["left_out"] == 1
     assert len(report["decode"]["suggested"]) <= 2
     verified = report["verified"]
-    assert len(verified["seconds_now"]) == len(verified["seconds_then"]) == 6
-    assert min(verified["seconds_now"]) > 0
+    assert verified["seconds_then"] > 0
+    assert verified["seconds_now"] > 0
     assert "measuring [" in shown.err
 
 
