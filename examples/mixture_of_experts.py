@@ -12,10 +12,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint with experts, such as Qwen3-MoE or Mixtral")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--dtype", default="auto", help="float32: as exact as one rank (auto)")
     args = parser.parse_args()
 
     llm = LLM(
         model=args.model,
+        dtype=args.dtype,
         max_model_len=256,
         max_num_seqs=4,
         tensor_parallel_size=args.tensor_parallel_size,

@@ -25,7 +25,15 @@ def run(job: Job, report: Report) -> SideResult:
     trust = bool(job.engine_args.get("trust_remote_code"))
     # transformers' own functions are not typed throughout.
     load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(job.model, dtype=torch.float32, trust_remote_code=trust, **overrides).eval()
+    options = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
+    model, found = load(job.model, **options, **overrides)
+    model.eval()
+    if missing := sorted(found["missing_keys"]):
+        # It draws them at random, which would be the reference then.
+        raise ValueError(
+            f"transformers finds no weights for {missing[0]} and {len(missing) - 1} more in "
+            f"{job.model}: it does not know how they are packed"
+        )
     if job.lora is not None:
         model.load_adapter(job.lora)
     tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=trust)

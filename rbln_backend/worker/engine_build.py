@@ -124,16 +124,19 @@ class EngineBuild:
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
-        self._stage = make_stage(parts.model)
+        # Not a parameter's: the first of a quantised model holds packed words.
+        dtype: Any = config.model_config.dtype
+        self._stage = make_stage(parts.model, dtype)
         self._agreement = _agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
             has_adapters=parts.adapters is not None,
             masked_ranks=self._agreement.ranks if masks_tokens else 0,
-            handed=None if self._stage.part.is_first else partial(handed_buffers, parts.model),
+            handed=None
+            if self._stage.part.is_first
+            else partial(handed_buffers, parts.model, dtype),
         )
-        dtype = next(parts.model.parameters()).dtype
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
         self._store = _artifact_store(rbln, parts.board)
         self._factory = self._make_factory()

@@ -77,23 +77,22 @@ class PipelineStage:
             self._sent.append((work, kept))
 
 
-def make_stage(model: nn.Module) -> Stage:
-    """This rank's stage; vLLM's process groups exist."""
+def make_stage(model: nn.Module, dtype: torch.dtype) -> Stage:
+    """This rank's stage; vLLM's process groups exist. ``dtype`` is that of hidden states."""
     place = get_pp_group()
     if place.world_size == 1:
         return SoleStage()
-    handed = tuple(_handed_like(model, 1))
+    handed = tuple(_handed_like(model, dtype, 1))
     part = ModelPart(bool(place.is_first_rank), bool(place.is_last_rank), handed)
     return PipelineStage(part, groups()["pp"])
 
 
-def handed_buffers(model: nn.Module, rows: int) -> dict[str, Tensor]:
+def handed_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
     """Buffers [rows, H] for what the stage before hands on, by the name of the graph's input."""
-    return {HANDED + name: tensor for name, tensor in _handed_like(model, rows).items()}
+    return {HANDED + name: tensor for name, tensor in _handed_like(model, dtype, rows).items()}
 
 
-def _handed_like(model: Any, rows: int) -> Mapping[str, Tensor]:
-    dtype = next(model.parameters()).dtype
+def _handed_like(model: Any, dtype: torch.dtype, rows: int) -> Mapping[str, Tensor]:
     made = model.make_empty_intermediate_tensors(rows, dtype, torch.device("cpu"))
     tensors: Mapping[str, Tensor] = made.tensors
     return tensors

@@ -188,7 +188,7 @@ def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
 
 
 def _typical(repeats: Sequence[Sequence[float]]) -> float:
-    return sum(statistics.median(seconds) for seconds in zip(*repeats, strict=True))
+    return sum((statistics.median(seconds) for seconds in zip(*repeats, strict=True)), 0.0)
 
 
 def _requests(found: Study, shapes: Shapes) -> list[Request]:
