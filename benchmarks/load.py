@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
-_EVENT = b"data: {"
+EVENT = b"data: {"
 _TEXT = re.compile(rb'"text": ?"(?!")')
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 CUT = "cut off at the end of the time budget"
@@ -87,7 +87,7 @@ class _Stream(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if count := data.count(_EVENT):
+        if count := data.count(EVENT):
             self.times += [time.perf_counter() - self._origin] * count
         self._parts.append(data)
 
@@ -120,7 +120,8 @@ class _Stream(asyncio.Protocol):
         )
 
 
-def _http(body: dict[str, Any], port: int) -> bytes:
+def http_request(body: dict[str, Any], port: int) -> bytes:
+    """Return one request, on a connection of its own."""
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
@@ -132,7 +133,7 @@ def _http(body: dict[str, Any], port: int) -> bytes:
 async def run(load: Load) -> Outcome:
     """Send `load` and wait for it, at most its budget (and a moment to close connections)."""
     loop = asyncio.get_running_loop()
-    waiting = [_http(body, load.port) for body in load.bodies][::-1]
+    waiting = [http_request(body, load.port) for body in load.bodies][::-1]
     streams: list[_Stream] = []
     living: set[_Stream] = set()
     origin = time.perf_counter()

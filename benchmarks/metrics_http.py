@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -11,8 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.command import say
+from benchmarks.load import EVENT, http_request
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.metrics_report import Pairs
 from benchmarks.models import Checkpoint
@@ -26,7 +27,6 @@ _KV_CACHE_BYTES = 1 << 28
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 32, 900
 # See benchmarks.metrics_cost.
 _TOKENS_A_TURN = 7
-_EVENT = b"data: {"
 
 
 def compare_loads(
@@ -107,16 +107,14 @@ class _Turns:
         self.switch.turn(metered=not self.number % 2)
 
 
-async def _stream(port: int, body: dict[str, object], turns: _Turns, *, leads: bool) -> int:
+async def _stream(port: int, body: dict[str, Any], turns: _Turns, *, leads: bool) -> int:
     """Read one answer; the stream that leads says when the turn ends. Returns its events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(content)}\r\n"
-    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+    writer.write(http_request(body, port))
     events, last, turn = 0, 0.0, -1
     while b"[DONE]" not in (data := await reader.read(1 << 16)) and data:
         now = time.perf_counter()
-        count = data.count(_EVENT)
+        count = data.count(EVENT)
         # A gap that a change of turns lies in is of neither.
         if count == 1 and turn == turns.number:
             turns.gaps[turn % 2].append(now - last)
