@@ -94,13 +94,13 @@ def _options(given: dict[str, Any]) -> Options:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
     if options.logprobs < -1:
         raise ValueError("--logprobs must be -1 (all), 0 (off) or a number of tokens")
-    if options.dp > 1:
+    if options.bisect and options.tp * options.pp * options.dp > 1:
+        raise ValueError("--bisect reads one rank's layers: use it with --tp 1 --pp 1 --dp 1")
+    if options.dp > len(options.prompts):
         raise ValueError(
-            f"--dp is {options.dp}, but both sides run in vLLM's LLM, which is one engine; ranks "
-            "of data parallelism run the same graphs as --dp 1 does"
+            f"--dp is {options.dp}, but there are {len(options.prompts)} prompts: a rank without "
+            "one would not be compared"
         )
-    if options.bisect and options.tp * options.pp > 1:
-        raise ValueError("--bisect reads one rank's layers: use it with --tp 1 --pp 1")
     return options
 
 
@@ -150,7 +150,7 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("tp", "pp", "dp"):
         group.add_argument(f"--{name}", type=int, default=1, help="ranks of the RBLN side")
     group.add_argument("--ep", action="store_true", help="expert parallelism on the RBLN side")
-    group.add_argument("--batch", type=int, default=1, help="requests at once, on both sides")
+    group.add_argument("--batch", type=int, default=1, help="requests at once (of each --dp rank)")
     group.add_argument("--max-batched", type=int, default=128, help="tokens of a prefill chunk")
     group.add_argument("--max-model-len", type=int, default=40960)
     group.add_argument("--block-size-cpu", type=int)

@@ -64,6 +64,21 @@ def test_the_rbln_path_agrees_with_the_cpu_backend(
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(("family", "more"), [("llama", []), ("qwen3_moe", ["--ep"])])
+def test_data_parallel_ranks_agree_with_the_cpu_backend(
+    family: str, more: list[str], checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    """Five prompts on two ranks, two at a time: one rank has less to do at the end."""
+    model = ["--model", str(checkpoints(family, dtype="float32")), "--num-prompts", "5"]
+    ranks = ["--dp", "2", "--batch", "2", "--dtype", "float32", *more]
+    file = tmp_path / "r.json"
+    assert main([*model, *SMALL, *ranks, "--max-mean-delta", "0.001", "--json", str(file)]) == 0
+    (pair,) = _report(file)["pairs"]
+    assert [len(prompt["positions"]) for prompt in pair["prompts"]] == [6] * 5
+    assert pair["summary"]["max_delta"] < 1e-3
+
+
+@pytest.mark.wide
 def test_both_sides_use_an_adapter(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
     adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=5, rank=8)

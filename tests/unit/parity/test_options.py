@@ -34,6 +34,8 @@ def test_prompts_are_cut_or_repeated() -> None:
         (["--batch", "0"], "--batch must be at least 1"),
         (["--logprobs", "-2"], "--logprobs must be"),
         (["--bisect", "--tp", "2"], "--bisect reads one rank's layers"),
+        (["--bisect", "--dp", "2"], "--bisect reads one rank's layers"),
+        (["--dp", "3", "--num-prompts", "2"], "--dp is 3, but there are 2 prompts"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1"),
         (["--rbln-args", "[]"], "must be a JSON object"),
         (["--max-tok", "3"], "unrecognized arguments"),
