@@ -170,7 +170,7 @@ class _Simulation:
 
     def _spend(self, phase: str, size: int, table: BucketTable) -> None:
         bucket = table.find(size)
-        seconds = self._times[phase].of(bucket)
+        seconds = self._times[phase].of(bucket, size)
         self._schedule.phases[phase].note(size, bucket, seconds)
         self._clock += seconds
 

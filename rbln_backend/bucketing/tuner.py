@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,8 +35,11 @@ class StepTimes:
             highest = max(highest, measured[size])
             self._seconds.append(highest)
 
-    def of(self, bucket: int) -> float:
-        """Return the seconds of a step of this bucket."""
+    def of(self, bucket: int, rows: int = 0) -> float:  # noqa: ARG002
+        """Return the seconds of a step of this bucket; how many `rows` it holds is not known."""
+        return self._between(bucket)
+
+    def _between(self, bucket: int) -> float:
         sizes, seconds = self._sizes, self._seconds
         if not sizes:
             return float(bucket)
@@ -45,6 +49,36 @@ class StepTimes:
         span = sizes[right] - sizes[right - 1]
         slope = (seconds[right] - seconds[right - 1]) / span
         return max(seconds[right - 1] + slope * (bucket - sizes[right - 1]), 0.0)
+
+    def candidate(self, size: int) -> int:
+        """Return the bucket that would be made for steps of this size."""
+        return size
+
+
+class MeasuredTimes(StepTimes):
+    """Seconds of a step by its bucket, where every bucket that may be suggested was measured.
+
+    They are taken as they are: kernels have sizes that suit them, so that a larger bucket may be
+    the faster one, and nothing between two measured buckets is believed.
+
+    `full` are the seconds of full buckets. A row that holds nothing takes `row` seconds less: no
+    keys are read for it, and no token is chosen.
+    """
+
+    def __init__(self, full: Mapping[int, float], row: float) -> None:
+        super().__init__(full)
+        self._seconds = [full[size] - row * size for size in self._sizes]
+        self._row = row
+
+    def of(self, bucket: int, rows: int = 0) -> float:
+        """Return the seconds of a step of this bucket that holds `rows`."""
+        return self._between(bucket) + self._row * rows
+
+    def candidate(self, size: int) -> int:
+        """Return the fastest measured bucket that holds `size`; one at least has to."""
+        first = bisect_left(self._sizes, size)
+        _, bucket = min(zip(self._seconds[first:], self._sizes[first:], strict=True))
+        return bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +106,9 @@ def suggest_buckets(
 ) -> Suggestion:
     """Return the best set of at most `limit` buckets for steps counted by their real size.
 
-    The largest of the current buckets stays: it is what the engine may be asked for. Raises
-    `BucketError` when a size does not fit into it or `limit` is not positive.
+    Best among the candidates of `times`. The largest of the current buckets stays: it is what the
+    engine may be asked for. Raises `BucketError` when a size does not fit into it or `limit` is not
+    positive.
     """
     if limit < 1:
         raise BucketError(f"The number of buckets must be greater than 0, got {limit}")
@@ -83,8 +118,11 @@ def suggest_buckets(
             f"{current.largest}"
         )
     seen = {size: count for size, count in counts.items() if count > 0}
-    sizes = sorted({*seen, current.largest})
-    best = BucketTable(_best_set(sizes, [seen.get(size, 0) for size in sizes], times, limit))
+    wanted: Counter[int] = Counter()
+    for size, count in seen.items():
+        wanted[times.candidate(size)] += count
+    sizes = sorted({*wanted, current.largest})
+    best = BucketTable(_best_set(sizes, [wanted[size] for size in sizes], times, limit))
     seconds_now, padded_now = _cost(seen, times, current)
     seconds_then, padded_then = _cost(seen, times, best)
     return Suggestion(
@@ -177,6 +215,6 @@ def _cost(counts: Mapping[int, int], times: StepTimes, table: BucketTable) -> tu
     seconds, padded = 0.0, 0
     for size, count in counts.items():
         bucket = table.find(size)
-        seconds += count * times.of(bucket)
+        seconds += count * times.of(bucket, size)
         padded += count * (bucket - size)
     return seconds, padded

@@ -92,12 +92,15 @@ __attribute__((noinline)) void score_tile(int64_t depth, const float* queries, c
   const float* panels[P];
   Ahead<P> fetch;
   fetch.step = kPanel * element_bytes;
+#pragma GCC unroll 8
   for (int p = 0; p < P; ++p) {
     panels[p] = keys + p * kPanel * depth;
     fetch.address[p] = ahead + p * panel_bytes;
   }
   multiply_panels<float, R, P>(panels, queries, depth, fetch, acc);
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < P * kPanelVectors; ++c)
       store(scores + r * kRowStride + c * kLanes, acc[r][c] * scale);
 }
@@ -108,13 +111,17 @@ __attribute__((noinline)) void weigh_tile(int64_t keys, const float* weights, co
                                           int64_t value_stride, const char* ahead,
                                           const float* factors, float* sums, int64_t sum_stride) {
   VecF acc[R][C];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       acc[r][c] = load(sums + r * sum_stride + c * kLanes);
       if (factors != nullptr) acc[r][c] *= factors[r];
     }
   multiply_rows<T, R, C, kRowStride>(keys, weights, values, value_stride, ahead, acc);
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store(sums + r * sum_stride + c * kLanes, acc[r][c]);
 }
 

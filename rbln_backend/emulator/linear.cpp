@@ -70,11 +70,15 @@ __attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const 
                                              float* sums) {
   constexpr int C = P * kPanelVectors;
   VecF acc[R][C];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c)
       acc[r][c] = is_first ? VecF{} : load(sums + (r * C + c) * kLanes);
   multiply_panels<T, R, P>(panels, a, depths, ahead, acc);
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
 }
 

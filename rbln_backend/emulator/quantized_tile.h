@@ -172,6 +172,7 @@ __attribute__((noinline)) void multiply_chunk(const uint32_t* const (&panels)[P]
   const typename Tile::Word* const head = a;
   a += Tile::kHead * R;
   const uint32_t* words[P];
+#pragma GCC unroll 8
   for (int p = 0; p < P; ++p) words[p] = panels[p];
   for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 8

@@ -119,6 +119,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
   constexpr int C = P * kPanelVectors;
   const T* row[P];
   const char* fetched[P];
+#pragma GCC unroll 8
   for (int p = 0; p < P; ++p) row[p] = panels[p], fetched[p] = ahead.address[p];
   for (int64_t t = 0; t < depths; t += kStep) {
 #pragma GCC unroll 8

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.scheduler.scheduler import RblnScheduler
-from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.vllm_compat.surface import SchedulerOutput, configured
 
 
 class LoggingScheduler(RblnScheduler):
-    """As ``RblnScheduler``, and ``take_step`` tells the phase and the size of the latest step."""
+    """As ``RblnScheduler``; ``take_step`` tells the phase and the size of the latest step."""
 
     _step: tuple[str, int] | None = None
+
+    def use_chunks(self, sizes: Sequence[int]) -> None:
+        """Cut prompts into chunks of these sizes from now on."""
+        step_tokens = configured(self.vllm_config).prefill_step_tokens
+        assert step_tokens is not None
+        self._chunks = ChunkPlan(BucketTable(tuple(sizes)), step_tokens)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         prefilling = {request.request_id for request in self._prefilling()}

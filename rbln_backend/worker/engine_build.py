@@ -173,6 +173,10 @@ class EngineBuild:
             graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
             self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
 
+    def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
+        """Run steps in the graphs of ``tables`` alone: for tools that compare buckets."""
+        self._graphs.restrict(tables)
+
     def fill_store(self, progress: ProgressWriter) -> FilledStore:
         """Compile what the store lacks and run nothing; the weights need have no values."""
         requests = self._requests()

@@ -66,6 +66,15 @@ class GraphSet:
             self._selected[(phase, size)] = selected
         return selected
 
+    def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
+        """Select among the graphs of ``tables`` alone; their largest sizes are those of all."""
+        self._selected.clear()
+        for phase, table in tables.items():
+            for size in range(1, table.largest + 1):
+                spec = GraphSpec.of(phase, table.find(size))
+                step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
+                self._selected[(phase, size)] = step
+
     def exchange(self, graph: CompiledGraph) -> None:
         """Put ``graph`` in the place of the one of its spec."""
         self.dispatch.add(graph)

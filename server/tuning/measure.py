@@ -1,31 +1,35 @@
-"""Measures step times on an engine of its own, and what two sets of buckets really take.
+"""Measures step times on an engine of its own.
 
 Seconds are wall time of whole steps, the scheduler and sampling included: what a request waits for.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes
+from rbln_backend.bucketing.tuner import MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
 from rbln_backend.child_process import ChildJob
 from rbln_backend.envs import child_environ
-from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Step
+from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
 
 Tables = Mapping[str, BucketTable]
 """Buckets by phase."""
 
-_STEPS = 24
+# Steps of a size in a pass, and passes.
+_STEPS = 12
+_PASSES = 8
+# Sizes that run in the largest bucket, to tell what a real row takes more than a padded one.
+_SPREAD = 6
 _PROMPT_TOKENS = 32
 _TRIED = ("decode_batch_bucket", "prefill_chunk_buckets")
-# Enough for the steps to settle, few enough for a large model.
-_MOST_MEASURED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,8 @@ class Replayer:
         """Raises `ValueError` where the flags name sizes, which are what is tried here."""
         _with_buckets(self.argv, {phase: BucketTable((1,)) for phase in PHASES})
 
-    def run(self, label: str, tables: Tables, rounds: Sequence[Sequence[Request]]) -> ReplayResult:
-        """Return the steps of `rounds`. Raises `ChildError`."""
+    def run(self, label: str, tables: Tables, rounds: Sequence[Round]) -> ReplayResult:
+        """Return the steps of `rounds`, whose buckets are among `tables`. Raises `ChildError`."""
         child = ChildJob(
             label=label,
             module="server.tuning.replay",
@@ -52,53 +56,57 @@ class Replayer:
             ),
             timeout=self.timeout_s,
         )
-        job = ReplayJob(
-            argv=_with_buckets(self.argv, tables),
-            rounds=tuple(tuple(requests) for requests in rounds),
-        )
+        job = ReplayJob(argv=_with_buckets(self.argv, tables), rounds=tuple(rounds))
         return child.run(job.write, ReplayResult.read)
 
 
 def measure_times(
     replayer: Replayer, tables: Tables
-) -> tuple[dict[str, StepTimes], dict[str, Any]]:
+) -> tuple[dict[str, MeasuredTimes], dict[str, Any]]:
     """Return step times by phase over all buckets, and what the engine says of itself."""
-    rounds = [_decode_round(size) for size in tables["decode"]]
-    rounds += [_prefill_round(size) for size in tables["prefill"] if size > 1]
-    found = replayer.run("measuring", tables, rounds)
-    seconds: dict[str, dict[int, list[float]]] = {phase: {} for phase in PHASES}
-    for step in _all(found):
-        bucket = tables[step.phase].find(step.size)
-        seconds[step.phase].setdefault(bucket, []).append(step.seconds)
-    times = {phase: StepTimes(_medians(seconds[phase])) for phase in PHASES}
-    return times, found.about
+    largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
+    full = rounds_of(tables, tables)
+    spread = {phase: _spread(tables[phase]) for phase in PHASES}
+    padded = rounds_of(largest, spread)
+    ran, about = run_passes(replayer, "measuring", tables, full + padded)
+    by_bucket = median_seconds(itertools.chain(*ran[: len(full)]), tables)
+    by_size = median_seconds(itertools.chain(*ran[len(full) :]))
+    times = {}
+    for phase in PHASES:
+        # Other sizes ran on the way to these, between chunks of prompts: in colder caches.
+        same_bucket = {size: by_size[phase][size] for size in spread[phase]}
+        times[phase] = MeasuredTimes(by_bucket[phase], _row_seconds(same_bucket))
+    return times, about
 
 
-def measure_sizes(
-    replayer: Replayer, label: str, tables: Tables, counts: Mapping[str, Mapping[int, int]]
-) -> float:
-    """Return the seconds of all steps of `counts`, by phase and size, from runs at these sizes."""
-    few = {phase: _few(counts[phase]) for phase in PHASES}
-    rounds = [_decode_round(size) for size in few["decode"]]
-    rounds += [_prefill_round(size) for size in few["prefill"] if size > 1]
-    found = replayer.run(label, tables, rounds)
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for step in _all(found):
-        seconds.setdefault((step.phase, step.size), []).append(step.seconds)
-    medians = _medians(seconds)
-    return sum(
-        count * medians.get((phase, size), 0.0)
-        for phase in PHASES
-        for size, count in few[phase].items()
-    )
+def sizes_of(tables: Tables) -> dict[str, tuple[int, ...]]:
+    """The buckets by phase, as a round names them."""
+    return {phase: tuple(tables[phase]) for phase in PHASES}
 
 
-def measure_trace(
-    replayer: Replayer, label: str, tables: Tables, requests: Sequence[Request], repeats: int
-) -> list[list[float]]:
-    """Return the seconds of every step of the trace, by repeat; a first one warms up."""
-    found = replayer.run(label, tables, [requests] * (repeats + 1))
-    return [[step.seconds for step in steps] for steps in found.rounds[1:]]
+def run_passes(
+    replayer: Replayer, label: str, tables: Tables, rounds: Sequence[Round]
+) -> tuple[list[list[Sequence[Step]]], dict[str, Any]]:
+    """Run all rounds in passes; return what each round was every time, and what the engine says.
+
+    A first pass warms up. Each has an order of its own, so that a slow moment of the machine does
+    not meet the same sizes again.
+    """
+    shuffled = random.Random(0)
+    orders = [shuffled.sample(range(len(rounds)), len(rounds)) for _ in range(_PASSES + 1)]
+    found = replayer.run(label, tables, [rounds[nth] for order in orders for nth in order])
+    ran: list[list[Sequence[Step]]] = [[] for _ in rounds]
+    counted = zip(itertools.chain(*orders[1:]), found.rounds[len(rounds) :], strict=True)
+    for nth, steps in counted:
+        ran[nth].append(steps)
+    return ran, found.about
+
+
+def rounds_of(tables: Tables, sizes: Mapping[str, Iterable[int]]) -> list[Round]:
+    """A round in the buckets `tables` for each size; a chunk of one token never runs."""
+    requests = [_decode_round(size) for size in sizes["decode"]]
+    requests += [_prefill_round(size) for size in sizes["prefill"] if size > 1]
+    return [Round(tuple(round_), sizes_of(tables)) for round_ in requests]
 
 
 def _decode_round(rows: int) -> list[Request]:
@@ -111,20 +119,31 @@ def _prefill_round(tokens: int) -> list[Request]:
     return [Request(0, tokens, 1)] * (_STEPS // 3)
 
 
-def _few(counts: Mapping[int, int]) -> dict[int, int]:
-    """The sizes that ran most, which stand for the others in proportion."""
-    most = sorted(counts, key=lambda size: (-counts[size], size))[:_MOST_MEASURED]
-    share = sum(counts.values()) / max(sum(counts[size] for size in most), 1)
-    return {size: round(counts[size] * share) for size in sorted(most)}
+def median_seconds(
+    rounds: Iterable[Sequence[Step]], tables: Tables | None = None
+) -> dict[str, dict[int, float]]:
+    """Median seconds by phase and size, or by bucket where `tables` are given."""
+    seconds: dict[str, dict[int, list[float]]] = {phase: {} for phase in PHASES}
+    for step in itertools.chain(*rounds):
+        size = step.size if tables is None else tables[step.phase].find(step.size)
+        seconds[step.phase].setdefault(size, []).append(step.seconds)
+    return {
+        phase: {size: statistics.median(values) for size, values in found.items()}
+        for phase, found in seconds.items()
+    }
 
 
-def _all(result: ReplayResult) -> Iterator[Step]:
-    for steps in result.rounds:
-        yield from steps
+def _spread(table: BucketTable) -> list[int]:
+    """A few of the sizes, over all of their range."""
+    sizes = [size for size in table if size > 1]
+    return sorted({*sizes[:: max(1, len(sizes) // _SPREAD)], table.largest})
 
 
-def _medians(samples: Mapping[Any, Sequence[float]]) -> dict[Any, float]:
-    return {key: statistics.median(values) for key, values in samples.items()}
+def _row_seconds(by_size: Mapping[int, float]) -> float:
+    """What one row more takes in the same bucket; not less than nothing."""
+    if len(by_size) < 2:
+        return 0.0
+    return max(0.0, statistics.linear_regression(list(by_size), list(by_size.values())).slope)
 
 
 def _with_buckets(argv: Sequence[str], tables: Tables) -> tuple[str, ...]:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from rbln_backend.child_process import report
 from server.engine_config import engine_config
 from server.settings import ServerSettings
-from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Step
+from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
 
 _SCHEDULER = "rbln_backend.scheduler.logging_scheduler.LoggingScheduler"
+_WORKER = "rbln_backend.worker.replay_worker.ReplayWorker"
 # Prompts of no meaning, none of which begins as another one does.
 _STRIDE, _FIRST_TOKEN = 7919, 3
 
@@ -32,8 +33,8 @@ def main() -> int:
     player = _Player(_config(job.argv))
     report("engine", 1, 1)
     rounds = []
-    for number, requests in enumerate(job.rounds):
-        rounds.append(tuple(player.play(requests)))
+    for number, played in enumerate(job.rounds):
+        rounds.append(tuple(player.play(played)))
         report("rounds", number + 1, len(job.rounds))
     result = ReplayResult(rounds=tuple(rounds), about=player.about())
     player.shutdown()
@@ -52,6 +53,7 @@ def _config(argv: tuple[str, ...]) -> VllmConfig:
     config.cache_config.enable_prefix_caching = False
     config.scheduler_config.async_scheduling = False
     config.scheduler_config.scheduler_cls = _SCHEDULER
+    config.parallel_config.worker_cls = _WORKER
     return config
 
 
@@ -67,10 +69,12 @@ class _Player:
         self._vocab_size = config.model_config.get_vocab_size()
         self._added = 0
 
-    def play(self, requests: tuple[Request, ...]) -> list[Step]:
+    def play(self, played: Round) -> list[Step]:
         """Run one round to its end."""
         scheduler: Any = self._core.scheduler
-        coming = deque(sorted(requests, key=lambda request: request.step))
+        scheduler.use_chunks(played.sizes["prefill"])
+        self._core.collective_rpc("use_buckets", args=(played.sizes,))
+        coming = deque(sorted(played.requests, key=lambda request: request.step))
         steps: list[Step] = []
         while coming or scheduler.has_requests():
             if coming and not scheduler.has_requests():

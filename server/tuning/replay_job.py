@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ class Request:
     step: int
     prompt_tokens: int
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Requests that run until all are done, in the buckets `sizes` by phase alone."""
+
+    requests: tuple[Request, ...]
+    sizes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class ReplayJob:
     """`argv` are MODEL and vLLM's flags; a round begins when the one before has ended."""
 
     argv: tuple[str, ...]
-    rounds: tuple[tuple[Request, ...], ...]
+    rounds: tuple[Round, ...]
 
     def write(self, path: Path) -> None:
         """Write the job."""
@@ -41,7 +50,7 @@ class ReplayJob:
     def read(cls, path: Path) -> ReplayJob:
         """Read what `write` wrote."""
         fields = json.loads(path.read_text(encoding="utf-8"))
-        rounds = tuple(tuple(Request(**one) for one in requests) for requests in fields["rounds"])
+        rounds = tuple(_round(one) for one in fields["rounds"])
         return cls(argv=tuple(fields["argv"]), rounds=rounds)
 
 
@@ -64,3 +73,8 @@ class ReplayResult:
         fields = json.loads(path.read_text(encoding="utf-8"))
         rounds = tuple(tuple(Step(**one) for one in steps) for steps in fields["rounds"])
         return cls(rounds=rounds, about=fields["about"])
+
+
+def _round(fields: dict[str, Any]) -> Round:
+    requests = tuple(Request(**one) for one in fields["requests"])
+    return Round(requests, {phase: tuple(sizes) for phase, sizes in fields["sizes"].items()})

@@ -6,7 +6,7 @@ for every set of buckets, because other chunks make other steps.
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,17 +14,13 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes, padding_share, suggest_buckets
 from rbln_backend.bucketing.usage import PHASES, Usage
 from rbln_backend.simulator import Arrival, Schedule, Shapes, simulate
-from server.tuning.measure import (
-    Replayer,
-    Tables,
-    measure_sizes,
-    measure_times,
-    measure_trace,
-)
+from server.tuning.compare import compare_sizes, compare_trace
+from server.tuning.measure import Replayer, Tables, measure_times
 from server.tuning.replay_job import Request
 
 Counts = Mapping[str, Mapping[int, int]]
-_REPEATS = 3
+# Of a phase: each is a graph of the engine that measures.
+_MOST_MEASURED = 32
 _GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -84,14 +80,14 @@ def study(work: Work, limits: Mapping[str, int], replayer: Replayer | None) -> S
     times = {phase: StepTimes(work.usage.phases[phase].mean_seconds()) for phase in PHASES}
     if replayer is None:
         return _predict(work, Shapes.of(work.tables), times, limits)
-    times, about = measure_times(replayer, _candidates(work, limits, times))
+    measured, about = measure_times(replayer, _candidates(work, limits, times))
     shapes = replace(
         Shapes.of(work.tables),
         decode_steps_per_chunk=about["decode_steps_per_chunk"],
         prefill_step_tokens=about["prefill_step_tokens"],
     )
     work = _that_fits(work, about["max_model_len"])
-    found = replace(_predict(work, shapes, times, limits), measured=True)
+    found = replace(_predict(work, shapes, measured, limits), measured=True)
     return replace(found, verified=_verify(found, shapes, replayer))
 
 
@@ -152,14 +148,18 @@ def _last_chunks(arrivals: Sequence[Arrival], largest: int) -> dict[int, int]:
 
 
 def _candidates(work: Work, limits: Mapping[str, int], times: Mapping[str, StepTimes]) -> Tables:
-    """Buckets to measure: the present ones, a first guess, and a grid for what lies between."""
-    guess = _predict(work, Shapes.of(work.tables), times, limits).suggested
+    """Buckets to measure: the present ones, a first guess, a grid, and what ran most."""
+    guess = _predict(work, Shapes.of(work.tables), times, limits)
     found = {}
     for phase, table in work.tables.items():
         # A chunk of one token never runs: it joins a decode batch.
         least = 2 if phase == "prefill" else 1
         grid = (size for size in _GRID if least <= size < table.largest)
-        found[phase] = BucketTable(tuple(sorted({*table, *guess[phase], *grid})))
+        sizes = {*table, *guess.suggested[phase], *grid}
+        counts = guess.counts[phase]
+        often = (size for size in sorted(counts, key=lambda n: -counts[n]) if size >= least)
+        sizes.update(itertools.islice(often, max(0, _MOST_MEASURED - len(sizes))))
+        found[phase] = BucketTable(tuple(sorted(sizes)))
     return found
 
 
@@ -169,26 +169,14 @@ def _that_fits(work: Work, max_model_len: int) -> Work:
 
 
 def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
-    """Run both, in turn and twice each, so that a machine that slows down slows both.
-
-    Every repeat has the same steps: the median of each counts, so that what else ran for a while
-    does not.
-    """
-    now: list[list[float]] = []
-    then: list[list[float]] = []
-    runs = (("now", found.work.tables, now), ("then", found.suggested, then))
+    """Run the work with the present and with the new buckets."""
+    sets = (found.work.tables, found.suggested)
     requests = _requests(found, shapes)
-    for name, tables, seconds in (*runs, *reversed(runs)):
-        label = f"with buckets {name}"
-        if requests:
-            seconds += measure_trace(replayer, label, tables, requests, _REPEATS)
-        else:
-            seconds.append([measure_sizes(replayer, label, tables, found.counts)])
-    return Verified(now_s=_typical(now), then_s=_typical(then))
-
-
-def _typical(repeats: Sequence[Sequence[float]]) -> float:
-    return sum((statistics.median(seconds) for seconds in zip(*repeats, strict=True)), 0.0)
+    if requests:
+        now, then = compare_trace(replayer, *sets, requests)
+    else:
+        now, then = compare_sizes(replayer, *sets, found.counts)
+    return Verified(now_s=now, then_s=then)
 
 
 def _requests(found: Study, shapes: Shapes) -> list[Request]:
@@ -207,7 +195,7 @@ def _sizes(schedule: Schedule) -> dict[str, dict[int, int]]:
 
 def _seconds(counts: Counts, tables: Tables, times: Mapping[str, StepTimes]) -> float:
     return sum(
-        count * times[phase].of(tables[phase].find(size))
+        count * times[phase].of(tables[phase].find(size), size)
         for phase in PHASES
         for size, count in counts[phase].items()
     )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
 
 import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
 from rbln_backend.simulator import Arrival, Shapes, simulate
-from server.tuning.measure import Replayer
-from server.tuning.replay_job import Request
+from server.tuning.measure import Replayer, sizes_of
+from server.tuning.replay_job import Request, Round
 from tests.checkpoints import CheckpointCache
 
 TABLES = {"prefill": BucketTable((16, 32)), "decode": BucketTable((1, 2, 4))}
@@ -38,28 +38,30 @@ def test_no_more_run_at_once_than_there_are_rows() -> None:
 
 
 @pytest.mark.engine
-def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache) -> None:
+    """In all of its buckets, and then in some of them alone."""
     lengths = [(5, 4), (40, 9), (1, 3), (33, 2), (17, 6), (70, 5), (2, 12), (16, 1), (31, 7)]
     arrivals = [Arrival(0.03 * n, *pair) for n, pair in enumerate(lengths)]
-    shapes = Shapes.of(TABLES)
     flags = ("--max-model-len", "128", "--block-size", "32")
     replayer = Replayer((str(checkpoints("llama")), *flags), 240.0)
-    planned = simulate(arrivals, shapes, TIMES)
-    requests = [
+    planned = simulate(arrivals, Shapes.of(TABLES), TIMES)
+    requests = tuple(
         Request(step, arrival.prompt_tokens, arrival.output_tokens)
         for step, arrival in zip(planned.came_before, arrivals, strict=True)
-    ]
-    result = replayer.run("replay", TABLES, [requests])
-    settled = Shapes(
-        *(TABLES["prefill"], TABLES["decode"], 4),
-        decode_steps_per_chunk=result.about["decode_steps_per_chunk"],
-        prefill_step_tokens=result.about["prefill_step_tokens"],
     )
-    wanted = simulate(arrivals, settled, TIMES, planned.came_before)
-    for phase in TABLES:
-        ran: dict[int, int] = {}
-        for step in result.rounds[0]:
-            if step.phase == phase:
-                ran[step.size] = ran.get(step.size, 0) + 1
-        assert ran == wanted.phases[phase].steps_by_size
-    assert all(step.seconds > 0 for step in result.rounds[0])
+    few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}
+    rounds = [Round(requests, sizes_of(tables)) for tables in (TABLES, few)]
+    result = replayer.run("replay", TABLES, rounds)
+    counts = []
+    for tables, steps in zip((TABLES, few), result.rounds, strict=True):
+        settled = Shapes(
+            *(tables["prefill"], tables["decode"], 4),
+            decode_steps_per_chunk=result.about["decode_steps_per_chunk"],
+            prefill_step_tokens=result.about["prefill_step_tokens"],
+        )
+        wanted = simulate(arrivals, settled, TIMES, planned.came_before)
+        ran = {phase: Counter(s.size for s in steps if s.phase == phase) for phase in TABLES}
+        assert ran == {phase: wanted.phases[phase].steps_by_size for phase in TABLES}
+        assert all(step.seconds > 0 for step in steps)
+        counts.append(ran["prefill"])
+    assert counts[0] != counts[1]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes, Suggestion, suggest_buckets
+from rbln_backend.bucketing.tuner import MeasuredTimes, StepTimes, Suggestion, suggest_buckets
 from rbln_backend.errors import BucketError
 
 ROWS = StepTimes({})
@@ -18,7 +18,7 @@ ROWS = StepTimes({})
 
 def cost(counts: Mapping[int, int], times: StepTimes, buckets: tuple[int, ...]) -> float:
     table = BucketTable(buckets)
-    return sum(count * times.of(table.find(size)) for size, count in counts.items())
+    return sum(count * times.of(table.find(size), size) for size, count in counts.items())
 
 
 @given(
@@ -37,6 +37,29 @@ def test_no_other_set_is_cheaper(
     best = min(cost(counts, step_times, buckets) for buckets in every)
     assert found.seconds_then == pytest.approx(best)
     assert found.seconds_then == pytest.approx(cost(counts, step_times, found.buckets))
+
+
+@given(
+    counts=st.dictionaries(st.integers(1, 9), st.integers(0, 50), min_size=1),
+    times=st.dictionaries(st.integers(1, 8), st.floats(0.001, 1.0)),
+    largest=st.floats(0.001, 1.0),
+    row=st.floats(0.0, 1e-4),
+    limit=st.integers(1, 5),
+)
+def test_no_other_set_of_measured_buckets_is_cheaper(
+    counts: dict[int, int], times: dict[int, float], largest: float, row: float, limit: int
+) -> None:
+    """Also where a larger bucket is the faster one."""
+    measured = {**times, 9: largest}
+    step_times = MeasuredTimes(measured, row)
+    found = suggest_buckets(counts, step_times, BucketTable((9,)), limit)
+    assert {*found.buckets} <= {*measured}
+    assert len(found.buckets) <= limit
+    every = (
+        (*smaller, 9) for size in range(limit) for smaller in combinations(sorted(times), size)
+    )
+    best = min(cost(counts, step_times, buckets) for buckets in every)
+    assert found.seconds_then == pytest.approx(best)
 
 
 def test_thousands_of_sizes_are_searched_exactly() -> None:
@@ -69,6 +92,13 @@ def test_times_are_interpolated_and_never_fall() -> None:
     )
     assert StepTimes({4: 0.1}).of(2) == 0.1
     assert StepTimes({4: 0.1}).of(8) == 0.2
+
+
+def test_measured_times_are_taken_as_they_are() -> None:
+    times = MeasuredTimes({2: 0.2, 4: 0.4, 8: 0.3, 16: 0.6}, 0.01)
+    assert [times.of(n, n) for n in (2, 4, 8, 16)] == pytest.approx([0.2, 0.4, 0.3, 0.6])
+    assert times.of(16, 10) == pytest.approx(0.54)
+    assert [times.candidate(n) for n in (1, 3, 4, 8, 9)] == [2, 8, 8, 8, 16]
 
 
 def test_nothing_recorded_suggests_the_largest_alone() -> None:

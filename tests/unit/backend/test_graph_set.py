@@ -1,0 +1,38 @@
+"""Which graph a step runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.worker.graph_dispatch import GraphDispatch
+from rbln_backend.worker.graph_set import GraphSet
+
+TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4, 8))}
+
+
+@dataclass
+class Graph:
+    spec: GraphSpec
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+
+def test_steps_run_in_the_smallest_graph_of_those_that_are_allowed() -> None:
+    dispatch = GraphDispatch(Graph, policy="error", on_miss=lambda _: None)
+    graphs = GraphSet.allocate(TABLES, dispatch, [])
+    for spec in graphs.inputs:
+        dispatch.add(Graph(spec))
+    dispatch.seal()
+    few = {Phase.PREFILL: BucketTable((64,)), Phase.DECODE: BucketTable((4, 8))}
+    for tables in (TABLES, few, TABLES):
+        graphs.restrict(tables)
+        for phase, size in ((Phase.PREFILL, 9), (Phase.DECODE, 1), (Phase.DECODE, 5)):
+            step = graphs.select(phase, size)
+            assert step.spec == GraphSpec.of(phase, tables[phase].find(size))
+            assert step.graph.spec == step.spec
+            assert step.inputs is graphs.inputs[step.spec]
