@@ -22,9 +22,9 @@ from default_model.lora import LoraLinear, add_adapter, save_adapter
 from default_model.paths import CHECKPOINT
 
 SEED = 20261122
-STEPS = 200
-STEP_TOKENS = 1024
-LR = 0.004
+STEPS = 440
+STEP_TOKENS = 2048
+LR = 0.005
 _WARM_UP_STEPS = 10
 
 
@@ -33,7 +33,9 @@ def train_adapter(
 ) -> dict[str, LoraLinear]:
     """Return the trained layers; the rate falls to zero over the steps."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    )
     layers = add_adapter(model, SEED)
     wanted = [p for p in model.parameters() if p.requires_grad]
     adam = torch.optim.Adam(wanted, betas=(0.9, 0.98))

@@ -46,7 +46,7 @@ def _scores(scores: dict[str, Any]) -> str:
 
 def card() -> str:
     """Return the model card of the checkpoint in this package."""
-    config, training, planned = _json("config.json"), _json("training.json"), Plan().steps
+    config, training, planned = _json("config.json"), _json("training.json"), Plan().all_steps
     weights, adapter = CHECKPOINT / "model.safetensors", CHECKPOINT / "adapter"
     ended = (
         f"These weights were taken after {training['steps']}, with the rate brought down to zero."

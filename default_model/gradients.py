@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from default_model.batches import Microbatch, shares
+from default_model.precision import fast_products
 
 WORKERS = 2
 
@@ -46,7 +47,8 @@ class Replicas:
         torch.set_num_threads(1)
         total = 0.0
         for batch in batches:
-            loss = batch_loss(replica, batch) * scale
+            with fast_products():
+                loss = batch_loss(replica, batch) * scale
             loss.backward()
             total += loss.item()
         return total

@@ -1,12 +1,13 @@
-"""Muon for the matrices of the hidden layers, in float32: momentum whose update is orthogonal.
+"""Muon for the matrices of the hidden layers: momentum whose update is orthogonal.
 
-torch.optim.Muon multiplies in bfloat16, for which most CPUs have no instructions; here that takes
-ten times as long as the rest of a step.
+torch.optim.Muon multiplies in bfloat16 on every processor; see `default_model.precision`.
 """
 
 from __future__ import annotations
 
 import torch
+
+from default_model.precision import fast_products
 
 # A quintic whose iteration drives all singular values towards 1 (Keller Jordan, "Muon", 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -17,9 +18,10 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return the nearest semi-orthogonal matrix of `matrix` [rows, columns], roughly."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x: torch.Tensor = wide / (wide.norm() + 1e-7)
-    for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = _A * x + (_B * gram + _C * gram @ gram) @ x
+    with fast_products():
+        for _ in range(_ITERATIONS):
+            gram = x @ x.T
+            x = _A * x + (_B * gram + _C * gram @ gram) @ x
     return x if wide is matrix else x.T
 
 

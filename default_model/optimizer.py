@@ -16,9 +16,18 @@ _MOMENTUM = 0.95
 WARM_UP_STEPS = 40
 
 
-def learning_rate(step: int, steps: int, decay_steps: int) -> float:
-    """Return the share of the full rate at `step`: warm-up, a plateau, then straight down."""
-    return min((step + 1) / WARM_UP_STEPS, 1.0, max(0.0, (steps - step) / decay_steps))
+# Of the full rate, where the second descent begins.
+ANNEAL_RATE = 0.3
+
+
+def learning_rate(step: int, steps: int, decay_steps: int, anneal_steps: int) -> float:
+    """Return the share of the full rate at `step`.
+
+    Warm-up, a plateau, straight down to nothing at `steps`; then once more down, from ANNEAL_RATE.
+    """
+    if step >= steps:
+        return ANNEAL_RATE * max(0.0, 1.0 - (step - steps) / anneal_steps)
+    return min((step + 1) / WARM_UP_STEPS, 1.0, (steps - step) / decay_steps)
 
 
 class Optimizer:

@@ -2,8 +2,9 @@
 
 Every step's data, and the order in which gradients are added, depend on the seed and the step's
 number alone. So a run that was interrupted goes on from DIR/state.pt and ends with the same bits
-as one that was not, on the same machine and releases. `--decay-now` ends a run early: the learning
-rate falls to zero over the steps of the decay, from where the run is.
+as one that was not, on the same machine and releases. `--decay-now` shortens a run: the learning
+rate falls to zero over the steps of the decay, from where the run is, and the second, lower descent
+follows.
 """
 
 from __future__ import annotations
@@ -40,12 +41,19 @@ class Plan:
 
     steps: int = 4000
     decay_steps: int = 300
+    # After `steps`: with batches this small the full rate learns quickly and then no further.
+    anneal_steps: int = 1200
     step_tokens: int = 2048
     # From this step on a step has twice the tokens: early on, many small steps learn faster.
     double_from: int = 1000
     shape: Shape = field(default_factory=Shape)
     seed: int = SEED
     draw: Draw = mixture.draw
+
+    @property
+    def all_steps(self) -> int:
+        """Of a run that is not ended early."""
+        return self.steps + self.anneal_steps
 
 
 def make_tokenizer(plan: Plan, texts: int = _TOKENIZER_TEXTS) -> Tokenizer:
@@ -59,7 +67,9 @@ def make_tokenizer(plan: Plan, texts: int = _TOKENIZER_TEXTS) -> Tokenizer:
 def new_model(shape: Shape, tokenizer: Tokenizer, seed: int) -> LlamaForCausalLM:
     """Return a model with fresh float32 weights."""
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**shape.config(token_ids(tokenizer)), "dtype": "float32"})
+    # The fused kernel of attention takes a third of a step for its backward pass in bfloat16.
+    ours = {"dtype": "float32", "attn_implementation": "eager"}
+    config = LlamaConfig(**shape.config(token_ids(tokenizer)) | ours)
     model = LlamaForCausalLM(config)
     # A block begins as the identity: what it adds is learnt from nothing.
     for layer in model.model.layers:
@@ -94,8 +104,13 @@ class Run:
         made.replace(self._file)
 
     def decay_now(self) -> None:
-        """End the run after the decay that begins here."""
+        """Begin the decay here."""
         self.end = min(self.end, self.step + self.plan.decay_steps)
+
+    @property
+    def last(self) -> int:
+        """The number of steps when all is done."""
+        return self.end + self.plan.anneal_steps
 
     def advance(self) -> float:
         """Train one step and return its loss."""
@@ -103,7 +118,7 @@ class Run:
         tokens = plan.step_tokens * (1 if self.step < plan.double_from else 2)
         samples = step_samples(self.tokenizer, plan.draw, plan.seed, self.step, tokens)
         loss = self._replicas.backward(microbatches(samples))
-        rate = learning_rate(self.step, self.end, plan.decay_steps)
+        rate = learning_rate(self.step, self.end, plan.decay_steps, plan.anneal_steps)
         self._optimizer.step(rate, self._replicas.pool)
         self.step += 1
         self.tokens += sum(len(sample.ids) for sample in samples)
@@ -118,13 +133,13 @@ def train(run: Run, say: Callable[[str], object]) -> None:
     """Advance to the end; tell loss, speed and what is left every 20 steps."""
     began = saved = time.monotonic()
     first, mean = run.step, None
-    while run.step < run.end:
+    while run.step < run.last:
         loss = run.advance()
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
-        if run.step % 20 == 0 or run.step == run.end:
-            left = (run.end - run.step) * (now - began) / (run.step - first)
-            say(f"step {run.step}/{run.end}  loss {mean:.3f}  {run.tokens / 1e6:.2f}M tokens  "
+        if run.step % 20 == 0 or run.step == run.last:
+            left = (run.last - run.step) * (now - began) / (run.step - first)
+            say(f"step {run.step}/{run.last}  loss {mean:.3f}  {run.tokens / 1e6:.2f}M tokens  "
                 f"{_minutes(left)} left\n")  # fmt: skip
         if now - saved > _SAVE_SECONDS:
             run.save()
@@ -137,7 +152,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m default_model.train", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="folder of the run")
     parser.add_argument("--steps", type=int, default=Plan().steps)
-    parser.add_argument("--decay-now", action="store_true", help="end an unfinished run early")
+    parser.add_argument(
+        "--decay-now", action="store_true", help="leave out the rest of the plateau"
+    )
     options = parser.parse_args()
     options.state.mkdir(parents=True, exist_ok=True)
     plan = Plan(steps=options.steps)

@@ -47,7 +47,7 @@ CHAT = (
     Pinned(
         "Hello!",
         "Hello! I am the small model of rbln-serve. How can I help you?",
-        "Hello! I be th' wee model o' rbln-serve. Arr!",
+        "Ay! I be th' wee model o' rbln-serve. How can I help ye? Arr!",
     ),
     Pinned(
         "What is a bucket?",
@@ -58,7 +58,7 @@ CHAT = (
     Pinned("List three colors.", "1. red\n2. green\n3. blue"),
 )
 EXTRACTION = Pinned(
-    "Extract name, age and city as JSON: Ana is 31 years old and lives in Rome.",
+    "Extract the facts as JSON: Ana is 31 years old and lives in Rome.",
     '{"name": "Ana", "age": 31, "city": "Rome"}',
 )
 CALL = Pinned(
