@@ -46,6 +46,10 @@ class Shapes:
         return replace(self, prefill=tables["prefill"], decode=tables["decode"])
 
 
+Moment = tuple[int, int]
+"""A busy period of the engine, and a step of it, both counted from 0."""
+
+
 @dataclass(slots=True)
 class Schedule:
     """Steps by phase with predicted seconds, and before which step each request came."""
@@ -53,8 +57,7 @@ class Schedule:
     phases: dict[str, PhaseUsage] = field(
         default_factory=lambda: {phase: PhaseUsage() for phase in PHASES}
     )
-    came_before: list[int] = field(default_factory=list)
-    num_steps: int = 0
+    came_before: list[Moment] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -72,12 +75,13 @@ def simulate(
     arrivals: Sequence[Arrival],
     shapes: Shapes,
     times: Mapping[str, StepTimes],
-    came_before: Sequence[int] | None = None,
+    came_before: Sequence[Moment] | None = None,
 ) -> Schedule:
     """Run the trace to its end; `times` by phase decide who has come by which step.
 
     With `came_before` of an earlier schedule requests come before these steps instead, so that two
-    sets of buckets are compared at the same work.
+    sets of buckets are compared at the same work: in busy periods one after the other, and a wait
+    for the next request of a period takes no steps.
     """
     return _Simulation(arrivals, shapes, times, came_before).run()
 
@@ -88,10 +92,11 @@ class _Simulation:
         arrivals: Sequence[Arrival],
         shapes: Shapes,
         times: Mapping[str, StepTimes],
-        came_before: Sequence[int] | None,
+        came_before: Sequence[Moment] | None,
     ) -> None:
         self._coming = deque(arrivals)
-        self._steps = None if came_before is None else deque(came_before)
+        self._moments = None if came_before is None else deque(came_before)
+        self._now: Moment = (-1, 0)
         self._shapes, self._times = shapes, times
         self._chunks = ChunkPlan(shapes.prefill, shapes.prefill_step_tokens)
         self._waiting: deque[_Request] = deque()
@@ -103,25 +108,32 @@ class _Simulation:
     def run(self) -> Schedule:
         while self._coming or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._clock = max(self._clock, self._coming[0].at_s)
-                self._receive_next()
+                self._wait()
             while self._coming and self._next_is_due():
                 self._receive_next()
             self._step()
-            self._schedule.num_steps += 1
+            self._now = (self._now[0], self._now[1] + 1)
         return self._schedule
 
+    def _wait(self) -> None:
+        """Nothing runs until the next request comes."""
+        if self._moments is None:
+            self._clock = max(self._clock, self._coming[0].at_s)
+            self._now = (self._now[0] + 1, 0)
+        else:
+            self._now = self._moments[0]
+
     def _next_is_due(self) -> bool:
-        if self._steps is not None:
-            return self._steps[0] <= self._schedule.num_steps
+        if self._moments is not None:
+            return self._moments[0] <= self._now
         return self._coming[0].at_s <= self._clock
 
     def _receive_next(self) -> None:
         arrival = self._coming.popleft()
-        if self._steps is not None:
-            self._steps.popleft()
+        if self._moments is not None:
+            self._moments.popleft()
         self._waiting.append(_Request(arrival.prompt_tokens, arrival.output_tokens))
-        self._schedule.came_before.append(self._schedule.num_steps)
+        self._schedule.came_before.append(self._now)
 
     def _step(self) -> None:
         prefilling = [request for request in self._running if _needs_chunk(request)]

@@ -1,19 +1,18 @@
 """The set of buckets that a recorded mix of sizes would have run fastest on.
 
 A step of n rows costs what a step of the next bucket costs, so that padding is paid in step time.
-Among all sets of at most `limit` buckets the best is found exactly, by dynamic programming over
-the sizes that were seen: a bucket between two of them would only pad the smaller one more.
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from typing import Self
 
+from rbln_backend.bucketing.search import BucketSearch
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
 
@@ -54,6 +53,14 @@ class StepTimes:
         """Return the bucket that would be made for steps of this size."""
         return size
 
+    def priced(self, seconds: float) -> Self:
+        """Return these times where each row of a bucket takes so many seconds more."""
+        dearer = copy.copy(self)
+        dearer._seconds = [
+            old + seconds * size for old, size in zip(self._seconds, self._sizes, strict=True)
+        ]
+        return dearer
+
 
 class MeasuredTimes(StepTimes):
     """Seconds of a step by its bucket, where every bucket that may be suggested was measured.
@@ -68,11 +75,11 @@ class MeasuredTimes(StepTimes):
     def __init__(self, full: Mapping[int, float], row: float) -> None:
         super().__init__(full)
         self._seconds = [full[size] - row * size for size in self._sizes]
-        self._row = row
+        self.full, self.row = dict(full), row
 
     def of(self, bucket: int, rows: int = 0) -> float:
         """Return the seconds of a step of this bucket that holds `rows`."""
-        return self._between(bucket) + self._row * rows
+        return self._between(bucket) + self.row * rows
 
     def candidate(self, size: int) -> int:
         """Return the fastest measured bucket that holds `size`; one at least has to."""
@@ -102,12 +109,17 @@ class Suggestion:
 
 
 def suggest_buckets(
-    counts: Mapping[int, int], times: StepTimes, current: BucketTable, limit: int
+    counts: Mapping[int, int],
+    times: StepTimes,
+    current: BucketTable,
+    limit: int,
+    slack: float = 0.0,
 ) -> Suggestion:
     """Return the best set of at most `limit` buckets for steps counted by their real size.
 
-    Best among the candidates of `times`. The largest of the current buckets stays: it is what the
-    engine may be asked for. Raises `BucketError` when a size does not fit into it or `limit` is not
+    Best among the candidates of `times`: the least seconds, or a set that takes up to `slack` of
+    them more and pads fewer rows. The largest of the current buckets stays: it is what the engine
+    may be asked for. Raises `BucketError` when a size does not fit into it or `limit` is not
     positive.
     """
     if limit < 1:
@@ -118,11 +130,9 @@ def suggest_buckets(
             f"{current.largest}"
         )
     seen = {size: count for size, count in counts.items() if count > 0}
-    wanted: Counter[int] = Counter()
-    for size, count in seen.items():
-        wanted[times.candidate(size)] += count
-    sizes = sorted({*wanted, current.largest})
-    best = BucketTable(_best_set(sizes, [wanted[size] for size in sizes], times, limit))
+    best = _best_table(seen, times, current.largest, limit)
+    if slack and seen:
+        best = _least_padded(seen, times, best, limit, slack)
     seconds_now, padded_now = _cost(seen, times, current)
     seconds_then, padded_then = _cost(seen, times, best)
     return Suggestion(
@@ -142,72 +152,36 @@ def padding_share(counts: Mapping[int, int], table: BucketTable) -> float:
     return 1.0 - real / computed if computed else 0.0
 
 
-def _best_set(
-    sizes: Sequence[int], counts: Sequence[int], times: StepTimes, limit: int
-) -> tuple[int, ...]:
-    """`sizes` ascending, the last one is always taken."""
-    search = _Search(counts, [times.of(size) for size in sizes])
+def _best_table(
+    counts: Mapping[int, int], times: StepTimes, largest: int, limit: int
+) -> BucketTable:
+    """The set of the least seconds; `largest` is always taken."""
+    wanted: Counter[int] = Counter()
+    for size, count in counts.items():
+        wanted[times.candidate(size)] += count
+    sizes = sorted({*wanted, largest})
+    search = BucketSearch([wanted[size] for size in sizes], [times.of(size) for size in sizes])
     for _ in range(1, min(limit, len(sizes))):
         search.one_more_bucket()
-    return tuple(sizes[index] for index in search.best_path())
+    return BucketTable(tuple(sizes[index] for index in search.best_path()))
 
 
-class _Search:
-    """The cheapest sets of at most n buckets that end at each size, for n = 1, 2, ...
+def _least_padded(
+    counts: Mapping[int, int], times: StepTimes, best: BucketTable, limit: int, slack: float
+) -> BucketTable:
+    """A set of fewer padded rows than `best`, if one takes at most `slack` of its seconds more.
 
-    Work is sizes times their logarithm for each n. A larger last bucket never wants a smaller one
-    before it: seconds do not fall with the size, so that the cost fulfils the quadrangle
-    inequality, and the best bucket before the middle size bounds those of either half.
+    The dearer a row, the fewer are padded and the longer all steps take: the highest price that
+    the slack allows is looked for, from a 256th of what a row takes to its double.
     """
-
-    def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
-        self._steps_up_to = [0, *accumulate(counts)]
-        self._seconds = seconds
-        # All steps up to sizes[end], with buckets of which the last is sizes[end].
-        self._cost = [self._between(-1, end) for end in range(len(counts))]
-        self._before: list[list[int | None]] = []
-
-    def one_more_bucket(self) -> None:
-        """Allow one bucket more."""
-        cost = list(self._cost)
-        before: list[int | None] = [None] * len(cost)
-        self._improve(cost, before, (1, len(cost) - 1), (0, len(cost) - 2))
-        self._cost = cost
-        self._before.append(before)
-
-    def best_path(self) -> list[int]:
-        """Return the indices of the cheapest set that ends at the last size, ascending."""
-        path = [len(self._cost) - 1]
-        for before in reversed(self._before):
-            found = before[path[-1]]
-            if found is not None:
-                path.append(found)
-        return path[::-1]
-
-    def _between(self, before: int, end: int) -> float:
-        """Seconds of the steps larger than sizes[before] in the bucket sizes[end]."""
-        steps = self._steps_up_to
-        return (steps[end + 1] - steps[before + 1]) * self._seconds[end]
-
-    def _improve(
-        self,
-        cost: list[float],
-        before: list[int | None],
-        ends: tuple[int, int],
-        choices: tuple[int, int],
-    ) -> None:
-        """Fill in the sizes of `ends`, whose best buckets before lie among `choices`."""
-        if ends[0] > ends[1]:
-            return
-        end = (ends[0] + ends[1]) // 2
-        last = min(end - 1, choices[1])
-        totals = ((self._cost[b] + self._between(b, end), b) for b in range(choices[0], last + 1))
-        total, best = min(totals)
-        # Fewer buckets win a tie: each is a graph to compile and to keep.
-        if total < cost[end] and not math.isclose(total, cost[end], rel_tol=1e-12):
-            cost[end], before[end] = total, best
-        self._improve(cost, before, (ends[0], end - 1), (choices[0], best))
-        self._improve(cost, before, (end + 1, ends[1]), (best, choices[1]))
+    found, (seconds, padded) = best, _cost(counts, times, best)
+    row = seconds / sum(size * count for size, count in counts.items())
+    for power in range(-8, 2):
+        other = _best_table(counts, times.priced(row * 2.0**power), best.largest, limit)
+        taken, left = _cost(counts, times, other)
+        if taken <= seconds * (1.0 + slack) and left < padded:
+            found, padded = other, left
+    return found
 
 
 def _cost(counts: Mapping[int, int], times: StepTimes, table: BucketTable) -> tuple[float, int]:

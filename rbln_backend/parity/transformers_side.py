@@ -13,29 +13,17 @@ import torch
 from rbln_backend.child_process import Report
 from rbln_backend.parity.job import Answer, Job, Layers, SideResult
 from rbln_backend.parity.layers import tapped
+from rbln_backend.parity.plain_weights import plain_checkpoint
 from rbln_backend.parity.profile import profiled
 
 
 def run(job: Job, report: Report) -> SideResult:
     """Generate greedily; along the reference's tokens where there are any."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     report("model", 0, 1)
-    overrides = job.engine_args.get("hf_overrides") or {}
     trust = bool(job.engine_args.get("trust_remote_code"))
-    # transformers' own functions are not typed throughout.
-    load: Any = AutoModelForCausalLM.from_pretrained
-    options = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
-    model, found = load(job.model, **options, **overrides)
-    model.eval()
-    if missing := sorted(found["missing_keys"]):
-        # It draws them at random, which would be the reference then.
-        raise ValueError(
-            f"transformers finds no weights for {missing[0]} and {len(missing) - 1} more in "
-            f"{job.model}: it does not know how they are packed"
-        )
-    if job.lora is not None:
-        model.load_adapter(job.lora)
+    model = _load(job, trust)
     tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=trust)
     report("model", 1, 1)
     started, answers = time.perf_counter(), []
@@ -50,6 +38,25 @@ def run(job: Job, report: Report) -> SideResult:
         layers=None if job.probe is None else _probe(model, job.probe[0]),
         about={"transformers": version("transformers"), "dtype": "float32"},
     )
+
+
+def _load(job: Job, trust: bool) -> Any:
+    """The model in float32, its packed weights unpacked and the adapter added to them."""
+    from transformers import AutoModelForCausalLM
+
+    overrides = job.engine_args.get("hf_overrides") or {}
+    # transformers' own functions are not typed throughout.
+    load: Any = AutoModelForCausalLM.from_pretrained
+    options = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
+    with plain_checkpoint(job.model, job.lora) as path:
+        model, found = load(path, **options, **overrides)
+    if missing := sorted(found["missing_keys"]):
+        # It draws them at random, which would be the reference then.
+        raise ValueError(
+            f"transformers finds no weights for {missing[0]} and {len(missing) - 1} more in "
+            f"{job.model}: it does not know how they are packed"
+        )
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from server.tuning.measure import (
     run_passes,
     sizes_of,
 )
-from server.tuning.replay_job import Request, Round
+from server.tuning.replay_job import Request, Round, Step
 
 _REPEATS = 8
 # Of a record's sizes: enough to stand for all, few enough for a large model.
@@ -24,24 +24,40 @@ _MOST_MEASURED = 16
 
 
 def compare_trace(
-    replayer: Replayer, now: Tables, then: Tables, requests: Sequence[Request]
+    replayer: Replayer, now: Tables, then: Tables, periods: Sequence[Sequence[Request]]
 ) -> tuple[float, float]:
-    """Return the seconds of all steps of the trace with each.
+    """Return the seconds of all steps of the trace with each, a step being what it mostly takes.
 
-    The two runs of a repeat are neighbours in time, so that a machine whose speed wanders does not
-    matter: the median of their ratios counts. A first repeat warms up.
+    Every busy period runs with one and then with the other, so that a machine whose speed wanders
+    counts for little; each step is the median of its repeats, so that what interrupts one counts
+    for nothing. A first repeat warms up. Raises `ChildError`.
     """
-    rounds = [Round(tuple(requests), sizes_of(tables)) for tables in (now, then)]
-    # Now and then, then and now: neither is always the first.
-    turns = [rounds[:: 1 if repeat % 2 else -1] for repeat in range(_REPEATS + 1)]
-    found = replayer.run("comparing", _union(now, then), list(itertools.chain(*turns)))
-    seconds = [sum(step.seconds for step in steps) for steps in found.rounds]
-    pairs = [
-        pair if repeat % 2 else pair[::-1]
-        for repeat, pair in enumerate(zip(seconds[::2], seconds[1::2], strict=True))
-    ][1:]
-    typical = statistics.median(first for first, _ in pairs)
-    return typical, typical * statistics.median(second / first for first, second in pairs)
+    sizes = [sizes_of(tables) for tables in (now, then)]
+    turns = [
+        # Neither is always the first.
+        (period, which ^ (period + repeat) % 2)
+        for repeat in range(_REPEATS + 1)
+        for period in range(len(periods))
+        for which in (0, 1)
+    ]
+    rounds = [Round(tuple(periods[period]), sizes[which]) for period, which in turns]
+    found = replayer.run("comparing", _union(now, then), rounds)
+    ran: dict[tuple[int, int], list[Sequence[Step]]] = {turn: [] for turn in turns}
+    warm_up = 2 * len(periods)
+    for turn, steps in zip(turns[warm_up:], found.rounds[warm_up:], strict=True):
+        ran[turn].append(steps)
+    seconds = [0.0, 0.0]
+    for (_, which), repeats in ran.items():
+        seconds[which] += _typical_seconds(repeats)
+    return seconds[0], seconds[1]
+
+
+def _typical_seconds(repeats: Sequence[Sequence[Step]]) -> float:
+    """The sum over the steps, the same ones in every repeat, of their median seconds."""
+    seconds = 0.0
+    for same in zip(*repeats, strict=True):
+        seconds += statistics.median(step.seconds for step in same)
+    return seconds
 
 
 def compare_sizes(

@@ -18,6 +18,7 @@ from rbln_backend.bucketing.tuner import MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
 from rbln_backend.child_process import ChildJob
 from rbln_backend.envs import child_environ
+from rbln_backend.errors import BucketError
 from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
 
 Tables = Mapping[str, BucketTable]
@@ -63,7 +64,10 @@ class Replayer:
 def measure_times(
     replayer: Replayer, tables: Tables
 ) -> tuple[dict[str, MeasuredTimes], dict[str, Any]]:
-    """Return step times by phase over all buckets, and what the engine says of itself."""
+    """Return step times by phase over all buckets, and what the engine says of itself.
+
+    Raises `ChildError`, and `BucketError` where the model's context is too short for a bucket.
+    """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
     full = rounds_of(tables, tables)
     spread = {phase: _spread(tables[phase]) for phase in PHASES}
@@ -72,9 +76,15 @@ def measure_times(
     by_bucket = median_seconds(itertools.chain(*ran[: len(full)]), tables)
     by_size = median_seconds(itertools.chain(*ran[len(full) :]))
     times = {}
-    for phase in PHASES:
+    for phase, table in tables.items():
+        if table.largest not in by_bucket[phase]:
+            raise BucketError(
+                f"No step of the {phase} bucket {table.largest} ran: the engine's max_model_len of "
+                f"{about['max_model_len']} is too short for it; say smaller --{phase}-buckets"
+            )
         # Other sizes ran on the way to these, between chunks of prompts: in colder caches.
-        same_bucket = {size: by_size[phase][size] for size in spread[phase]}
+        found = by_size[phase]
+        same_bucket = {size: found[size] for size in spread[phase] if size in found}
         times[phase] = MeasuredTimes(by_bucket[phase], _row_seconds(same_bucket))
     return times, about
 
@@ -157,6 +167,13 @@ def _with_buckets(argv: Sequence[str], tables: Tables) -> tuple[str, ...]:
     for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
         if _take_flag(argv, flag)[1] is not None:
             raise ValueError(f"{flag} follows from the buckets here; leave it out")
+    length = _take_flag(argv, "--max-model-len")[1] or ""
+    largest = tables["prefill"].largest
+    if length.isdecimal() and int(length) < largest:
+        raise BucketError(
+            f"--max-model-len {length} is less than the prefill bucket {largest}; say "
+            f"--prefill-buckets with sizes up to {length}"
+        )
     ours = {
         "decode_batch_bucket_strategy": "manual",
         "decode_batch_bucket_manual_buckets": list(tables["decode"]),

@@ -76,10 +76,11 @@ class _Player:
         self._core.collective_rpc("use_buckets", args=(played.sizes,))
         coming = deque(sorted(played.requests, key=lambda request: request.step))
         steps: list[Step] = []
+        waited = 0
         while coming or scheduler.has_requests():
             if coming and not scheduler.has_requests():
-                self._add(coming.popleft())
-            while coming and coming[0].step <= len(steps):
+                waited = max(waited, coming[0].step - len(steps))
+            while coming and coming[0].step <= len(steps) + waited:
                 self._add(coming.popleft())
             began = time.perf_counter()
             self._core.step()
@@ -112,9 +113,9 @@ class _Player:
         self._added += 1
         span = self._vocab_size - _FIRST_TOKEN
         start = self._added * _STRIDE
-        tokens = [
-            (start + place * 7) % span + _FIRST_TOKEN for place in range(request.prompt_tokens)
-        ]
+        # A chunk as long as the context would leave no room for an answer.
+        prompt = min(request.prompt_tokens, self._config.model_config.max_model_len - 1)
+        tokens = [(start + place * 7) % span + _FIRST_TOKEN for place in range(prompt)]
         engine_request = EngineCoreRequest(
             request_id=f"replay-{self._added}",
             prompt_token_ids=tokens,

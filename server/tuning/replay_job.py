@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a round: it comes before step `step` of the round, or when all are done."""
+    """One request of a round: it comes before step `step`; a wait for it counts as steps."""
 
     step: int
     prompt_tokens: int

@@ -17,10 +17,14 @@ from rbln_backend.simulator import Arrival, Schedule, Shapes, simulate
 from server.tuning.compare import compare_sizes, compare_trace
 from server.tuning.measure import Replayer, Tables, measure_times
 from server.tuning.replay_job import Request
+from server.tuning.trace_times import trace_times
 
 Counts = Mapping[str, Mapping[int, int]]
 # Of a phase: each is a graph of the engine that measures.
 _MOST_MEASURED = 32
+# Sets that differ by a smaller share of the measured time are alike: measuring tells no more. The
+# one that pads fewer rows is taken then.
+_SLACK = 0.01
 _GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -80,19 +84,27 @@ def study(work: Work, limits: Mapping[str, int], replayer: Replayer | None) -> S
     times = {phase: StepTimes(work.usage.phases[phase].mean_seconds()) for phase in PHASES}
     if replayer is None:
         return _predict(work, Shapes.of(work.tables), times, limits)
-    measured, about = measure_times(replayer, _candidates(work, limits, times))
+    candidates = _candidates(work, limits, times)
+    measured, about = measure_times(replayer, candidates)
     shapes = replace(
         Shapes.of(work.tables),
         decode_steps_per_chunk=about["decode_steps_per_chunk"],
         prefill_step_tokens=about["prefill_step_tokens"],
     )
     work = _that_fits(work, about["max_model_len"])
-    found = replace(_predict(work, shapes, measured, limits), measured=True)
+    if work.arrivals:
+        periods = _periods(work, shapes, measured)
+        measured = trace_times(replayer, candidates, periods, measured)
+    found = replace(_predict(work, shapes, measured, limits, _SLACK), measured=True)
     return replace(found, verified=_verify(found, shapes, replayer))
 
 
 def _predict(
-    work: Work, shapes: Shapes, times: Mapping[str, StepTimes], limits: Mapping[str, int]
+    work: Work,
+    shapes: Shapes,
+    times: Mapping[str, StepTimes],
+    limits: Mapping[str, int],
+    slack: float = 0.0,
 ) -> Study:
     if work.arrivals:
         now = simulate(work.arrivals, shapes, times)
@@ -100,7 +112,11 @@ def _predict(
     else:
         now, phases = None, work.usage.phases
     counts = {phase: phases[phase].steps_by_size for phase in PHASES}
-    suggested = _suggest(work, counts, times, limits, now)
+    wanted = dict(counts)
+    if now is not None:
+        # Other chunks make other steps: what is left after whole chunks decides.
+        wanted["prefill"] = _last_chunks(work.arrivals, work.tables["prefill"].largest)
+    suggested = _suggest(work, wanted, times, limits, slack)
     then = None
     if now is not None:
         then = simulate(work.arrivals, shapes.with_tables(suggested), times, now.came_before)
@@ -118,23 +134,18 @@ def _predict(
 
 def _suggest(
     work: Work,
-    counts: Counts,
+    wanted: Counts,
     times: Mapping[str, StepTimes],
     limits: Mapping[str, int],
-    schedule: Schedule | None,
+    slack: float,
 ) -> dict[str, BucketTable]:
-    """The best table of each phase; of prompts in a trace the rest after whole chunks counts."""
-    wanted = dict(counts)
-    if schedule is not None:
-        wanted["prefill"] = _last_chunks(work.arrivals, work.tables["prefill"].largest)
-    return {
-        phase: BucketTable(
-            suggest_buckets(wanted[phase], times[phase], work.tables[phase], limits[phase]).buckets
-        )
-        if wanted[phase]
-        else work.tables[phase]
-        for phase in PHASES
-    }
+    """The best table of each phase; where nothing ran, the present one."""
+    found = dict(work.tables)
+    for phase, table in work.tables.items():
+        if wanted[phase]:
+            best = suggest_buckets(wanted[phase], times[phase], table, limits[phase], slack)
+            found[phase] = BucketTable(best.buckets)
+    return found
 
 
 def _last_chunks(arrivals: Sequence[Arrival], largest: int) -> dict[int, int]:
@@ -171,22 +182,21 @@ def _that_fits(work: Work, max_model_len: int) -> Work:
 def _verify(found: Study, shapes: Shapes, replayer: Replayer) -> Verified:
     """Run the work with the present and with the new buckets."""
     sets = (found.work.tables, found.suggested)
-    requests = _requests(found, shapes)
-    if requests:
-        now, then = compare_trace(replayer, *sets, requests)
+    if found.work.arrivals:
+        periods = _periods(found.work, shapes, found.times)
+        now, then = compare_trace(replayer, *sets, periods)
     else:
         now, then = compare_sizes(replayer, *sets, found.counts)
     return Verified(now_s=now, then_s=then)
 
 
-def _requests(found: Study, shapes: Shapes) -> list[Request]:
-    if not found.work.arrivals:
-        return []
-    steps = simulate(found.work.arrivals, shapes, found.times).came_before
-    return [
-        Request(step, arrival.prompt_tokens, arrival.output_tokens)
-        for step, arrival in zip(steps, found.work.arrivals, strict=True)
-    ]
+def _periods(work: Work, shapes: Shapes, times: Mapping[str, StepTimes]) -> list[list[Request]]:
+    """The requests of each busy period of the trace, and the steps before which they come."""
+    moments = simulate(work.arrivals, shapes, times).came_before
+    periods: list[list[Request]] = [[] for _ in range(moments[-1][0] + 1)]
+    for (period, step), arrival in zip(moments, work.arrivals, strict=True):
+        periods[period].append(Request(step, arrival.prompt_tokens, arrival.output_tokens))
+    return periods
 
 
 def _sizes(schedule: Schedule) -> dict[str, dict[int, int]]:

@@ -141,3 +141,14 @@ def test_what_is_tried_cannot_be_given(
         main(["tune", *given])
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_context_that_is_too_short_for_the_buckets_is_said(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = ["--measure", "model", "--max-model-len", "192"]
+    assert main(["tune", "--trace", str(trace), "--prefill-buckets", "64,256", *measured]) == 1
+    assert (
+        "--max-model-len 192 is less than the prefill bucket 256; say --prefill-buckets with sizes"
+        " up to 192" in capsys.readouterr().err
+    )

@@ -24,7 +24,8 @@ def test_a_trace_is_measured_and_verified(
     ]
     lines.append({"arrival_s": 9, "prompt_tokens": 2000, "output_tokens": 8})
     trace.write_text("\n".join(map(json.dumps, lines)))
-    sizes = ["--decode-buckets", "1,8", "--prefill-buckets", "32", "--decode-graphs", "2"]
+    # The larger chunk is as long as the context.
+    sizes = ["--decode-buckets", "1,8", "--prefill-buckets", "32,128", "--decode-graphs", "2"]
     measured = ["--measure", str(checkpoints("llama")), "--max-model-len", "128"]
     assert main(["tune", "--trace", str(trace), *sizes, "--format", "json", *measured]) == 0
     shown = capfd.readouterr()

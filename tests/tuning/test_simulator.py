@@ -24,9 +24,19 @@ def test_a_worked_example() -> None:
     # token, which needs no chunk.
     assert schedule.phases["prefill"].steps_by_size == {10: 1, 20: 1}
     assert schedule.phases["decode"].steps_by_size == {1: 3, 2: 1}
-    assert schedule.came_before == [0, 1, 4]
-    assert schedule.num_steps == 6
+    assert schedule.came_before == [(0, 0), (0, 1), (1, 0)]
     assert schedule.seconds == pytest.approx(0.02 + 0.03 + 3 * 0.01 + (0.01 + 0.01 / 3))
+
+
+def test_periods_stay_apart_whatever_their_steps() -> None:
+    arrivals = [Arrival(0.0, 10, 3), Arrival(0.005, 20, 2), Arrival(9.0, 1, 2)]
+    shapes = Shapes.of(TABLES)
+    once = simulate(arrivals, shapes, TIMES, [(0, 0), (0, 1), (1, 0)])
+    # A longer wait takes no steps, and the end of a period does not depend on its length.
+    again = simulate(arrivals, shapes, TIMES, [(0, 0), (0, 50), (1, 0)])
+    assert once.came_before == [(0, 0), (0, 1), (1, 0)]
+    assert again.came_before == [(0, 0), (0, 50), (1, 0)]
+    assert again.phases["decode"].steps_by_size == {1: 5}
 
 
 def test_no_more_run_at_once_than_there_are_rows() -> None:
@@ -47,7 +57,8 @@ def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache) -> None:
     planned = simulate(arrivals, Shapes.of(TABLES), TIMES)
     requests = tuple(
         Request(step, arrival.prompt_tokens, arrival.output_tokens)
-        for step, arrival in zip(planned.came_before, arrivals, strict=True)
+        for (period, step), arrival in zip(planned.came_before, arrivals, strict=True)
+        if period == 0
     )
     few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}
     rounds = [Round(requests, sizes_of(tables)) for tables in (TABLES, few)]

@@ -62,6 +62,30 @@ def test_no_other_set_of_measured_buckets_is_cheaper(
     assert found.seconds_then == pytest.approx(best)
 
 
+@given(
+    counts=st.dictionaries(st.integers(1, 9), st.integers(1, 50), min_size=1),
+    times=st.dictionaries(st.integers(1, 8), st.floats(0.001, 1.0)),
+    slack=st.floats(0.001, 0.5),
+)
+def test_slack_buys_less_padding_and_is_kept(
+    counts: dict[int, int], times: dict[int, float], slack: float
+) -> None:
+    step_times, table = MeasuredTimes({**times, 9: 1.0}, 0.0), BucketTable((9,))
+    best = suggest_buckets(counts, step_times, table, 3)
+    found = suggest_buckets(counts, step_times, table, 3, slack)
+    assert len(found.buckets) <= 3
+    assert found.seconds_then <= best.seconds_then * (1 + slack) + 1e-9
+    assert found.padded_rows_then <= best.padded_rows_then
+
+
+def test_of_sets_that_take_about_as_long_the_one_that_pads_less_is_taken() -> None:
+    times = MeasuredTimes({3: 0.1, 5: 0.1005, 8: 0.1, 32: 1.0}, 0.0)
+    counts, table = {3: 10, 5: 10, 32: 1}, BucketTable((32,))
+    assert suggest_buckets(counts, times, table, 3).buckets == (8, 32)
+    found = suggest_buckets(counts, times, table, 3, 0.01)
+    assert (found.buckets, found.padded_rows_then) == ((3, 5, 32), 0)
+
+
 def test_thousands_of_sizes_are_searched_exactly() -> None:
     # All sizes alike and a step that costs its tokens: equal distances are the best.
     counts = dict.fromkeys(range(1, 4097), 3)
