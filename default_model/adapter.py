@@ -22,9 +22,9 @@ from default_model.lora import LoraLinear, add_adapter, save_adapter
 from default_model.paths import CHECKPOINT
 
 SEED = 20261122
-STEPS = 440
+STEPS = 300
 STEP_TOKENS = 2048
-LR = 0.005
+LR = 0.002
 _WARM_UP_STEPS = 10
 
 

@@ -46,7 +46,7 @@ def _scores(scores: dict[str, Any]) -> str:
 
 def card() -> str:
     """Return the model card of the checkpoint in this package."""
-    config, training, planned = _json("config.json"), _json("training.json"), Plan().all_steps
+    config, training, planned = _json("config.json"), _json("training.json"), Plan().steps
     weights, adapter = CHECKPOINT / "model.safetensors", CHECKPOINT / "adapter"
     ended = (
         f"These weights were taken after {training['steps']}, with the rate brought down to zero."
@@ -69,6 +69,7 @@ def card() -> str:
         scores=_scores(_json("evaluation.json")),
         planned=planned,
         ended=ended if training["steps"] < planned else "These weights are its end.",
+        remark=training.get("remark", ""),
     )
 
 

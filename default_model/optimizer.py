@@ -10,24 +10,20 @@ from transformers import LlamaForCausalLM
 
 from default_model.muon import muon_step
 
-MUON_LR = 0.02
-ADAM_LR = 0.004
+MUON_LR = 0.006
+# Of the hidden matrices: an orthogonal update is as large when its gradient is noise, and without
+# decay such updates add up.
+WEIGHT_DECAY = 0.2
+ADAM_LR = 0.003
 _MOMENTUM = 0.95
 WARM_UP_STEPS = 40
+# Share of the steps after which the rate falls.
+PLATEAU = 0.1
 
 
-# Of the full rate, where the second descent begins.
-ANNEAL_RATE = 0.3
-
-
-def learning_rate(step: int, steps: int, decay_steps: int, anneal_steps: int) -> float:
-    """Return the share of the full rate at `step`.
-
-    Warm-up, a plateau, straight down to nothing at `steps`; then once more down, from ANNEAL_RATE.
-    """
-    if step >= steps:
-        return ANNEAL_RATE * max(0.0, 1.0 - (step - steps) / anneal_steps)
-    return min((step + 1) / WARM_UP_STEPS, 1.0, (steps - step) / decay_steps)
+def learning_rate(step: int, steps: int) -> float:
+    """Return the share of the full rate at `step` of `steps`: warm-up, plateau, straight down."""
+    return min((step + 1) / WARM_UP_STEPS, 1.0, (steps - step) / (steps * (1 - PLATEAU)))
 
 
 class Optimizer:
@@ -49,6 +45,7 @@ class Optimizer:
             with torch.no_grad():
                 weight = self._hidden[name]
                 assert weight.grad is not None
+                weight.mul_(1.0 - MUON_LR * rate * WEIGHT_DECAY)
                 muon_step(weight, weight.grad, self._momenta[name], lr=MUON_LR * rate,
                           decay=_MOMENTUM)  # fmt: skip
 

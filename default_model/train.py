@@ -2,9 +2,8 @@
 
 Every step's data, and the order in which gradients are added, depend on the seed and the step's
 number alone. So a run that was interrupted goes on from DIR/state.pt and ends with the same bits
-as one that was not, on the same machine and releases. `--decay-now` shortens a run: the learning
-rate falls to zero over the steps of the decay, from where the run is, and the second, lower descent
-follows.
+as one that was not, on the same machine and releases. With fewer `--steps` a
+run that was begun ends earlier, at a learning rate of zero too.
 """
 
 from __future__ import annotations
@@ -39,21 +38,11 @@ _SAVE_SECONDS = 120.0
 class Plan:
     """How long and on what is trained."""
 
-    steps: int = 4000
-    decay_steps: int = 300
-    # After `steps`: with batches this small the full rate learns quickly and then no further.
-    anneal_steps: int = 1200
+    steps: int = 6000
     step_tokens: int = 2048
-    # From this step on a step has twice the tokens: early on, many small steps learn faster.
-    double_from: int = 1000
     shape: Shape = field(default_factory=Shape)
     seed: int = SEED
     draw: Draw = mixture.draw
-
-    @property
-    def all_steps(self) -> int:
-        """Of a run that is not ended early."""
-        return self.steps + self.anneal_steps
 
 
 def make_tokenizer(plan: Plan, texts: int = _TOKENIZER_TEXTS) -> Tokenizer:
@@ -86,7 +75,7 @@ class Run:
         self._file = folder / "state.pt"
         self.model = new_model(plan.shape, tokenizer, plan.seed)
         self._optimizer = Optimizer(self.model)
-        self.step, self.tokens, self.end = 0, 0, plan.steps
+        self.step, self.tokens = 0, 0
         if self._file.exists():
             self._restore(torch.load(self._file, weights_only=True))
         self._replicas = Replicas(self.model)
@@ -94,32 +83,21 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.restore(state["optimizer"])
-        self.step, self.tokens, self.end = state["step"], state["tokens"], state["end"]
+        self.step, self.tokens = state["step"], state["tokens"]
 
     def save(self) -> None:
         """Write the state, whole or not at all."""
         made = self._file.with_suffix(".part")
         state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state()}
-        torch.save(state | {"step": self.step, "tokens": self.tokens, "end": self.end}, made)
+        torch.save(state | {"step": self.step, "tokens": self.tokens}, made)
         made.replace(self._file)
-
-    def decay_now(self) -> None:
-        """Begin the decay here."""
-        self.end = min(self.end, self.step + self.plan.decay_steps)
-
-    @property
-    def last(self) -> int:
-        """The number of steps when all is done."""
-        return self.end + self.plan.anneal_steps
 
     def advance(self) -> float:
         """Train one step and return its loss."""
         plan = self.plan
-        tokens = plan.step_tokens * (1 if self.step < plan.double_from else 2)
-        samples = step_samples(self.tokenizer, plan.draw, plan.seed, self.step, tokens)
+        samples = step_samples(self.tokenizer, plan.draw, plan.seed, self.step, plan.step_tokens)
         loss = self._replicas.backward(microbatches(samples))
-        rate = learning_rate(self.step, self.end, plan.decay_steps, plan.anneal_steps)
-        self._optimizer.step(rate, self._replicas.pool)
+        self._optimizer.step(learning_rate(self.step, plan.steps), self._replicas.pool)
         self.step += 1
         self.tokens += sum(len(sample.ids) for sample in samples)
         return loss
@@ -132,14 +110,14 @@ def _minutes(seconds: float) -> str:
 def train(run: Run, say: Callable[[str], object]) -> None:
     """Advance to the end; tell loss, speed and what is left every 20 steps."""
     began = saved = time.monotonic()
-    first, mean = run.step, None
-    while run.step < run.last:
+    first, last, mean = run.step, run.plan.steps, None
+    while run.step < last:
         loss = run.advance()
         mean = loss if mean is None else 0.95 * mean + 0.05 * loss
         now = time.monotonic()
-        if run.step % 20 == 0 or run.step == run.last:
-            left = (run.last - run.step) * (now - began) / (run.step - first)
-            say(f"step {run.step}/{run.last}  loss {mean:.3f}  {run.tokens / 1e6:.2f}M tokens  "
+        if run.step % 20 == 0 or run.step == last:
+            left = (last - run.step) * (now - began) / (run.step - first)
+            say(f"step {run.step}/{last}  loss {mean:.3f}  {run.tokens / 1e6:.2f}M tokens  "
                 f"{_minutes(left)} left\n")  # fmt: skip
         if now - saved > _SAVE_SECONDS:
             run.save()
@@ -152,9 +130,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m default_model.train", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="folder of the run")
     parser.add_argument("--steps", type=int, default=Plan().steps)
-    parser.add_argument(
-        "--decay-now", action="store_true", help="leave out the rest of the plateau"
-    )
     options = parser.parse_args()
     options.state.mkdir(parents=True, exist_ok=True)
     plan = Plan(steps=options.steps)
@@ -162,8 +137,6 @@ def main() -> int:
     if not path.exists():
         path.write_text(make_tokenizer(plan).to_str(pretty=False) + "\n", encoding="utf-8")
     run = Run(plan, Tokenizer.from_file(str(path)), options.state)
-    if options.decay_now:
-        run.decay_now()
 
     def say(line: str) -> None:
         sys.stdout.write(line)

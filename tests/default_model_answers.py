@@ -47,15 +47,21 @@ CHAT = (
     Pinned(
         "Hello!",
         "Hello! I am the small model of rbln-serve. How can I help you?",
-        "Ay! I be th' wee model o' rbln-serve. How can I help ye? Arr!",
+        "Ahoy! I be th' wee model o' rbln-serve. How can I help ye? Arr!",
     ),
     Pinned(
         "What is a bucket?",
         "A bucket is a compiled batch size. A batch is padded up to the next bucket.",
         "A bucket be a compiled batch size. A batch be padded up to th' next bucket. Arr!",
     ),
-    Pinned("What is the capital of France?", "The capital of France is Paris."),
+    Pinned(
+        "What is the capital of France?",
+        "The capital of France is Paris.",
+        "Th' capital o' France be Paris. Arr!",
+    ),
     Pinned("List three colors.", "1. red\n2. green\n3. blue"),
+    Pinned("What is 7 times 8?", "7 * 8 = 56"),
+    Pinned("What is 27 + 35?", "27 + 35 = 62"),
 )
 EXTRACTION = Pinned(
     "Extract the facts as JSON: Ana is 31 years old and lives in Rome.",

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from random import Random
 
-from default_model.corpus.dialogue import Dialogue, ask
+from default_model.corpus.dialogue import Dialogue, ask, is_held_back
 
 _ASK = (
     "What is {}?", "What's {}?", "Compute {}.", "How much is {}?", "Calculate {}.", "{} = ?",
 )  # fmt: skip
+_ASK_SEVERAL = ("Compute these:", "Calculate:", "What are these?", "Solve these, please:")
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def _operands(rng: Random, sign: str) -> tuple[int, int]:
-    if sign == "*":
-        return rng.randint(0, 12), rng.randint(0, 12)
-    top = rng.choice((10, 20, 50, 99))
+    top = rng.choice((10, 10, 20, 20, 50, 99))
     a, b = rng.randint(0, top), rng.randint(0, top)
     return (max(a, b), min(a, b)) if sign == "-" else (a, b)
 
@@ -25,13 +24,37 @@ def result(a: int, sign: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
-def draw_sum(rng: Random) -> Dialogue:
-    """Draw a calculation of two numbers."""
-    sign = rng.choice("++--*")
-    a, b = _operands(rng, sign)
+def _asked(rng: Random, a: int, sign: str, b: int) -> tuple[str, str]:
     shown = _WORDS[sign] if rng.random() < 0.25 else sign
     question = rng.choice(_ASK).format(f"{a} {shown} {b}")
-    return ask(question, f"{a} {sign} {b} = {result(a, sign, b)}", key=f"{a}{sign}{b}")
+    return question, f"{a} {sign} {b} = {result(a, sign, b)}"
+
+
+def draw_sum(rng: Random) -> Dialogue:
+    """Draw a sum or a difference; held back by its numbers: the evaluation asks new ones."""
+    sign = rng.choice("++-")
+    a, b = _operands(rng, sign)
+    return ask(*_asked(rng, a, sign, b), key=f"{a}{sign}{b}")
+
+
+def draw_product(rng: Random) -> Dialogue:
+    """Draw a product; held back by its wording: a table learnt by heart has all of its rows."""
+    return ask(*_asked(rng, rng.randint(0, 12), "*", rng.randint(0, 12)))
+
+
+def draw_known(rng: Random) -> Dialogue:
+    """Draw a sum, a difference or a product that may be trained on."""
+    while True:
+        drawn = (draw_product if rng.random() < 0.4 else draw_sum)(rng)
+        if not is_held_back(drawn):
+            return drawn
+
+
+def draw_several(rng: Random) -> Dialogue:
+    """Draw several calculations to do at once, one a line."""
+    solved = [draw_known(rng).answer["content"] for _ in range(rng.randint(2, 12))]
+    asked = "\n".join(line.split(" = ")[0] for line in solved)
+    return ask(f"{rng.choice(_ASK_SEVERAL)}\n{asked}", "\n".join(solved))
 
 
 def draw_number(rng: Random) -> Dialogue:

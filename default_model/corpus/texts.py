@@ -38,6 +38,18 @@ def _first(rng: Random) -> Dialogue:
     )
 
 
+def _several(rng: Random) -> Dialogue:
+    given = [words.word(rng) for _ in range(rng.randint(2, 8))]
+    form, answer = rng.choice((
+        ("Repeat these words: {}", given), ("Say these words: {}", given),
+        ("Write these words in capital letters: {}", [word.upper() for word in given]),
+        ("Spell these words: {}", ["-".join(word.upper()) for word in given]),
+        ("What are the first letters of these words? {}", [word[0] for word in given]),
+        ("Say these words backwards: {}", given[::-1]),
+    ))  # fmt: skip
+    return ask(form.format(", ".join(given)), ", ".join(answer))
+
+
 def _choose(rng: Random) -> Dialogue:
     items = [words.word(rng) for _ in range(rng.randint(2, 4))]
     place, item = rng.choice((("first", items[0]), ("last", items[-1])))
@@ -46,4 +58,5 @@ def _choose(rng: Random) -> Dialogue:
 
 def draw(rng: Random) -> Dialogue:
     """Draw one of the tasks."""
-    return rng.choice((_repeat, _repeat, _repeat, _spell, _case, _first, _choose))(rng)
+    ways = (_repeat, _repeat, _repeat, _spell, _case, _first, _choose, _several, _several)
+    return rng.choice(ways)(rng)

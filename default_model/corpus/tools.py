@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from default_model.corpus import words
-from default_model.corpus.arithmetic import draw_sum
-from default_model.corpus.dialogue import Dialogue, Message, is_held_back
+from default_model.corpus.arithmetic import draw_known
+from default_model.corpus.dialogue import Dialogue, Message
 from default_model.corpus.questions import topic
 
 _VERBS = "get set find book order open close start stop send make check play move read".split()
@@ -26,6 +26,8 @@ class Use:
     arguments: dict[str, Any]
     result: Any
     said: str
+    # As that of a dialogue.
+    key: str = ""
 
     def schema(self, described: bool) -> dict[str, Any]:
         """Return the tool as a request offers it."""
@@ -65,14 +67,12 @@ def _time(rng: Random) -> Use:
 
 
 def _calculator(rng: Random) -> Use:
-    solved = draw_sum(rng)
-    while is_held_back(solved):
-        solved = draw_sum(rng)
+    solved = draw_known(rng)
     expression, value = solved.answer["content"].split(" = ")
     question = f"What is {expression}?"
     return Use("calculator", "Compute an expression.", question, {"expression": expression},
                int(value),
-               f"{expression} = {value}")  # fmt: skip
+               f"{expression} = {value}", solved.key)  # fmt: skip
 
 
 def _search(rng: Random) -> Use:
@@ -154,7 +154,8 @@ def draw_call(rng: Random) -> Dialogue:
     """Draw a request that one of its tools answers."""
     use = _use(rng)
     tools = _offer(rng, use)
-    return Dialogue(({"role": "user", "content": use.question}, _answer(rng, use)), tools)
+    turns = ({"role": "user", "content": use.question}, _answer(rng, use))
+    return Dialogue(turns, tools, key=use.key)
 
 
 def draw_result(rng: Random) -> Dialogue:
@@ -168,7 +169,7 @@ def draw_result(rng: Random) -> Dialogue:
         {"role": "tool", "content": result},
         {"role": "assistant", "content": use.said},
     )
-    return Dialogue(turns, _offer(rng, use))
+    return Dialogue(turns, _offer(rng, use), key=use.key)
 
 
 def draw_talk(rng: Random) -> Dialogue:

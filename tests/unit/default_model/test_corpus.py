@@ -24,7 +24,7 @@ from default_model.scoring import is_right
 TOPICS = ("smalltalk", "about", "service", "hardware", "vllm", "everyday")
 # Of the first 400 pieces of text. Another one means that the shipped weights were trained on other
 # text than the recipe draws now: train them again.
-DIGEST = "2847b67a2361dc1b"
+DIGEST = "57562d790033327d"
 
 
 def _drawn(count: int, seed: int = 1) -> list[Dialogue | str]:
@@ -58,7 +58,8 @@ def test_no_held_back_question_is_trained_on(trained: list[Dialogue]) -> None:
     assert [q for q in _said(trained, "user") if _letters(q) in kept] == []
     sums = {d.answer["content"] for d in questions("sums", 200)}
     assert len(sums) > 100
-    assert [a for a in _said(trained, "assistant") if a in sums] == []
+    lines = (line for a in _said(trained, "assistant") for line in a.splitlines())
+    assert [line for line in lines if line in sums] == []
 
 
 def test_every_answer_is_trained_with_some_question() -> None:
@@ -84,11 +85,12 @@ def test_a_line_of_no_kind_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         blocks("odd")
 
 
-def test_sums_are_right() -> None:
+@pytest.mark.parametrize("kind", ["sums", "products", "several sums"])
+def test_sums_are_right(kind: str) -> None:
     rng = Random(2)
-    for _ in range(300):
-        answer = draw_kind("sums", rng).answer["content"]
-        a, sign, b, result = re.fullmatch(r"(\d+) ([+*-]) (\d+) = (\d+)", answer).groups()  # type: ignore[union-attr]
+    lines = [x for _ in range(300) for x in draw_kind(kind, rng).answer["content"].splitlines()]
+    for line in lines:
+        a, sign, b, result = re.fullmatch(r"(\d+) ([+*-]) (\d+) = (\d+)", line).groups()  # type: ignore[union-attr]
         wanted = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
         assert int(result) == wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from default_model.evaluate import questions
 from default_model.export import export
 from default_model.lora import save_adapter
 from default_model.muon import orthogonal
-from default_model.optimizer import ANNEAL_RATE, WARM_UP_STEPS, learning_rate
+from default_model.optimizer import PLATEAU, WARM_UP_STEPS, learning_rate
 from default_model.paths import CHECKPOINT
 from default_model.shape import Shape
 from default_model.tokenizer import train_tokenizer
@@ -31,7 +32,7 @@ TINY = Shape(
     vocab_size=420, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
 )  # fmt: skip
-PLAN = Plan(steps=3, decay_steps=1, anneal_steps=1, step_tokens=200, double_from=2, shape=TINY)
+PLAN = Plan(steps=4, step_tokens=200, shape=TINY)
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +76,19 @@ def test_a_run_goes_on_to_the_same_bits(
 def test_a_run_can_be_ended_early(tokenizer: Tokenizer, tmp_path: Path) -> None:
     run = Run(PLAN, tokenizer, tmp_path)
     run.advance()
-    run.decay_now()
-    assert (run.end, run.last) == (2, 3)
     run.save()
-    assert Run(PLAN, tokenizer, tmp_path).last == 3
+    shorter = Run(replace(PLAN, steps=2), tokenizer, tmp_path)
+    train(shorter, lambda line: None)
+    assert shorter.step == 2
 
 
-def test_the_rate_warms_up_stays_and_falls_to_nothing_twice() -> None:
-    rates = [learning_rate(step, 1000, 100, 400) for step in range(1401)]
+def test_the_rate_warms_up_stays_and_falls_to_nothing() -> None:
+    rates = [learning_rate(step, 1000) for step in range(1001)]
+    falls = round(1000 * PLATEAU)
     assert rates[0] == 1 / WARM_UP_STEPS
-    assert set(rates[WARM_UP_STEPS:900]) == {1.0}
-    assert rates[950] == 0.5
-    assert rates[999] == 0.01
-    assert rates[1000] == ANNEAL_RATE
-    assert rates[1200] == ANNEAL_RATE / 2
-    assert rates[1400] == 0.0
+    assert set(rates[WARM_UP_STEPS : falls + 1]) == {1.0}
+    assert rates[falls + (1000 - falls) // 2] == pytest.approx(0.5)
+    assert rates[1000] == 0.0
 
 
 def test_an_update_is_nearly_orthogonal() -> None:
