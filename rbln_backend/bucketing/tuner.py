@@ -69,17 +69,24 @@ class MeasuredTimes(StepTimes):
     the faster one, and nothing between two measured buckets is believed.
 
     `full` are the seconds of full buckets. A row that holds nothing takes `row` seconds less: no
-    keys are read for it, and no token is chosen.
+    keys are read for it, and no token is chosen. `ran` are seconds by bucket and rows where such
+    steps were measured themselves.
     """
 
-    def __init__(self, full: Mapping[int, float], row: float) -> None:
+    def __init__(
+        self,
+        full: Mapping[int, float],
+        row: float,
+        ran: Mapping[tuple[int, int], float] | None = None,
+    ) -> None:
         super().__init__(full)
+        self._ran = ran or {}
         self._seconds = [full[size] - row * size for size in self._sizes]
         self.full, self.row = dict(full), row
 
     def of(self, bucket: int, rows: int = 0) -> float:
         """Return the seconds of a step of this bucket that holds `rows`."""
-        return self._between(bucket) + self.row * rows
+        return self._ran.get((bucket, rows), self._between(bucket) + self.row * rows)
 
     def candidate(self, size: int) -> int:
         """Return the fastest measured bucket that holds `size`; one at least has to."""

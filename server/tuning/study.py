@@ -94,7 +94,7 @@ def study(work: Work, limits: Mapping[str, int], replayer: Replayer | None) -> S
     work = _that_fits(work, about["max_model_len"])
     if work.arrivals:
         periods = _periods(work, shapes, measured)
-        measured = trace_times(replayer, candidates, periods, measured)
+        measured = trace_times(replayer, candidates, work.tables, periods, measured)
     found = replace(_predict(work, shapes, measured, limits, _SLACK), measured=True)
     return replace(found, verified=_verify(found, shapes, replayer))
 

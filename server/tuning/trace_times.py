@@ -14,9 +14,11 @@ from rbln_backend.bucketing.usage import PHASES
 from server.tuning.measure import Replayer, Tables, sizes_of
 from server.tuning.replay_job import Request, Round, Step
 
-# Sets of buckets to replay with, two for each division into halves.
-_SETS = 8
-# Fewer steps say too little of a bucket.
+# Divisions of the buckets into halves, each a set to replay with.
+_DIVISIONS = 4
+# How often the present buckets are among the sets: half of all steps that are predicted are theirs.
+_PRESENT = 2
+# Fewer steps say too little of a bucket, and of rows in it.
 _LEAST_STEPS = 12
 
 Ran = dict[tuple[int, int], list[float]]
@@ -26,20 +28,21 @@ Ran = dict[tuple[int, int], list[float]]
 def trace_times(
     replayer: Replayer,
     tables: Tables,
+    present: Tables,
     periods: Sequence[Sequence[Request]],
     alone: Mapping[str, MeasuredTimes],
 ) -> dict[str, MeasuredTimes]:
-    """Return step times by phase from replays with half of the buckets each.
+    """Return step times by phase from replays with half of the buckets each, or with the present.
 
     A bucket that the replays used too little takes what it takes `alone`, times what the others
     take more here. Raises `ChildError`.
     """
-    sets = list(_halves(tables))
+    sets = [*_halves(tables), *[present] * _PRESENT]
     # Each period with each set, and at any time all of the sets: a slow moment meets them alike.
     # The first repeat warms up.
     turns = [
-        (period, (repeat + period) % _SETS)
-        for repeat in range(-1, _SETS)
+        (period, (repeat + period) % len(sets))
+        for repeat in range(-1, len(sets))
         for period in range(len(periods))
     ]
     rounds = [Round(tuple(periods[period]), sizes_of(sets[which])) for period, which in turns]
@@ -85,7 +88,11 @@ def times_of(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
     if not full:
         return alone
     more = statistics.median(s / alone.of(bucket, bucket) for bucket, s in full.items())
-    return MeasuredTimes({b: seconds * more for b, seconds in alone.full.items()} | full, row)
+    return MeasuredTimes(
+        {b: seconds * more for b, seconds in alone.full.items()} | full,
+        row,
+        {key: statistics.median(taken) for key, taken in ran.items() if len(taken) >= _LEAST_STEPS},
+    )
 
 
 def _delay(after: Ran, otherwise: Ran) -> float:
@@ -117,7 +124,7 @@ def _row_seconds(ran: Ran, otherwise: float) -> float:
 def _halves(tables: Tables) -> Iterator[Tables]:
     """Both halves of a division of the buckets, and so on; the largest are in each."""
     drawn = random.Random(0)
-    for _ in range(_SETS // 2):
+    for _ in range(_DIVISIONS):
         taken = {
             phase: {bucket for bucket in table if drawn.random() < 0.5}
             for phase, table in tables.items()

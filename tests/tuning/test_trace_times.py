@@ -36,6 +36,13 @@ def test_a_bucket_that_hardly_ran_takes_its_share_more() -> None:
     assert times.of(2, 2) == pytest.approx(1.5 * ALONE.of(2, 2))
 
 
+def test_rows_that_ran_often_are_taken_as_they_ran() -> None:
+    ran = {(4, 3): [0.5] * 12, (4, 4): [_taken(4, 4)] * 40}
+    times = times_of(ran, ALONE)
+    assert times.of(4, 3) == 0.5
+    assert times.of(4, 4) == pytest.approx(_taken(4, 4))
+
+
 def test_one_slow_step_does_not_count() -> None:
     ran = {(4, 4): [_taken(4, 4)] * 20 + [9.0]}
     assert times_of(ran, ALONE).of(4, 4) == pytest.approx(_taken(4, 4))
