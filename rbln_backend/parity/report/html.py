@@ -68,8 +68,8 @@ def _sides(outcome: Outcome) -> str:
 def _pair(pair: Pair) -> Iterator[str]:
     summary = summarize(pair.deltas)
     yield f"<h2>{pair.base} and {pair.other}</h2>"
-    yield f"<p>{summary.same_tokens} of {summary.prompts} prompts continue with the same tokens"
-    yield f", {summary.ties} part at a tie.</p>"
+    told = f"{summary.same_tokens} of {summary.prompts} prompts continue with the same tokens"
+    yield f"<p>{told}, {summary.ties} part at a tie.</p>"
     if summary.max_delta is None:
         return
     series = [

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 _WIDTH, _HEIGHT = 760, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 28, 40
 _COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626")
 _SMALLEST = 1e-9
 
@@ -71,5 +71,7 @@ class _Chart:
         x = _WIDTH - _RIGHT - 4
         return [
             f'<polyline points="{points}" stroke="{color}"/>',
-            f'<text x="{x}" y="{_TOP + 14 * index}" class="y" fill="{color}">{escape(name)}</text>',
+            # A style, because the page's own rule for text is stronger than an attribute.
+            f'<text x="{x}" y="{_TOP + 14 * (index + 1)}" class="y" style="fill:{color}">'
+            f"{escape(name)}</text>",
         ]
