@@ -2,8 +2,8 @@
 
 Every step's data, and the order in which gradients are added, depend on the seed and the step's
 number alone. So a run that was interrupted goes on from DIR/state.pt and ends with the same bits
-as one that was not, on the same machine and releases. With fewer `--steps` a
-run that was begun ends earlier, at a learning rate of zero too.
+as one that was not, on the same machine and releases. With fewer `--steps` a run that was begun
+ends earlier, at a learning rate of zero too.
 """
 
 from __future__ import annotations
