@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from server.errors import OverloadedError
-from server.frontend import Capacity, Endpoint, JsonObject
+from server.frontend import Capacity
 
 MIN_WAITING = 32
 """Answers that may wait, at least, where `max_in_flight` is derived."""
@@ -26,8 +26,6 @@ _SPREAD = 1.5
 _NEWEST_SHARE = 0.1
 """Of the mean time that permits are held, how much the newest one counts."""
 _REFUSED_OVER_S = 10.0
-_PROMPTS = ("prompt", "input", "texts", "documents", "items", "data_2", "text_2")
-"""Fields that hold one prompt or a list of them."""
 
 
 class Admission:
@@ -143,21 +141,3 @@ class _Recent:
 
     def count(self, now: float) -> float:
         return self._value * math.exp((self._at - now) / self._over_s) if self._value else 0.0
-
-
-def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
-    """Return how many answers a body asks for, `n` for each prompt; 1 where it is not valid."""
-    n = body.get("n")
-    answers = n if type(n) is int and n > 1 else 1
-    if endpoint is Endpoint.COMPLETION or endpoint.pools:
-        answers *= next((_prompts(body[name]) for name in _PROMPTS if name in body), 1)
-    return answers
-
-
-def _prompts(value: object) -> int:
-    """A prompt is a text, a list of token ids or a list of messages; several are a list of them."""
-    if not isinstance(value, list) or not value:
-        return 1
-    first = value[0]
-    is_one = isinstance(first, int) or (isinstance(first, dict) and "role" in first)
-    return 1 if is_one else len(value)

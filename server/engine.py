@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from server.gated_engine import GatedLLM
+    from server.vllm_frontend import VllmFrontend
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,12 +48,14 @@ T = TypeVar("T")
 class VllmEngine:
     """A running AsyncLLM with its front end."""
 
-    def __init__(self, engine: GatedLLM, frontend: Frontend, watch: HangWatch) -> None:
+    def __init__(self, engine: GatedLLM, frontend: VllmFrontend, watch: HangWatch) -> None:
         self._engine = engine
         self._frontend = frontend
         self._watch = watch
         self._hang: str | None = None
         self._processes = engine_processes()
+        # After the processes that are the engine were counted; kept, so that it runs to its end.
+        self._warming = asyncio.ensure_future(frontend.warm_up())
 
     @property
     def frontend(self) -> Frontend:

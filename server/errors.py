@@ -54,6 +54,10 @@ class ErrorRow:
     outcome: str
 
 
+_MAX_MESSAGE = 2000
+_MAX_PARAM = 200
+
+
 class ServerError(Exception):
     """An error with a message for the client; `param` names the field in question.
 
@@ -73,8 +77,9 @@ class ServerError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.param = param
+        # What a client sent may be in both; it must not come back at its full length.
+        self.message = _clip(message, _MAX_MESSAGE)
+        self.param = None if param is None else _clip(param, _MAX_PARAM)
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.retry_in(retry_after_s)
@@ -235,10 +240,11 @@ class InternalError(ServerError):
 
 
 REJECTIONS = (
-    *("in_flight", "queued_tokens", "queued_requests", "grammars", "engine", "queue_timeout"),
+    *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
+    "queue_timeout",
 )
-"""What work is refused for: permits, vLLM's two limits, the grammar gate's queue, vLLM without
-saying which, time in queue."""
+"""What work is refused for: permits, vLLM's two limits, the grammar gate's queue, that
+of large bodies, vLLM without saying which, time in queue."""
 
 _INVALID = "invalid_request_error"
 
@@ -281,8 +287,28 @@ def describe(value: object, limit: int = 80) -> str:
     """Return a short rendering of a request's value for a message, `limit` characters at most."""
     if isinstance(value, dict | list):
         kind = "object" if isinstance(value, dict) else "array"
-        return f"an {kind} of {len(value)} items" if len(value) > 4 else _clip(repr(value), limit)
-    return _clip(repr(value), limit)
+        if len(value) > 4 or not _is_small(value):
+            return f"an {kind} of {len(value)} items"
+    # Cut first: the rendering of a text of megabytes takes its time.
+    return _clip(repr(value[:limit] if isinstance(value, str) else value), limit)
+
+
+def _is_small(value: object) -> bool:
+    """Whether what lies in a value is little enough to be rendered."""
+    level = [value]
+    for _ in range(4):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, str) and len(item) > 80:
+                return False
+            below += item if isinstance(item, list) else ()
+            below += (*item, *item.values()) if isinstance(item, dict) else ()
+        if not below:
+            return True
+        if len(below) > 32:
+            return False
+        level = below
+    return False
 
 
 def _clip(text: str, limit: int) -> str:

@@ -95,6 +95,19 @@ class WireSchemas:
     """The endpoints that can answer with a stream of events."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ReadRequest:
+    """A body that passed every check that needs no engine.
+
+    `answers` is how many it asks for; `told` is what the front end that read it will need of it.
+    `large`: to go through all of it takes too long for the event loop.
+    """
+
+    answers: int
+    told: Any
+    large: bool = False
+
+
 class Frontend(Protocol):
     """Turns request bodies into answers; usable from the moment the service is ready."""
 
@@ -117,8 +130,15 @@ class Frontend(Protocol):
         """What the engine behind it takes."""
         ...
 
+    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for; a large one is read where it holds nobody up.
+
+        Raises the `ServerError` of what is wrong with it.
+        """
+        ...
+
     async def handle(
-        self, endpoint: Endpoint, body: JsonObject, request: Request
+        self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Return the JSON body of the answer, or its SSE frames.
 

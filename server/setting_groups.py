@@ -147,13 +147,30 @@ class AdmissionSettings(BaseModel):
     max_json_depth: int = Field(
         64, ge=4, le=190, description="Deepest nesting of objects and arrays in a request body."
     )
-    max_messages: int = Field(4096, ge=1, description="Most messages in one chat request.")
+    max_messages: int = Field(
+        2048, ge=1, description="Most messages, or items of an `input`, in one request."
+    )
+    max_tools: int = Field(256, ge=1, description="Most tools that one request declares.")
+    max_text_chars: int | None = Field(
+        None,
+        ge=1024,
+        description="Most characters of one text in a prompt. Unset: 16 for each token of the "
+        "model's context, at least 1048576.",
+    )
     max_prompts: int = Field(256, ge=1, description="Most prompts in one completion request.")
     max_n: int = Field(
         128, ge=1, description="Largest `n`; never more than the engine's max_num_seqs."
     )
     max_stop: int = Field(4, ge=1, le=64, description="Most `stop` strings of one request.")
     max_logit_bias: int = Field(1024, ge=1, description="Most entries of `logit_bias`.")
+    read_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds that a large body may take to be parsed and checked; then 429.",
+    )
+    read_workers: int = Field(
+        1, ge=1, le=16, description="Processes that parse and check large bodies."
+    )
     unknown_fields: Literal["reject", "warn"] = Field(
         "reject", description="What a request field that nothing acts on gets: 400 or a warning."
     )

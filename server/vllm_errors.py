@@ -1,13 +1,14 @@
 """vLLM's and pydantic's errors as ours.
 
-Decided by class, status and parameter name, never by the text of a message. The front end is
-the only user.
+Decided by class, status and parameter name, never by the text of a message. What reads
+bodies and the front end are the only users.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -38,15 +39,9 @@ from server.errors import (
     describe,
 )
 from server.frontend import JsonObject
-from server.request_limits import MAX_TOKENS_FIELDS
+from server.request.limits import MAX_TOKENS_FIELDS
 
 logger = logging.getLogger(__name__)
-
-PROMPT_FIELDS = (
-    *("messages", "prompt", "input", "texts"),
-    *("documents", "items", "data_2", "text_2"),
-)
-"""Of the fields that a body has, the first is blamed for a prompt that is too long."""
 
 _TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 _OVERLOAD_RETRY_S = 1
@@ -61,15 +56,23 @@ _JSON_TYPES: Mapping[type, str] = {
 }
 
 
-def from_exception(error: Exception, body: JsonObject) -> ServerError:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of a request its errors name: fields that hold one value, and where its prompt is."""
+
+    fields: JsonObject
+    prompt: str | None
+
+
+def from_exception(error: Exception, asked: Asked) -> ServerError:
     """Return what a client is told about an exception of vLLM's serving classes."""
     for kinds, translate in _TRANSLATIONS:
         if isinstance(error, kinds):
-            return translate(error, body)
-    return _internal(error, body)
+            return translate(error, asked)
+    return _internal(error, asked)
 
 
-def from_payload(info: Mapping[str, Any], body: JsonObject) -> ServerError:
+def from_payload(info: Mapping[str, Any], asked: Asked) -> ServerError:
     """Return our error for the `error` object of one of vLLM's responses or SSE frames."""
     message, status, param = str(info["message"]), int(info["code"]), info.get("param")
     if status == 503:
@@ -80,23 +83,26 @@ def from_payload(info: Mapping[str, Any], body: JsonObject) -> ServerError:
         return NotFoundError(message, param=param)
     if status == 501:
         return UnsupportedOperationError(message, param=param)
-    return _invalid(message, param, body)
+    return _invalid(message, param, asked)
 
 
-def from_validation(error: ValidationError, body: JsonObject) -> RequestError:
-    """Return our error for the most telling of pydantic's complaints about `body`."""
-    problem = _most_telling([dict(item) for item in error.errors(include_url=False)])
+def from_validation(error: ValidationError, body: object, place: str = "") -> RequestError:
+    """Return our error for the most telling of pydantic's complaints about `body`.
+
+    `place` is the path of `body` where that is a part of the request's.
+    """
+    problem = _most_telling(error.errors(include_url=False, include_context=False))
     kind = str(problem["type"])
-    path = _body_path(problem["loc"], body, missing=kind == "missing")
+    path = _body_path(problem["loc"], body, place, missing=kind == "missing")
     if kind == "missing":
         return MissingFieldError(f"The field '{path}' is missing.", param=path)
     message = str(problem["msg"]).removeprefix("Value error, ")
     value = problem.get("input")
     if _about_type(kind):
         given = _JSON_TYPES.get(type(value), type(value).__name__)
-        return InvalidTypeError(
-            f"Invalid type for '{path}': {message}, got {given}: {describe(value)}.", param=path
-        )
+        where = f"Invalid type for '{path}'" if path else "Invalid request"
+        told = f"{where}: {message}, got {given}: {describe(value)}."
+        return InvalidTypeError(told, param=path or None)
     where = f"Invalid value for '{path}'" if path else "Invalid request"
     return InvalidValueError(f"{where}: {message}, got {describe(value)}.", param=path or None)
 
@@ -106,25 +112,25 @@ def engine_failed() -> EngineFailedError:
     return EngineFailedError("The engine has failed and the server is about to exit.")
 
 
-def _internal(error: Any, _body: JsonObject) -> ServerError:
+def _internal(error: Any, _asked: Asked) -> ServerError:
     logger.error("The engine failed on a request", exc_info=error)
     return InternalError("Internal error; the server's log has it under the request id.")
 
 
-def _generate_failed(error: Any, body: JsonObject) -> ServerError:
-    return from_exception(error.__cause__, body) if error.__cause__ else _internal(error, body)
+def _generate_failed(error: Any, asked: Asked) -> ServerError:
+    return from_exception(error.__cause__, asked) if error.__cause__ else _internal(error, asked)
 
 
-def _blamed_on_request(error: Any, _body: JsonObject) -> ServerError:
+def _blamed_on_request(error: Any, _asked: Asked) -> ServerError:
     # vLLM raises builtin errors for requests as well, chat templates above all.
     logger.debug("Taken as the request's fault", exc_info=error)
     return InvalidValueError(str(error))
 
 
-_Translation = Callable[[Any, JsonObject], ServerError]
+_Translation = Callable[[Any, Asked], ServerError]
 _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((ServerError,), lambda error, _: error),
-    ((ValidationError,), from_validation),
+    ((ValidationError,), lambda error, asked: from_validation(error, asked.fields)),
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
     (
@@ -144,7 +150,7 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((GracefulHTTPError,), lambda error, _: OverloadedError(error.message)),
     (
         (VLLMValidationError, VLLMUnprocessableEntityError),
-        lambda error, body: _invalid(str(error.args[0]), error.parameter, body),
+        lambda error, asked: _invalid(str(error.args[0]), error.parameter, asked),
     ),
     ((VLLMNotFoundError,), lambda error, _: NotFoundError(str(error))),
     (
@@ -160,35 +166,44 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
 """The first row whose class fits decides."""
 
 
-def _invalid(message: str, parameter: str | None, body: JsonObject) -> RequestError:
-    prompt = next((name for name in PROMPT_FIELDS if name in body), None)
+def _invalid(message: str, parameter: str | None, asked: Asked) -> RequestError:
     if parameter in _TOO_LONG_PARAMETERS:
-        return ContextLengthError(message, param=prompt)
-    if parameter in MAX_TOKENS_FIELDS and all(body.get(name) is None for name in MAX_TOKENS_FIELDS):
+        return ContextLengthError(message, param=asked.prompt)
+    limited = any(asked.fields.get(name) is not None for name in MAX_TOKENS_FIELDS)
+    if parameter in MAX_TOKENS_FIELDS and not limited:
         # The limit was derived from what the prompt leaves, and that is nothing.
         return ContextLengthError(
             f"The prompt fills the model's whole context and leaves no room to answer: {message}",
-            param=prompt,
+            param=asked.prompt,
         )
     return InvalidValueError(message, param=parameter)
 
 
-def _most_telling(problems: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pick among the complaints of all branches of a union.
+_BRANCH = ("role", "type")
+"""Fields that say which branch of a union is meant."""
 
+
+def _most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Pick among the complaints of all branches of a union, in linear time.
+
+    A `role` or `type` that is no text fits no branch at all. Otherwise:
     A message is tried against every role's form; only the forms whose `role` or `type` fits
     have something to say about the rest. Of those, the branch that got furthest was meant, and
     one that took the value's type and not the value.
     """
-    strangers = {
-        tuple(problem["loc"][:-1])
-        for problem in problems
-        if problem["loc"] and problem["loc"][-1] in ("role", "type")
-    }
+    places = [tuple(problem["loc"]) for problem in problems]
+    wrong = [
+        problem
+        for problem, place in zip(problems, places, strict=True)
+        if place and place[-1] in _BRANCH and not isinstance(problem["input"], str | dict)
+    ]
+    if wrong:
+        return wrong[0]
+    strangers = {place[:-1] for place in places if place and place[-1] in _BRANCH}
     fitting = [
         problem
-        for problem in problems
-        if not any(tuple(problem["loc"][: len(branch)]) == branch for branch in strangers)
+        for problem, place in zip(problems, places, strict=True)
+        if not any(place[:length] in strangers for length in range(len(place) + 1))
     ]
     return max(
         fitting or problems,
@@ -200,9 +215,9 @@ def _about_type(kind: str) -> bool:
     return kind.endswith(("_type", "_parsing", "_from_float"))
 
 
-def _body_path(loc: Sequence[int | str], body: object, *, missing: bool) -> str:
-    """Return where in the body a complaint points, without pydantic's names of branches."""
-    path, here = "", body
+def _body_path(loc: Sequence[int | str], body: object, path: str, *, missing: bool) -> str:
+    """Return where below `path` a complaint points, without pydantic's names of branches."""
+    here = body
     for index, step in enumerate(loc):
         last = index == len(loc) - 1
         if isinstance(here, dict) and (step in here or (last and missing)):

@@ -7,15 +7,16 @@ as `ServerError`. What is used of vLLM is pinned by tests/http/test_vllm_contrac
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from pydantic_core import to_json
 from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,37 +27,37 @@ from server.errors import (
     InternalError,
     ModelNotFoundError,
     ServerError,
-    UnsupportedOperationError,
     describe,
 )
-from server.frontend import Capacity, Endpoint, JsonObject, WireSchemas
-from server.pooling_limits import PoolingLimits, check_pooling_limits
-from server.request_fields import (
-    accepted_fields,
-    check_nested,
-    model_field_names,
-    never_taken,
-    taken_anyway,
-)
-from server.request_forms import forms_of, request_form
-from server.request_limits import Limits, check_limits, check_priority_header
+from server.frontend import Capacity, Endpoint, JsonObject, ReadRequest, WireSchemas
+from server.job_pool import JobPool, WorkerStartError, process_starter
+from server.reading_process import serve_reading
+from server.request.budget import Budget
+from server.request.endpoints import forms_of
+from server.request.fields import never_taken, taken_anyway
+from server.request.limits import Limits, check_priority_header, check_rank_header
+from server.request.pooling import PoolingLimits
+from server.request_reader import RequestReader
 from server.request_record import record_var
 from server.settings import ServerSettings
-from server.structured_outputs.guided_fields import DEPRECATION, without_guided_fields
+from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
-from server.text_only import refuse_media
 from server.vllm_adapters import lease, open_adapters
-from server.vllm_errors import engine_failed, from_exception, from_payload
-from server.vllm_handlers import Handler, generating_handlers, pooling_handlers
+from server.vllm_errors import Asked, engine_failed, from_exception, from_payload
+from server.vllm_handlers import Handler, handlers, request_models
+from server.vllm_messages import merges_inline_system
+from server.vllm_reading import BodyReader, Rules, Told
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.tasks import SupportedTask
 
     from server.gated_engine import GatedLLM
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
+
+logger = logging.getLogger(__name__)
 
 # By name: an import statement without a use looks like a leftover, and was once removed as one.
 _SERVING_MODULES = (
@@ -124,27 +125,28 @@ class VllmFrontend:
         self._policy = settings.unknown_fields
         self._keep_alive_s = keep_alive_s
         self._tracing = tracing
-        scheduler = engine.vllm_config.scheduler_config
-        self._limits = Limits(
-            # More answers than sequences would wait for each other.
-            max_n=min(settings.max_n, scheduler.max_num_seqs),
-            max_messages=settings.max_messages,
-            max_prompts=settings.max_prompts,
-            max_stop=settings.max_stop,
-            max_logit_bias=settings.max_logit_bias,
-            max_model_len=engine.model_config.max_model_len,
-            vocab_size=engine.model_config.get_vocab_size(),
-            has_priorities=scheduler.policy == "priority",
+        self._handlers = handlers(state)
+        offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
+        merges = merges_inline_system(getattr(state, "anthropic_serving_messages", None))
+        rules = make_rules(engine.vllm_config, settings, tasks, offered, merges)
+        self._limits = rules.limits
+        self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
+        self._reading = JobPool(
+            "reading requests",
+            process_starter(
+                settings.engine_start, serve_reading, "reading-requests", rules, settings
+            ),
+            settings.read_workers,
+            settings.read_timeout_s,
         )
-        self._pooling_limits = PoolingLimits(
-            max_prompts=settings.max_prompts,
-            max_model_len=engine.model_config.max_model_len,
-            vocab_size=engine.model_config.get_vocab_size(),
-            dimensions=_dimensions(engine.model_config),
-        )
-        self._text_only = not engine.model_config.is_multimodal_model
-        self._does = _in_words(tasks, engine.model_config)
-        self._handlers = {**generating_handlers(state), **pooling_handlers(state)}
+        self._reader = RequestReader(BodyReader(rules, request_models()), self._reading)
+
+    async def warm_up(self) -> None:
+        """Have a process ready for large bodies; without one the first of them starts it."""
+        try:
+            await self._reading.start_one()
+        except WorkerStartError as error:
+            logger.warning("%s", error)
 
     @property
     def capacity(self) -> Capacity:
@@ -184,42 +186,48 @@ class VllmFrontend:
         cards: list[JsonObject] = served.model_dump(mode="json")["data"]
         return cards
 
+    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for; see `server.frontend.Frontend`."""
+        return await self._reader.read(endpoint, raw)
+
     async def handle(
-        self, endpoint: Endpoint, body: JsonObject, request: Request
+        self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        handler = self._handlers[request_form(endpoint, body)]
-        if handler.serve is None:
-            raise UnsupportedOperationError(
-                f"{endpoint.value} is not offered: the served model {self._does}."
-            )
-        known = model_field_names(handler.model)
-        body = _in_todays_form(body, known)
-        fields = accepted_fields(endpoint, body, known, self._policy)
-        await self._find_model(fields)
-        check_limits(fields, self._limits)
+        told: Told = given.told
+        record = record_var.get()
+        if told.deprecated and record is not None:
+            record.answer_headers.update(DEPRECATION)
+        await self._find_model(told.fields)
         check_priority_header(request.headers, self._limits)
-        if self._text_only:
-            refuse_media(fields)
-        if endpoint.pools:
-            check_pooling_limits(fields, self._pooling_limits)
+        check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
-            record = record_var.get()
             on_kind = None if record is None else record.guided_by
-            await self.grammars.check(endpoint, fields, on_kind)
+            await self.grammars.check(told.constraints, on_kind)
+        handler = self._handlers[told.form]
+        asked = Asked(told.fields, told.blamed)
+        assert handler.serve is not None
         try:
-            # JSON's own rules and no coercion: a string is not a number, and true is not 1.
-            parsed = handler.model.model_validate_json(to_json(fields), strict=True)
-            check_nested(parsed, fields, self._policy)
-            result = await handler.serve(parsed, request)
+            if given.large and endpoint in _WITHOUT_ENGINE:
+                # Texts of megabytes, and answers as large: on a loop in a thread of their own.
+                return await asyncio.to_thread(
+                    asyncio.run, self._serve_beside(handler, told.model, request, asked)
+                )
+            result = await handler.serve(told.model, request)
         except Exception as error:
             # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
-            raise self._translated(error, fields) from error
+            raise self._translated(error, asked) from error
         if isinstance(result, BaseModel):
-            return self._json(handler, result, fields)
+            return self._json(handler, result, asked)
         if isinstance(result, Response):
             return bytes(result.body)
-        return self._frames(endpoint, result, fields)
+        return self._frames(endpoint, result, asked)
+
+    async def _serve_beside(
+        self, handler: Handler, model: BaseModel, request: Request, asked: Asked
+    ) -> bytes:
+        assert handler.serve is not None
+        return self._json(handler, await handler.serve(model, request), asked)
 
     async def _find_model(self, fields: JsonObject) -> None:
         name = fields.get("model")
@@ -232,47 +240,87 @@ class VllmFrontend:
             f"The model {describe(name)} does not exist; this server has {served}.", param="model"
         )
 
-    def _json(self, handler: Handler, result: BaseModel, fields: JsonObject) -> bytes:
+    def _json(self, handler: Handler, result: BaseModel, asked: Asked) -> bytes:
         error = getattr(result, "error", None)
         if error is not None and type(result).__name__ == "ErrorResponse":
-            raise from_payload(error.model_dump(), fields)
+            raise from_payload(error.model_dump(), asked)
         text = result.model_dump_json(by_alias=handler.by_alias, exclude_none=handler.exclude_none)
         return text.encode()
 
     async def _frames(
-        self, endpoint: Endpoint, events: AsyncGenerator[Any, None], fields: JsonObject
+        self, endpoint: Endpoint, events: AsyncGenerator[Any, None], asked: Asked
     ) -> AsyncGenerator[str, None]:
         frames = _named(events) if endpoint is Endpoint.RESPONSES else events
         try:
             async with aclosing(frames) as stream:
                 async for frame in stream:
                     if frame.startswith(_ERROR_STARTS):
-                        raise from_payload(_error_of(frame), fields)
+                        raise from_payload(_error_of(frame), asked)
                     yield frame
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
-            raise self._translated(error, fields) from error
+            raise self._translated(error, asked) from error
 
-    def _translated(self, error: Exception, fields: JsonObject) -> ServerError:
+    def _translated(self, error: Exception, asked: Asked) -> ServerError:
         record = record_var.get()
         if record is not None and record.failure is not None:
             # vLLM's classes know only that there was an error.
             return record.failure
-        ours = from_exception(error, fields)
+        ours = from_exception(error, asked)
         if isinstance(ours, InternalError) and self._engine.errored:
             # vLLM reports a dead engine as a fault of each request that met it.
             return engine_failed()
         return ours
 
 
-def _in_todays_form(body: JsonObject, known: Collection[str]) -> JsonObject:
-    """Return the body with its fields of the past translated; the answer will say that they are."""
-    today, old = without_guided_fields(body, known)
-    if old and (record := record_var.get()) is not None:
-        record.answer_headers.update(DEPRECATION)
-    return today
+def make_rules(
+    config: VllmConfig,
+    settings: ServerSettings,
+    tasks: tuple[SupportedTask, ...],
+    offered: frozenset[str],
+    merge_inline_system: bool,
+) -> Rules:
+    """Return what this server takes of the forms that the served model offers."""
+    model, scheduler = config.model_config, config.scheduler_config
+    max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
+    return Rules(
+        budget=Budget(
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_tools=settings.max_tools,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_text_chars=settings.max_text_chars,
+        ),
+        limits=Limits(
+            # More answers than sequences would wait for each other.
+            max_n=min(settings.max_n, scheduler.max_num_seqs),
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_stop=settings.max_stop,
+            max_logit_bias=settings.max_logit_bias,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_queued_tokens=scheduler.max_num_queued_tokens,
+            has_priorities=scheduler.policy == "priority",
+        ),
+        pooling=PoolingLimits(
+            max_prompts=settings.max_prompts,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            dimensions=_dimensions(model),
+        ),
+        unknown_fields=settings.unknown_fields,
+        max_json_depth=settings.max_json_depth,
+        text_only=not model.is_multimodal_model,
+        merge_inline_system=merge_inline_system,
+        guided="generate" in tasks,
+        offered=offered,
+        does=_in_words(tasks, model),
+    )
 
 
+_WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
 _ERROR_STARTS = ('data: {"error"', "event: error")
 
 

@@ -1,4 +1,4 @@
-"""Which of vLLM's serving classes answers which request form, and with which models."""
+"""vLLM's request models by form, and which of its serving classes answers which."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from server.vllm_messages import over_chat_requests
+
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """One endpoint of vLLM: its request model, what serves it, how its answers are shaped."""
+    """One form of requests: its model, what serves it if anything, how answers are shaped."""
 
     model: type[BaseModel]
     serve: Callable[[Any, Request], Awaitable[Any]] | None
@@ -21,80 +23,91 @@ class Handler:
     exclude_none: bool = False
 
 
-def generating_handlers(state: State) -> dict[str, Handler]:
-    """Return what answers the forms of requests for text and for tokens."""
-    from vllm.entrypoints.anthropic.protocol import (
-        AnthropicCountTokensRequest,
-        AnthropicMessagesRequest,
-    )
+def request_models() -> dict[str, type[BaseModel]]:
+    """Return vLLM's request models by the form (`server.request.endpoints`) of a request."""
+    from vllm.entrypoints.anthropic import protocol as anthropic
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.serve.tokenize.protocol import (
-        DetokenizeRequest,
-        TokenizeChatRequest,
-        TokenizeCompletionRequest,
-    )
-
-    # A model that does not generate has none of these.
-    chat = getattr(state, "openai_serving_chat", None)
-    completion = getattr(state, "openai_serving_completion", None)
-    responses = getattr(state, "openai_serving_responses", None)
-    messages = getattr(state, "anthropic_serving_messages", None)
-    tokens = state.serving_tokenization
-    return {
-        "chat": Handler(ChatCompletionRequest, chat and chat.create_chat_completion),
-        "completion": Handler(CompletionRequest, completion and completion.create_completion),
-        "responses": Handler(
-            ResponsesRequest, responses and responses.create_responses, by_alias=True
-        ),
-        "messages": Handler(
-            AnthropicMessagesRequest, messages and messages.create_messages, exclude_none=True
-        ),
-        "count_tokens": Handler(
-            AnthropicCountTokensRequest, messages and messages.count_tokens, exclude_none=True
-        ),
-        "tokenize": Handler(TokenizeCompletionRequest, tokens.create_tokenize),
-        "tokenize_chat": Handler(TokenizeChatRequest, tokens.create_tokenize),
-        "detokenize": Handler(DetokenizeRequest, tokens.create_detokenize),
-    }
-
-
-def pooling_handlers(state: State) -> dict[str, Handler]:
-    """Return what answers the forms of requests for embeddings, scores and classes."""
     from vllm.entrypoints.pooling.classify import protocol as classify
     from vllm.entrypoints.pooling.embed import protocol as embed
     from vllm.entrypoints.pooling.pooling import protocol as pooling
     from vllm.entrypoints.pooling.scoring import protocol as scoring
+    from vllm.entrypoints.serve.tokenize import protocol as tokenize
 
-    # A model that generates has none of these, and one that pools has those of its task.
-    forms: dict[str, dict[str, type[BaseModel]]] = {
-        "serving_embedding": {
-            "embeddings": embed.EmbeddingCompletionRequest,
-            "embeddings_chat": embed.EmbeddingChatRequest,
-            "embeddings_chats": embed.EmbeddingBatchChatRequest,
-            "embeddings_chat_input": embed.EmbeddingChatInputRequest,
-            "embeddings_chats_input": embed.EmbeddingBatchChatInputRequest,
-            "cohere_embed": embed.CohereEmbedRequest,
-        },
-        "serving_pooling": {
-            "pooling": pooling.PoolingCompletionRequest,
-            "pooling_chat": pooling.PoolingChatRequest,
-        },
-        "serving_classification": {
-            "classify": classify.ClassificationCompletionRequest,
-            "classify_chat": classify.ClassificationChatRequest,
-        },
-        "serving_scores": {
-            "score": scoring.ScoreQueriesDocumentsRequest,
-            "score_items": scoring.ScoreQueriesItemsRequest,
-            "score_data": scoring.ScoreDataRequest,
-            "score_text": scoring.ScoreTextRequest,
-            "rerank": scoring.RerankRequest,
-        },
-    }
     return {
-        form: Handler(model, getattr(state, serving, None))
-        for serving, models in forms.items()
-        for form, model in models.items()
+        "chat": ChatCompletionRequest,
+        "completion": CompletionRequest,
+        "responses": ResponsesRequest,
+        "messages": anthropic.AnthropicMessagesRequest,
+        "count_tokens": anthropic.AnthropicCountTokensRequest,
+        "tokenize": tokenize.TokenizeCompletionRequest,
+        "tokenize_chat": tokenize.TokenizeChatRequest,
+        "detokenize": tokenize.DetokenizeRequest,
+        "embeddings": embed.EmbeddingCompletionRequest,
+        "embeddings_chat": embed.EmbeddingChatRequest,
+        "embeddings_chats": embed.EmbeddingBatchChatRequest,
+        "embeddings_chat_input": embed.EmbeddingChatInputRequest,
+        "embeddings_chats_input": embed.EmbeddingBatchChatInputRequest,
+        "cohere_embed": embed.CohereEmbedRequest,
+        "pooling": pooling.PoolingCompletionRequest,
+        "pooling_chat": pooling.PoolingChatRequest,
+        "classify": classify.ClassificationCompletionRequest,
+        "classify_chat": classify.ClassificationChatRequest,
+        "score": scoring.ScoreQueriesDocumentsRequest,
+        "score_items": scoring.ScoreQueriesItemsRequest,
+        "score_data": scoring.ScoreDataRequest,
+        "score_text": scoring.ScoreTextRequest,
+        "rerank": scoring.RerankRequest,
     }
+
+
+_ANTHROPIC = "anthropic_serving_messages"
+_SERVED_BY = {
+    "chat": ("openai_serving_chat", "create_chat_completion"),
+    "completion": ("openai_serving_completion", "create_completion"),
+    "responses": ("openai_serving_responses", "create_responses"),
+    "messages": (_ANTHROPIC, "create_messages"),
+    "count_tokens": (_ANTHROPIC, "count_tokens"),
+    "tokenize": ("serving_tokenization", "create_tokenize"),
+    "tokenize_chat": ("serving_tokenization", "create_tokenize"),
+    "detokenize": ("serving_tokenization", "create_detokenize"),
+    "embeddings": ("serving_embedding", "__call__"),
+    "embeddings_chat": ("serving_embedding", "__call__"),
+    "embeddings_chats": ("serving_embedding", "__call__"),
+    "embeddings_chat_input": ("serving_embedding", "__call__"),
+    "embeddings_chats_input": ("serving_embedding", "__call__"),
+    "cohere_embed": ("serving_embedding", "__call__"),
+    "pooling": ("serving_pooling", "__call__"),
+    "pooling_chat": ("serving_pooling", "__call__"),
+    "classify": ("serving_classification", "__call__"),
+    "classify_chat": ("serving_classification", "__call__"),
+    "score": ("serving_scores", "__call__"),
+    "score_items": ("serving_scores", "__call__"),
+    "score_data": ("serving_scores", "__call__"),
+    "score_text": ("serving_scores", "__call__"),
+    "rerank": ("serving_scores", "__call__"),
+}
+"""Which attribute of vLLM's application state serves a form, by which method."""
+
+_BY_ALIAS = frozenset(("responses",))
+_WITHOUT_NONE = frozenset(("messages", "count_tokens"))
+
+
+def handlers(state: State) -> dict[str, Handler]:
+    """Return what answers each form; a served model offers those of its tasks alone."""
+    return {
+        form: Handler(model, _serving(state, form), form in _BY_ALIAS, form in _WITHOUT_NONE)
+        for form, model in request_models().items()
+    }
+
+
+def _serving(state: State, form: str) -> Callable[[Any, Request], Awaitable[Any]] | None:
+    name, method = _SERVED_BY[form]
+    # A model that generates has none of those that pool, and one that pools those of its task.
+    serving = getattr(state, name, None)
+    if serving is None:
+        return None
+    if name == _ANTHROPIC:
+        serving = over_chat_requests(serving)
+    return getattr(serving, method)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
 from server.frontend import JsonObject
 from server.lifecycle import Lifecycle
-from server.request_body import read_json_object
+from server.request.body import read_json_object
 from server.settings import ServerSettings
 
 _REASON = "POST /admin/drain"

@@ -8,11 +8,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import Admission, answers_in
+from server.admission import Admission, Permit
 from server.deadline import deadline_of
 from server.errors import OverloadedError, QueueTimeoutError
-from server.frontend import Endpoint, Frontend, JsonObject
-from server.request_body import JSON_TYPE, parse_json_object, read_body
+from server.frontend import Endpoint, Frontend
+from server.request.body import JSON_TYPE, read_body
 from server.request_record import record_of
 from server.settings import ServerSettings
 from server.streaming import ClientGoneError, SseResponse, commit, until_disconnect
@@ -40,8 +40,10 @@ def _handler(
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(body: JsonObject, request: Request) -> Response:
-        result = await frontend().handle(endpoint, body, request)
+    async def respond(raw: bytes, permit: Permit, request: Request) -> Response:
+        given = await frontend().read(endpoint, raw)
+        permit.grow(given.answers)
+        result = await frontend().handle(endpoint, given, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record = record_of(request.scope)
@@ -49,21 +51,20 @@ def _handler(
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
         return SseResponse(frames, endpoint, record, frontend().keep_alive_s)
 
-    async def admit(request: Request) -> JsonObject:
+    async def admit(request: Request) -> tuple[bytes, Permit]:
         raw = await read_body(request, settings)
         # From here to the last byte of the answer, whatever it will be.
         permit = admission.acquire()
         record_of(request.scope).on_end.append(permit.release)
-        body = parse_json_object(raw, settings.max_json_depth)
-        permit.grow(answers_in(endpoint, body))
-        return body
+        return raw, permit
 
     async def handle(request: Request) -> Response:
         record = record_of(request.scope)
         record.deadline = deadline_of(request.headers, record.started, settings.max_request_s)
         try:
-            body = await admit(request)
-            return await until_disconnect(request.receive, respond(body, request), record.deadline)
+            raw, permit = await admit(request)
+            work = respond(raw, permit, request)
+            return await until_disconnect(request.receive, work, record.deadline)
         except ClientGoneError:
             record.outcome = "aborted"
             return Response(status_code=_GONE)

@@ -20,7 +20,7 @@ from server.frontend import Frontend
 from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody, parse_body
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
-from server.request_body import read_json_object
+from server.request.body import read_json_object
 from server.settings import ServerSettings
 
 _ACCEPTED = 202

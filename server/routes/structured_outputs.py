@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from server.errors import UnsupportedOperationError
 from server.frontend import Frontend
-from server.request_body import read_json_object
+from server.request.body import read_json_object
 from server.settings import ServerSettings
 from server.structured_outputs.validation import validate
 

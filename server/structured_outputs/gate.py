@@ -20,24 +20,18 @@ from server.errors import (
     OverloadedError,
     RequestError,
 )
-from server.frontend import Endpoint, JsonObject
+from server.job_pool import JobCrashedError, JobTimeoutError, PoolFullError, WorkerStartError
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.counts import CheckCounts
-from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of, kind_of
+from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
 from server.structured_outputs.trial_job import Verdict, job_bytes
-from server.structured_outputs.trial_pool import (
-    PoolFullError,
-    TrialCrashedError,
-    TrialStartError,
-    TrialTimeoutError,
-)
 
 _DOUBT_S = 60.0
 """Seconds for which a verdict is remembered that may owe to the machine's load."""
 
 
 class Pool(Protocol):
-    """What runs trials: a `TrialPool`."""
+    """What runs trials: a `JobPool`."""
 
     @property
     def timeout_s(self) -> float:
@@ -61,17 +55,14 @@ class GrammarGate:
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
 
     async def check(
-        self,
-        endpoint: Endpoint,
-        fields: JsonObject,
-        on_kind: Callable[[str], None] | None = None,
+        self, jobs: list[list[Constraint]], on_kind: Callable[[str], None] | None = None
     ) -> None:
-        """Let a request pass; `on_kind` hears how its answer is guided, if it is, before that.
+        """Let a request pass that has these constraints (`constraints_of`).
 
-        Raises `InvalidSchemaError` or `InvalidGrammarError` naming the field, `OverloadedError`
-        if too many grammars wait for their trial, and what `constraints_of` raises.
+        `on_kind` hears first how its answer is guided, if it is. Raises `InvalidSchemaError` or
+        `InvalidGrammarError` naming the field, `OverloadedError` if too many grammars wait for
+        their trial.
         """
-        jobs = constraints_of(endpoint, fields)
         if jobs and on_kind is not None:
             on_kind(kind_of(jobs))
         for job in jobs:
@@ -132,18 +123,18 @@ class GrammarGate:
                 rejection="grammars",
                 retry_after_s=limit_s,
             ) from None
-        except TrialTimeoutError:
+        except JobTimeoutError:
             self._counts.note("timeout", limit_s)
             reason = f"it takes longer than {limit_s:g} s to compile, the limit of this server"
             return self._remember(job, Verdict(reason, seconds=limit_s), _DOUBT_S)
-        except TrialCrashedError:
+        except JobCrashedError:
             self._counts.note("crashed")
             return self._remember(
                 job,
                 Verdict("it needs more memory than it may have, or breaks the grammar compiler"),
                 _DOUBT_S,
             )
-        except TrialStartError as error:
+        except WorkerStartError as error:
             self._counts.note("not_started")
             raise InternalError(f"Grammars cannot be compiled: {error}.") from None
         verdict = Verdict.from_bytes(answer)

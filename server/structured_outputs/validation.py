@@ -36,7 +36,7 @@ def _constraint(body: JsonObject) -> Constraint:
     for name in body:
         if name not in FIELDS:
             raise UnknownFieldError(f"Unknown field '{name}'.", param=name)
-    given = [name for name in FIELDS if body.get(name) is not None]
+    given = [name for name in FIELDS if name in body]
     if len(given) != 1:
         raise InvalidValueError(
             f"The body must have exactly one of {', '.join(FIELDS)}; it has "

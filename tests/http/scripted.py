@@ -17,9 +17,18 @@ import httpx
 from starlette.requests import Request
 
 from server.errors import ContextLengthError, InternalError
-from server.frontend import Capacity, Endpoint, JsonObject, LaunchError, WireSchemas
+from server.frontend import (
+    Capacity,
+    Endpoint,
+    JsonObject,
+    LaunchError,
+    ReadRequest,
+    WireSchemas,
+)
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
+from server.request.body import parse_json_object
+from server.request.endpoints import answers_in
 from server.request_record import record_of
 from server.service import serve
 from server.settings import ServerSettings
@@ -37,6 +46,7 @@ class ScriptedFrontend:
     grammars: GrammarGate | None = None
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
+    max_json_depth: int = 64
 
     @property
     def capacity(self) -> Capacity:
@@ -49,9 +59,14 @@ class ScriptedFrontend:
     async def models(self) -> list[JsonObject]:
         return [{"id": "scripted", "object": "model"}]
 
+    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        body = parse_json_object(raw, self.max_json_depth)
+        return ReadRequest(answers=answers_in(endpoint, body), told=body)
+
     async def handle(
-        self, endpoint: Endpoint, body: JsonObject, request: Request
+        self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
+        body = given.told
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from server.errors import InternalError, ModelNotFoundError
-from server.frontend import Endpoint, JsonObject
+from server.frontend import Endpoint, JsonObject, ReadRequest
 from server.lora.fit import BaseModel
 from server.lora.port import EngineAdapter, LinearShape
 from server.lora.registry import AdapterRegistry, RegistryLimits
@@ -78,15 +78,16 @@ class AdapterFrontend(ScriptedFrontend):
         return [*await super().models(), *({"id": adapter.name} for adapter in ready)]
 
     async def handle(
-        self, endpoint: Endpoint, body: JsonObject, request: Request
+        self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
+        body = given.told
         if body["model"] != "tiny":
             assert self.adapters is not None
             adapter = self.adapters.lease(body["model"])
             if adapter is None:
                 raise ModelNotFoundError("no such model", param="model")
             record_of(request.scope).on_end.append(partial(self.adapters.release, adapter))
-        return await super().handle(endpoint, body, request)
+        return await super().handle(endpoint, given, request)
 
 
 def registry(

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from server.admission import Admission, answers_in
+from server.admission import Admission
 from server.errors import OverloadedError
 from server.frontend import Capacity, Endpoint
+from server.request.endpoints import answers_in
 
 
 class Clock:
@@ -119,6 +120,8 @@ WEIGHTS: list[tuple[Endpoint, dict[str, Any], int]] = [
     (Endpoint.RERANK, {"query": "q", "documents": ["a", "b", "c"]}, 3),
     (Endpoint.SCORE, {"text_1": "a", "text_2": ["b", "c"]}, 2),
     (Endpoint.COHERE_EMBED, {"texts": ["a", "b"]}, 2),
+    (Endpoint.COHERE_EMBED, {"inputs": [{"content": []}] * 3}, 3),
+    (Endpoint.EMBEDDINGS, {"messages": [[{"role": "user"}], [{"role": "user"}]]}, 2),
 ]
 
 

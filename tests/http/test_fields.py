@@ -13,13 +13,14 @@ from server.errors import (
     ContextLengthError,
     InvalidValueError,
     MissingFieldError,
+    OverloadedError,
     ServerError,
     UnknownFieldError,
     UnsupportedFieldError,
 )
 from server.frontend import Endpoint
-from server.request_fields import accepted_fields, check_nested
-from server.request_limits import Limits, check_limits, check_priority_header
+from server.request.fields import accepted_fields, check_nested
+from server.request.limits import Limits, check_limits, check_priority_header
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "kv_transfer_params")
 LIMITS = Limits(
@@ -30,6 +31,7 @@ LIMITS = Limits(
     max_logit_bias=3,
     max_model_len=100,
     vocab_size=50,
+    max_queued_tokens=150,
     has_priorities=False,
 )
 MESSAGE = {"role": "user", "content": "hi"}
@@ -144,6 +146,8 @@ def test_free_form_mappings_are_not_entered() -> None:
         ({"prompt": [[]]}, InvalidValueError, "prompt"),
         ({"prompt": ["a"] * 4}, InvalidValueError, "prompt"),
         ({"prompt": [1, 50]}, InvalidValueError, "prompt[1]"),
+        ({"prompt": [[1], [1, 50]]}, InvalidValueError, "prompt[1][1]"),
+        ({"prompt": [[1] * 90] * 2}, OverloadedError, "prompt"),
         ({"tokens": [-1]}, InvalidValueError, "tokens[0]"),
     ],
 )

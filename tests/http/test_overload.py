@@ -147,7 +147,8 @@ def nested(depth: int) -> bytes:
 
 
 async def test_deep_bodies_are_refused(tmp_path: Path) -> None:
-    async with running(tmp_path, max_json_depth=10) as service:
+    async with running(tmp_path) as service:
+        service.frontend.max_json_depth = 10
         for content, status in [
             (nested(10), 200),
             (nested(11), 400),

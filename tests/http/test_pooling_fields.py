@@ -8,10 +8,18 @@ import pytest
 
 from server.errors import InvalidValueError, ServerError, UnsupportedFieldError
 from server.frontend import Endpoint
-from server.pooling_limits import PoolingLimits, check_pooling_limits
-from server.request_forms import request_form
+from server.request.endpoints import prompt_fields, request_form
+from server.request.pooling import PoolingLimits, check_pooling_limits
 
 MESSAGE = {"role": "user", "content": "hi"}
+
+
+def endpoint_of(body: dict[str, Any]) -> Endpoint:
+    """The first endpoint of models that pool whose requests have prompts under these names."""
+    pooling = [endpoint for endpoint in Endpoint if endpoint.pools]
+    return next((e for e in pooling if prompt_fields(e, body)), Endpoint.EMBEDDINGS)
+
+
 LIMITS = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=())
 
 
@@ -61,6 +69,8 @@ def test_a_body_is_told_by_what_it_holds(
         ({"query": ""}, InvalidValueError, "query", "empty"),
         ({"query": "a", "documents": ["b"] * 4}, InvalidValueError, "documents", "got 4"),
         ({"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
+        ({"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
+        ({"messages": [[MESSAGE]] * 4}, InvalidValueError, "messages", "got 4"),
         ({"truncate_prompt_tokens": 0}, InvalidValueError, "truncate_prompt_tokens", "got 0"),
         ({"truncate_prompt_tokens": 101}, InvalidValueError, "truncate_prompt_tokens", "1 to 100"),
         ({"encoding_format": "bytes"}, InvalidValueError, "encoding_format", "'base64'"),
@@ -69,7 +79,7 @@ def test_a_body_is_told_by_what_it_holds(
 )
 def test_limits(body: dict[str, Any], error: type[ServerError], param: str, words: str) -> None:
     with pytest.raises(error) as caught:
-        check_pooling_limits(body, LIMITS)
+        check_pooling_limits(endpoint_of(body), body, LIMITS)
     assert caught.value.param == param
     assert words in caught.value.message
 
@@ -83,13 +93,20 @@ def test_dimensions_are_those_of_the_model(
     field: str, allowed: tuple[int, ...] | range, value: int, words: str
 ) -> None:
     limits = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=allowed)
-    check_pooling_limits({field: allowed[0]}, limits)
+    check_pooling_limits(Endpoint.EMBEDDINGS, {field: allowed[0]}, limits)
     with pytest.raises(InvalidValueError, match=f"{words} for this model, got {value}") as caught:
-        check_pooling_limits({field: value}, limits)
+        check_pooling_limits(Endpoint.EMBEDDINGS, {field: value}, limits)
     assert caught.value.param == field
 
 
-def test_what_is_within_the_limits_passes() -> None:
-    check_pooling_limits({"input": ["a"] * 3, "truncate_prompt_tokens": -1}, LIMITS)
-    check_pooling_limits({"input": [49] * 90, "encoding_format": "base64"}, LIMITS)
-    check_pooling_limits({"input": 5, "dimensions": "many"}, LIMITS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": ["a"] * 3, "truncate_prompt_tokens": -1},
+        {"input": [49] * 90, "encoding_format": "base64"},
+        {"messages": [MESSAGE] * 9},
+        {"input": 5, "dimensions": "many"},
+    ],
+)
+def test_what_is_within_the_limits_passes(body: dict[str, Any]) -> None:
+    check_pooling_limits(Endpoint.EMBEDDINGS, body, LIMITS)

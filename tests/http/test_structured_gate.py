@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import os
-import time
-from collections.abc import AsyncIterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +19,13 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.frontend import Endpoint
+from server.job_pool import JobCrashedError, JobTimeoutError, PoolFullError
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
 from server.structured_outputs.trial_job import Verdict, do_job, job_bytes
-from server.structured_outputs.trial_pool import (
-    PoolFullError,
-    TrialCrashedError,
-    TrialPool,
-    TrialTimeoutError,
-)
 from tests.http.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 
 LIMITS = SchemaLimits.of(ServerSettings())
@@ -235,6 +224,10 @@ class ScriptedPool:
         return self.outcome.to_bytes()
 
 
+def asked(body: dict[str, Any]) -> list[list[Constraint]]:
+    return constraints_of(Endpoint.CHAT, body)
+
+
 def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:
     return GrammarGate(LIMITS, pool, entries)
 
@@ -244,15 +237,15 @@ async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
     gate = gate_over(pool, entries=4)
     body = {"structured_outputs": {"regex": "a"}}
     for _ in range(3):
-        await gate.check(Endpoint.CHAT, body)
+        await gate.check(asked(body))
     assert len(pool.jobs) == 1
     # What was followed to the letter is good enough for the best effort, not the other way.
     exact, best = (Constraint(Kind.JSON, TEXT, "", exact=exact) for exact in (True, False))
     assert [await gate.verdict([exact]), await gate.verdict([best])][1][1]
     assert len(pool.jobs) == 2
     for name in "bcde":
-        await gate.check(Endpoint.CHAT, {"structured_outputs": {"regex": name}})
-    await gate.check(Endpoint.CHAT, body)
+        await gate.check(asked({"structured_outputs": {"regex": name}}))
+    await gate.check(asked(body))
     assert pool.jobs[-1][0][1] == "a"
     assert gate.take_counts().results == {"ok": 7, "known": 3}
     assert not gate.take_counts().results
@@ -260,7 +253,7 @@ async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
 
 async def test_plain_json_needs_no_trial() -> None:
     pool = ScriptedPool()
-    await gate_over(pool).check(Endpoint.CHAT, {"response_format": {"type": "json_object"}})
+    await gate_over(pool).check(asked({"response_format": {"type": "json_object"}}))
     assert pool.jobs == []
 
 
@@ -269,7 +262,7 @@ async def test_equal_grammars_share_a_trial_that_outlives_who_asked_first() -> N
     pool.go_on.clear()
     gate = gate_over(pool)
     body = {"structured_outputs": {"regex": "a"}}
-    asking = [asyncio.create_task(gate.check(Endpoint.CHAT, body)) for _ in range(5)]
+    asking = [asyncio.create_task(gate.check(asked(body))) for _ in range(5)]
     await asyncio.sleep(0)
     asking[0].cancel()
     await asyncio.sleep(0)
@@ -300,7 +293,7 @@ async def test_a_refusal_names_the_field(
     gate = gate_over(pool)
     for _ in range(2):
         with pytest.raises(error) as caught:
-            await gate.check(Endpoint.CHAT, body)
+            await gate.check(asked(body))
         assert caught.value.param == param
         assert caught.value.row.status == 400
     assert len(pool.jobs) == 1
@@ -310,8 +303,8 @@ async def test_a_refusal_names_the_field(
 @pytest.mark.parametrize(
     ("outcome", "error", "result"),
     [
-        (TrialTimeoutError(), InvalidGrammarError, "timeout"),
-        (TrialCrashedError(), InvalidGrammarError, "crashed"),
+        (JobTimeoutError(), InvalidGrammarError, "timeout"),
+        (JobCrashedError(), InvalidGrammarError, "crashed"),
         (PoolFullError(), OverloadedError, "overloaded"),
     ],
 )
@@ -322,7 +315,7 @@ async def test_what_goes_wrong_in_a_trial(
     pool.outcome = outcome
     gate = gate_over(pool)
     with pytest.raises(error):
-        await gate.check(Endpoint.CHAT, {"structured_outputs": {"regex": "a"}})
+        await gate.check(asked({"structured_outputs": {"regex": "a"}}))
     assert gate.take_counts().results == {result: 1}
 
 
@@ -330,60 +323,8 @@ async def test_what_is_too_large_goes_nowhere() -> None:
     pool = ScriptedPool()
     with pytest.raises(InvalidGrammarError, match="more than 65536 bytes"):
         body = {"structured_outputs": {"grammar": "é" * 40000}}
-        await gate_over(pool).check(Endpoint.CHAT, body)
+        await gate_over(pool).check(asked(body))
     assert pool.jobs == []
-
-
-def answer_jobs(pipe: Connection) -> None:
-    """A process of the pool that does as its jobs say."""
-    pipe.send_bytes(b"ready")
-    while True:
-        job = pipe.recv_bytes()
-        if job == b"hang":
-            time.sleep(600)
-        if job == b"crash":
-            os._exit(11)
-        pipe.send_bytes(str(os.getpid()).encode() + b" " + job)
-
-
-def start_process(pipe: Connection) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(
-        target=answer_jobs, args=(pipe,), daemon=True
-    )
-    process.start()
-    return process
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[TrialPool]:
-    yield TrialPool(start_process, size=1, timeout_s=1.0)
-    for process in multiprocessing.active_children():
-        process.kill()
-        process.join(5)
-
-
-async def test_a_process_is_replaced_when_it_hangs_or_crashes(pool: TrialPool) -> None:
-    first = await pool.run(b"one")
-    assert await pool.run(b"one") == first
-    with pytest.raises(TrialTimeoutError):
-        await pool.run(b"hang")
-    second = await pool.run(b"one")
-    assert second != first
-    with pytest.raises(TrialCrashedError):
-        await pool.run(b"crash")
-    third = await pool.run(b"one")
-    assert third not in (first, second)
-    assert await pool.run(b"x" * (1 << 20)) == third.removesuffix(b"one") + b"x" * (1 << 20)
-    assert len(multiprocessing.active_children()) == 1
-
-
-async def test_a_hanging_job_holds_up_only_so_many(pool: TrialPool) -> None:
-    jobs = [asyncio.create_task(pool.run(b"hang"))]
-    await asyncio.sleep(0)
-    jobs += [asyncio.create_task(pool.run(b"one")) for _ in range(9)]
-    results = await asyncio.gather(*jobs, return_exceptions=True)
-    assert isinstance(results[0], TrialTimeoutError)
-    assert [type(result) for result in results[1:]] == [bytes] * 8 + [PoolFullError]
 
 
 VALIDATE = "/v1/structured_outputs/validate"

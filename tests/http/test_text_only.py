@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.text_only import refuse_media
+from server.frontend import Endpoint
+from server.request.endpoints import prompt_fields
+from server.request.media import refuse_media
 
 TEXT = {"type": "text", "text": "a"}
 URL = {"url": "http://10.0.0.1/"}
 IMAGE = {"type": "image_url", "image_url": URL}
+
+
+def endpoint_of(body: dict[str, Any]) -> Endpoint:
+    """The first endpoint whose requests have prompts under one of these names."""
+    return next(endpoint for endpoint in Endpoint if prompt_fields(endpoint, body))
 
 
 def said(*parts: Any) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def said(*parts: Any) -> dict[str, Any]:
 )
 def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:
-        refuse_media(body)
+        refuse_media(endpoint_of(body), body)
     assert caught.value.param == param
     assert "text alone" in caught.value.message
 
@@ -55,4 +62,4 @@ def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) ->
     ],
 )
 def test_text_passes(body: dict[str, Any]) -> None:
-    refuse_media(body)
+    refuse_media(endpoint_of(body), body)

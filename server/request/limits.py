@@ -6,6 +6,7 @@ limit. Pure functions over the body; types that are wrong are left to the reques
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -14,12 +15,15 @@ from server.errors import (
     ContextLengthError,
     InvalidValueError,
     MissingFieldError,
+    OverloadedError,
     UnsupportedFieldError,
     describe,
 )
 from server.frontend import JsonObject
 
 PRIORITY_HEADER = "X-Vllm-Priority"
+RANK_HEADER = "X-data-parallel-rank"
+_RANK = re.compile("[0-9]{1,6}")
 _MAX_PRIORITY = 2**31
 _MAX_BIAS = 100
 _STOP_FIELDS = ("stop", "stop_sequences")
@@ -37,6 +41,7 @@ class Limits:
     max_logit_bias: int
     max_model_len: int
     vocab_size: int
+    max_queued_tokens: int | None
     has_priorities: bool
 
 
@@ -89,6 +94,19 @@ def check_priority_header(headers: Headers, limits: Limits) -> None:
             param=PRIORITY_HEADER,
         ) from None
     check_priority(value, PRIORITY_HEADER, limits)
+
+
+def check_rank_header(headers: Headers, num_ranks: int) -> None:
+    """Raise `InvalidValueError` for a header that names no data-parallel rank."""
+    given = headers.get(RANK_HEADER)
+    if given is None:
+        return
+    if not _RANK.fullmatch(given) or int(given) >= num_ranks:
+        raise InvalidValueError(
+            f"The header {RANK_HEADER} must be a data-parallel rank of this server, 0 to "
+            f"{num_ranks - 1}, got {describe(given)}.",
+            param=RANK_HEADER,
+        )
 
 
 def check_priority(value: object, name: str, limits: Limits) -> None:
@@ -146,9 +164,27 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
     if isinstance(prompt[0], int):
         # One prompt of token ids; its length is the context's concern.
         check_token_ids(prompt, limits.vocab_size, "prompt")
-    elif len(prompt) > limits.max_prompts:
+        return
+    if len(prompt) > limits.max_prompts:
         raise InvalidValueError(
             f"'prompt' must have 1 to {limits.max_prompts} items, got {len(prompt)}.",
+            param="prompt",
+        )
+    check_queued(sum(len(ids) for ids in prompt if isinstance(ids, list)), limits)
+    for index, ids in enumerate(prompt):
+        check_token_ids(ids, limits.vocab_size, f"prompt[{index}]")
+
+
+def check_queued(num_tokens: int, limits: Limits) -> None:
+    """Raise `OverloadedError` for prompts of token ids that can never all wait together.
+
+    vLLM would find out after it has taken the first of them in.
+    """
+    if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:
+        raise OverloadedError(
+            f"The prompts have {num_tokens} tokens; at most {limits.max_queued_tokens} may wait "
+            "for their prefill (--max-queued-tokens).",
+            rejection="queued_tokens",
             param="prompt",
         )
 

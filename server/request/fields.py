@@ -56,6 +56,8 @@ _INERT = frozenset(
 )
 """Fields that vLLM's models have and that these endpoints would ignore."""
 
+_LONGEST_NAME = 64
+"""Of a field that somebody may have meant."""
 _NEEDS_STORE = ("store", "background", "previous_response_id")
 _STREAM_ONLY = ("stream_options", "stream_interval")
 
@@ -70,7 +72,7 @@ def accepted_fields(
     accepted: JsonObject = {}
     for name, value in body.items():
         if name in known:
-            _check_effect(endpoint, name, value)
+            _check_effect(endpoint, name, value, body)
             accepted[name] = value
         elif name not in _LABELS and not _granted(name, value):
             _refuse(unknown_field(name, known), policy)
@@ -124,9 +126,10 @@ def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     if name in _REPLACED:
         message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead."
         return UnknownFieldError(message, param=path)
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    return UnknownFieldError(f"Unknown field '{path}'{hint or '.'}", param=path)
+    shown = path if len(path) <= 200 else f"{path[:200]}..."
+    return UnknownFieldError(f"Unknown field '{shown}'{hint or '.'}", param=path)
 
 
 def model_field_names(model: type[BaseModel]) -> dict[str, str]:
@@ -147,7 +150,11 @@ def _field_names(model: object) -> dict[str, str] | None:
     return None
 
 
-def _check_effect(endpoint: Endpoint, name: str, value: Any) -> None:
+def _check_effect(endpoint: Endpoint, name: str, value: Any, body: JsonObject) -> None:
+    if name == "length_penalty" and value not in (None, 1) and not body.get("use_beam_search"):
+        raise UnsupportedFieldError(
+            "'length_penalty' has an effect with 'use_beam_search': true alone.", param=name
+        )
     if name in _INERT and value:
         raise UnsupportedFieldError(
             f"'{name}' has no effect on {endpoint.value} of this server; remove it.", param=name
@@ -159,7 +166,9 @@ def _check_effect(endpoint: Endpoint, name: str, value: Any) -> None:
 
 
 def _granted(name: str, value: object) -> bool:
-    return name in _GRANTED and (value is None or value in _GRANTED[name])
+    # As JSON has them: 0 is not false.
+    asked = [other for other in _GRANTED.get(name, ()) if type(other) is type(value)]
+    return name in _GRANTED and (value is None or value in asked)
 
 
 def _refuse(error: UnknownFieldError, policy: UnknownPolicy) -> None:

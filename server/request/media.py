@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.errors import UnsupportedFieldError
-from server.frontend import JsonObject
+from server.frontend import Endpoint, JsonObject
+from server.request.endpoints import prompt_fields
 
-_PROMPT_FIELDS = (
-    *("messages", "input", "inputs", "query", "queries", "documents", "items"),
-    *("data_1", "data_2", "text_1", "text_2"),
-)
 _MEDIA = frozenset(
     (
         *("image", "image_url", "input_image", "image_pil", "image_embeds", "images"),
@@ -24,9 +21,9 @@ _MEDIA = frozenset(
 """Types of content parts, and the fields that hold them where the type is left out."""
 
 
-def refuse_media(body: JsonObject) -> None:
+def refuse_media(endpoint: Endpoint, body: JsonObject) -> None:
     """Raise `UnsupportedFieldError` for the first part of a prompt that is not text."""
-    fields = [(name, body[name]) for name in _PROMPT_FIELDS if name in body]
+    fields = [(name, body[name]) for name in prompt_fields(endpoint, body)]
     found = "images" if body.get("images") else next(_media(fields), None)
     if found is not None:
         raise UnsupportedFieldError(

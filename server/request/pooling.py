@@ -1,6 +1,6 @@
 """What a request for embeddings, scores or classes may ask for, checked before the engine sees it.
 
-As `request_limits`, for the endpoints of models that pool. Types that are wrong are left to the
+As `limits`, for the endpoints of models that pool. Types that are wrong are left to the
 request models.
 """
 
@@ -10,14 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, UnsupportedFieldError, describe
-from server.frontend import JsonObject
-from server.request_limits import check_token_ids
-
-_PROMPTS_FIELDS = (
-    *("input", "texts", "query", "queries", "documents"),
-    *("items", "data_1", "data_2", "text_1", "text_2"),
-)
-"""Fields that hold one prompt or a list of them."""
+from server.frontend import Endpoint, JsonObject
+from server.request.endpoints import PROMPTS
+from server.request.limits import check_token_ids
 
 _ENCODINGS = ("float", "base64")
 
@@ -33,10 +28,10 @@ class PoolingLimits:
     """Lengths that an embedding may be cut to; empty for a model that was not trained for it."""
 
 
-def check_pooling_limits(body: JsonObject, limits: PoolingLimits) -> None:
+def check_pooling_limits(endpoint: Endpoint, body: JsonObject, limits: PoolingLimits) -> None:
     """Raise the `RequestError` of the first field that goes beyond what is allowed."""
-    for name in _PROMPTS_FIELDS:
-        _check_prompts(name, body.get(name), limits)
+    for field in PROMPTS[endpoint]:
+        _check_prompts(field.name, body.get(field.name), limits)
     _check_dimensions(body, limits)
     encoding = body.get("encoding_format")
     if isinstance(encoding, str) and encoding not in _ENCODINGS:
@@ -61,6 +56,9 @@ def _check_prompts(name: str, value: object, limits: PoolingLimits) -> None:
         return
     if isinstance(value[0], int):
         check_token_ids(value, limits.vocab_size, name)
+        return
+    if isinstance(value[0], dict) and "role" in value[0]:
+        # One conversation.
         return
     if len(value) > limits.max_prompts:
         raise InvalidValueError(

@@ -1,4 +1,4 @@
-"""A bounded pool of trial processes, each of which is killed when it takes too long.
+"""A bounded pool of worker processes, each of which is killed when a job takes too long.
 
 A process is started when there is work for it and none is idle, and stays. Invariant: however a
 job ends, its place in the pool is free again, with a process that works or none.
@@ -13,26 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _WAITING_PER_PROCESS = 8
+_PROCESSES: dict[str, type[BaseProcess]] = {
+    "forkserver": ForkServerProcess,
+    "spawn": SpawnProcess,
+}
 
 StartProcess = Callable[[Connection], BaseProcess]
 """Starts a process that answers jobs on its end of the pipe, after a first message."""
 
 
-class TrialTimeoutError(Exception):
+class JobTimeoutError(Exception):
     """The job took too long; its process was killed."""
 
 
-class TrialCrashedError(Exception):
+class JobCrashedError(Exception):
     """The job ended its process."""
 
 
-class TrialStartError(Exception):
+class WorkerStartError(Exception):
     """No process could be started."""
 
 
@@ -40,19 +46,32 @@ class PoolFullError(Exception):
     """Too many jobs wait already."""
 
 
-class TrialPool:
-    """Used from one event loop."""
+def process_starter(
+    method: str, target: Callable[..., None], name: str, *args: Any
+) -> StartProcess:
+    """Return what starts `target(pipe, *args)` in a process, the way the engine's is started."""
 
-    def __init__(self, start: StartProcess, size: int, timeout_s: float) -> None:
+    def start(pipe: Connection) -> BaseProcess:
+        process = _PROCESSES[method](target=target, args=(pipe, *args), name=name, daemon=True)
+        process.start()
+        return process
+
+    return start
+
+
+class JobPool:
+    """Used from one event loop; `name` is that of its processes in the log."""
+
+    def __init__(self, name: str, start: StartProcess, size: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._max_waiting = size * _WAITING_PER_PROCESS
         self._waiting = 0
         # A thread per place waits for its process, so that the event loop does not.
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="grammar-trial")
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix=name.replace(" ", "-"))
         # The last to come back is the next to go: its process is started and warm.
         self._places: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
         for _ in range(size):
-            self._places.put_nowait(_Place(start))
+            self._places.put_nowait(_Place(name, start))
 
     @property
     def timeout_s(self) -> float:
@@ -69,33 +88,56 @@ class TrialPool:
         finally:
             self._waiting -= 1
         try:
+            await self._ensure_started(place)
             return await self._run_in(place, job)
         finally:
             self._places.put_nowait(place)
 
+    async def start_one(self) -> None:
+        """Have a process ready before there is work for it. Raises `WorkerStartError`."""
+        place = await self._places.get()
+        try:
+            await self._ensure_started(place)
+        finally:
+            self._places.put_nowait(place)
+
+    async def _ensure_started(self, place: _Place) -> None:
+        if not place.is_alive():
+            start = asyncio.get_running_loop().run_in_executor(self._threads, place.start)
+            # Who asked may leave; the place is given back when the process is there.
+            await _finished(start)
+
     async def _run_in(self, place: _Place, job: bytes) -> bytes:
         loop = asyncio.get_running_loop()
-        if not place.is_alive():
-            await loop.run_in_executor(self._threads, place.start)
         exchange = loop.run_in_executor(self._threads, place.exchange, job)
         try:
             done, _ = await asyncio.wait({exchange}, timeout=self._timeout_s)
             if not done:
-                raise TrialTimeoutError
+                raise JobTimeoutError
             return exchange.result()
         except BaseException:
             place.kill()
             # With its process the wait in the thread ends too.
             await asyncio.wait({exchange})
-            with suppress(TrialCrashedError):
+            with suppress(JobCrashedError):
                 exchange.result()
             raise
+
+
+async def _finished(work: asyncio.Future[None]) -> None:
+    """Wait for `work` to its end, also when the waiting task is cancelled meanwhile."""
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
 
 
 class _Place:
     """Room for one process."""
 
-    def __init__(self, start: StartProcess) -> None:
+    def __init__(self, name: str, start: StartProcess) -> None:
+        self._name = name
         self._start = start
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
@@ -113,17 +155,17 @@ class _Place:
             self._process = self._start(theirs)
         except OSError as error:
             ours.close()
-            raise TrialStartError(str(error)) from error
+            raise WorkerStartError(str(error)) from error
         finally:
             theirs.close()
         self._pipe = ours
         with suppress(EOFError, OSError):
             if ours.poll(_START_TIMEOUT_S):
                 ours.recv_bytes()
-                logger.info("Grammar trials run in process %s", self._process.pid)
+                logger.info("process %s is there for: %s", self._process.pid, self._name)
                 return
         self.kill()
-        raise TrialStartError("the process for grammar trials did not get ready")
+        raise WorkerStartError(f"the process for {self._name} did not get ready")
 
     def exchange(self, job: bytes) -> bytes:
         """Send a job and wait for the answer. Blocks until then or until the process ends."""
@@ -132,7 +174,7 @@ class _Place:
             self._pipe.send_bytes(job)
             return self._pipe.recv_bytes()
         except (EOFError, OSError):
-            raise TrialCrashedError from None
+            raise JobCrashedError from None
 
     def kill(self) -> None:
         """End the process, whatever it is at; does not wait for its end."""

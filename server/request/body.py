@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from server.errors import BodyTimeoutError, BodyTooLargeError, InvalidJsonError, MediaTypeError
+from server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    InvalidJsonError,
+    MediaTypeError,
+    describe,
+)
 from server.frontend import JsonObject
 from server.settings import ServerSettings
 from server.streaming import ClientGoneError
 
 JSON_TYPE = "application/json"
+MAX_PLAIN_BYTES = 256 * 1024
+"""Of a body that is parsed on the event loop whatever it holds: the largest schema, and more."""
+_CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
+_MAX_DIGITS = 400
+_MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
 
 
 async def read_json_object(request: Request, settings: ServerSettings) -> JsonObject:
-    """Return the body as a JSON object; raises what `read_body` and `parse_json_object` raise."""
-    return parse_json_object(await read_body(request, settings), settings.max_json_depth)
+    """Return the body of a route without prompts; raises what its two steps raise."""
+    raw = await read_body(request, settings)
+    if len(raw) > MAX_PLAIN_BYTES:
+        raise BodyTooLargeError(
+            f"The request body is larger than the limit of {MAX_PLAIN_BYTES} bytes of this route."
+        )
+    return parse_json_object(raw, settings.max_json_depth)
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
@@ -26,9 +43,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     Raises `MediaTypeError`, `BodyTooLargeError` (at once where the client says so, else after at
     most `max_body_bytes`), `BodyTimeoutError` or `ClientGoneError`.
     """
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != JSON_TYPE:
-        raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {media_type!r}.")
+    _check_media_type(request.headers.get("content-type", ""))
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > settings.max_body_bytes:
         raise _too_large(settings)
@@ -44,6 +59,15 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         ) from None
     except ClientDisconnect:
         raise ClientGoneError from None
+
+
+def _check_media_type(given: str) -> None:
+    media_type = given.split(";")[0].strip().lower()
+    if media_type != JSON_TYPE:
+        raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {describe(media_type)}.")
+    charset = _CHARSET.search(given)
+    if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+        raise MediaTypeError(f"JSON is read as UTF-8; the charset is {describe(charset[1])}.")
 
 
 async def _collect(request: Request, settings: ServerSettings) -> bytes:
@@ -80,7 +104,24 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
         raise InvalidJsonError(
             f"The request body is nested deeper than the limit of {max_depth} (--max-json-depth)."
         )
+    if _MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
+        # Python renders no integer of thousands of digits, in messages as little as elsewhere.
+        raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")
     return body
+
+
+def _has_huge_number(body: JsonObject) -> bool:
+    level: list[object] = [body]
+    while level:
+        if any(isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS for value in level):
+            return True
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+    return False
 
 
 def _is_deeper(body: JsonObject, max_depth: int) -> bool:

@@ -1,0 +1,164 @@
+"""How large each field of a request may be, whatever it holds: checked before anything is paid for.
+
+What a value means is `limits`' and the request models' concern; here lists are counted, texts
+measured and nesting walked through once, so that all later work is bounded. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from server.errors import ContextLengthError, InvalidValueError, describe
+from server.frontend import Endpoint, JsonObject
+from server.request.endpoints import Kind, kind_of_field
+
+MAX_FIELDS = 256
+"""Fields at the top of a body; request models have fewer than a hundred."""
+MIN_TEXT_CHARS = 1 << 20
+CHARS_PER_TOKEN = 16
+"""A text of more characters for each token of the context does not fit, but in rare scripts."""
+_VALUES_PER_MESSAGE = 16
+"""Objects, arrays, texts and numbers: a message with a handful of parts or calls has as many."""
+_ANY = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a field may be: entries of itself, values in all of it, characters of one text."""
+
+    items: int = _ANY
+    values: int = _ANY
+    chars: int = _ANY
+    flag: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The sizes of one server; `max_text_chars` None derives it from the context."""
+
+    max_messages: int
+    max_prompts: int
+    max_tools: int
+    max_model_len: int
+    vocab_size: int
+    max_text_chars: int | None = None
+
+    @property
+    def text_chars(self) -> int:
+        """Characters that one text may have."""
+        derived = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self.max_model_len)
+        return self.max_text_chars or derived
+
+    def sizes(self) -> Mapping[Kind, Size]:
+        """Return how large a field of each kind may be."""
+        text = self.text_chars
+        messages = self.max_messages
+        return {
+            Kind.CONVERSATION: Size(
+                messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"
+            ),
+            # Token ids within are measured against the context.
+            Kind.PROMPTS: Size(
+                messages + self.max_prompts,
+                (messages + self.max_prompts) * _VALUES_PER_MESSAGE,
+                text,
+                "--max-prompts",
+            ),
+            Kind.TOKENS: Size(self.max_model_len),
+            Kind.IDS: Size(self.vocab_size, self.vocab_size + 1, 64),
+            Kind.TOOLS: Size(self.max_tools, 256 * self.max_tools, 1 << 16, "--max-tools"),
+            Kind.GRAMMAR: Size(values=1 << 16),
+            Kind.WORDS: Size(256, 257, 1024),
+            Kind.OPTIONS: Size(1024, 1024, 1 << 16),
+            Kind.NAME: Size(64, 64, 1024),
+            Kind.TEMPLATE: Size(1, 1, 1 << 16),
+        }
+
+
+def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
+    """Raise the `RequestError` of the first field that is too large; `body` is the parsed JSON."""
+    if len(body) > MAX_FIELDS:
+        raise InvalidValueError(f"A request may have at most {MAX_FIELDS} fields, got {len(body)}.")
+    sizes = budget.sizes()
+    may_be_cut = body.get("truncate_prompt_tokens") is not None
+    for name, value in body.items():
+        if isinstance(value, list | dict | str):
+            kind = kind_of_field(endpoint, name)
+            if kind is Kind.PROMPTS and isinstance(value, list):
+                most = budget.text_chars if may_be_cut else budget.max_model_len
+                value = _check_token_lists(name, value, most)
+            _check_size(name, value, kind, sizes[kind])
+
+
+def _check_token_lists(name: str, value: list[object], most: int) -> list[object]:
+    """Return a list of prompts without those of token ids, which are no longer than `most`."""
+    if _are_tokens(value):
+        _check_length(name, value, most)
+        return []
+    others = []
+    for index, item in enumerate(value):
+        if isinstance(item, list) and _are_tokens(item):
+            _check_length(f"{name}[{index}]", item, most)
+        else:
+            others.append(item)
+    return others
+
+
+def _are_tokens(items: list[object]) -> bool:
+    return bool(items) and isinstance(items[0], int)
+
+
+def _check_length(path: str, tokens: list[object], most: int) -> None:
+    if len(tokens) > most:
+        raise ContextLengthError(
+            f"'{path}' has {len(tokens)} token ids; at most {most} fit into this model's context.",
+            param=path,
+        )
+
+
+def _check_size(name: str, value: list[object] | JsonObject | str, kind: Kind, size: Size) -> None:
+    hint = f" ({size.flag})" if size.flag else ""
+    if not isinstance(value, str) and len(value) > size.items:
+        raise InvalidValueError(
+            f"'{name}' must have at most {size.items} items on this server{hint}, got "
+            f"{len(value)}.",
+            param=name,
+        )
+    values, level = 0, [value]
+    while level:
+        values += len(level)
+        if values > size.values:
+            raise InvalidValueError(
+                f"'{name}' holds more than {size.values} objects, arrays, texts and numbers, the "
+                f"limit of this server{hint}.",
+                param=name,
+            )
+        level = _below(name, level, kind, size.chars)
+
+
+def _below(name: str, level: Sequence[object], kind: Kind, chars: int) -> list[Any]:
+    """Return what lies in the containers of a level; texts and keys of objects are measured."""
+    below: list[object] = []
+    for item in level:
+        if isinstance(item, str):
+            _check_text(name, item, kind, chars)
+        elif isinstance(item, list):
+            below += item
+        elif isinstance(item, dict):
+            for key in item:
+                _check_text(name, key, kind, chars)
+            below += item.values()
+    return below
+
+
+def _check_text(name: str, text: str, kind: Kind, most: int) -> None:
+    if len(text) <= most:
+        return
+    prompt = kind in (Kind.CONVERSATION, Kind.PROMPTS)
+    raise (ContextLengthError if prompt else InvalidValueError)(
+        f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
+        f"server is {most}{' (--max-text-chars)' if prompt else ''}.",
+        param=name,
+    )

@@ -1,0 +1,200 @@
+"""One description of every endpoint: the forms of its requests, and what each field may hold.
+
+Several endpoints take prompts or conversations, under one of several names. A body is told by
+what it holds, so that a complaint about it is about that form alone. Pure data and functions;
+tests/http/test_endpoints.py holds the tables against the fields of vLLM's request models.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from server.frontend import Endpoint, JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class PromptField:
+    """A field that holds prompts; `counted`: each of them is an answer of its own.
+
+    Of the counted ones that a body has, the first is blamed for a prompt that is too long.
+    """
+
+    name: str
+    counted: bool = True
+
+
+def _fields(*names: str, counted: bool = True) -> tuple[PromptField, ...]:
+    return tuple(PromptField(name, counted) for name in names)
+
+
+_CONVERSATION = _fields("messages")
+_POOLED = _fields("messages", "input")
+_SCORED = (
+    *_fields("documents", "items", "data_2", "text_2"),
+    *_fields("query", "queries", "data_1", "text_1", counted=False),
+)
+
+PROMPTS: Mapping[Endpoint, tuple[PromptField, ...]] = {
+    Endpoint.CHAT: _CONVERSATION,
+    Endpoint.COMPLETION: _fields("prompt") + _fields("suffix", counted=False),
+    Endpoint.RESPONSES: (
+        *_fields("input"),
+        *_fields("instructions", "previous_input_messages", counted=False),
+    ),
+    Endpoint.MESSAGES: _CONVERSATION + _fields("system", counted=False),
+    Endpoint.COUNT_TOKENS: _CONVERSATION + _fields("system", counted=False),
+    Endpoint.TOKENIZE: _fields("messages", "prompt"),
+    Endpoint.DETOKENIZE: _fields("tokens"),
+    Endpoint.EMBEDDINGS: _POOLED,
+    Endpoint.COHERE_EMBED: _fields("texts", "inputs", "images"),
+    Endpoint.POOLING: _POOLED,
+    Endpoint.CLASSIFY: _POOLED,
+    **dict.fromkeys((Endpoint.SCORE, Endpoint.SCORE_V1), _SCORED),
+    **dict.fromkeys((Endpoint.RERANK, Endpoint.RERANK_V1, Endpoint.RERANK_V2), _SCORED),
+}
+"""Where the prompts of an endpoint's requests may lie, in the order in which they are looked at."""
+
+
+class Kind(enum.Enum):
+    """What a field holds, for the limits on its size; the limits are `server.request.budget`'s."""
+
+    CONVERSATION = "conversation"
+    """Messages with their parts and calls; or a text."""
+    PROMPTS = "prompts"
+    """A text, token ids, or a list of either."""
+    TOKENS = "tokens"
+    """Token ids of one text."""
+    IDS = "ids"
+    """Token ids that an option is about."""
+    TOOLS = "tools"
+    """Declarations of tools with their schemas."""
+    GRAMMAR = "grammar"
+    """What guides an answer; the gate of structured outputs has further limits."""
+    WORDS = "words"
+    """A few short texts."""
+    OPTIONS = "options"
+    """An object of options, or of a client's own labels."""
+    NAME = "name"
+    """A short text."""
+    TEMPLATE = "template"
+    """A chat template."""
+
+
+KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(("messages", "previous_input_messages", "system"), Kind.CONVERSATION),
+    **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), Kind.PROMPTS),
+    **dict.fromkeys(("documents", "items", "query", "queries"), Kind.PROMPTS),
+    **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), Kind.PROMPTS),
+    **dict.fromkeys(("suffix", "instruction", "instructions"), Kind.PROMPTS),
+    "prompt_embeds": Kind.PROMPTS,
+    "tokens": Kind.TOKENS,
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), Kind.IDS),
+    "logit_bias": Kind.IDS,
+    "tools": Kind.TOOLS,
+    **dict.fromkeys(
+        ("structured_outputs", "response_format", "output_config", "text"), Kind.GRAMMAR
+    ),
+    **dict.fromkeys(("stop", "stop_sequences", "bad_words"), Kind.WORDS),
+    **dict.fromkeys(("include", "embedding_types"), Kind.WORDS),
+    **dict.fromkeys(("metadata", "vllm_xargs", "reasoning", "tool_choice"), Kind.OPTIONS),
+    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs"), Kind.OPTIONS),
+    **dict.fromkeys(("mm_processor_kwargs", "repetition_detection"), Kind.OPTIONS),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Kind.OPTIONS),
+    "stream_options": Kind.OPTIONS,
+    **dict.fromkeys(("cache_salt", "input_type", "model", "user"), Kind.NAME),
+    **dict.fromkeys(("previous_response_id", "prompt_cache_key"), Kind.NAME),
+    **dict.fromkeys(("request_id", "session_id"), Kind.NAME),
+    "chat_template": Kind.TEMPLATE,
+}
+"""What the fields of all request models hold that are more than a number or a word of a list."""
+
+_OTHER_KINDS: Mapping[tuple[Endpoint, str], Kind] = {
+    (Endpoint.RESPONSES, "input"): Kind.CONVERSATION,
+    (Endpoint.RESPONSES, "prompt"): Kind.OPTIONS,
+    # Documents that a chat template shows, not prompts.
+    (Endpoint.CHAT, "documents"): Kind.CONVERSATION,
+}
+"""Where an endpoint means something else by a name."""
+
+
+def kind_of_field(endpoint: Endpoint, name: str) -> Kind:
+    """Return what a field holds; one that is in no table is an option."""
+    return _OTHER_KINDS.get((endpoint, name)) or KINDS.get(name, Kind.OPTIONS)
+
+
+def prompt_fields(endpoint: Endpoint, body: JsonObject) -> list[str]:
+    """Return the names of the fields of `body` that hold prompts."""
+    return [field.name for field in PROMPTS[endpoint] if field.name in body]
+
+
+def blamed_field(endpoint: Endpoint, body: JsonObject) -> str | None:
+    """Return the field that is blamed for a prompt that is too long, None where there is none."""
+    return next((f.name for f in PROMPTS[endpoint] if f.counted and f.name in body), None)
+
+
+def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
+    """Return how many answers a body asks for, `n` for each prompt; 1 where it is not valid."""
+    n = body.get("n")
+    answers = n if type(n) is int and n > 1 else 1
+    if endpoint is Endpoint.COMPLETION or endpoint.pools:
+        counted = blamed_field(endpoint, body)
+        answers *= 1 if counted is None else _prompts(body[counted])
+    return answers
+
+
+def _prompts(value: object) -> int:
+    """A prompt is a text, a list of token ids or a list of messages; several are a list of them."""
+    if not isinstance(value, list) or not value:
+        return 1
+    first = value[0]
+    is_one = isinstance(first, int) or _is_message(first)
+    return 1 if is_one else len(value)
+
+
+_SAME: Mapping[Endpoint, Endpoint] = {
+    Endpoint.SCORE_V1: Endpoint.SCORE,
+    Endpoint.RERANK_V1: Endpoint.RERANK,
+    Endpoint.RERANK_V2: Endpoint.RERANK,
+}
+"""Paths that are other names of an endpoint."""
+
+_SCORED_PAIRS = (("items", "score_items"), ("data_1", "score_data"), ("text_1", "score_text"))
+
+
+def request_form(endpoint: Endpoint, body: JsonObject) -> str:
+    """Return the name of the form: the endpoint's, with what sets the form apart behind it."""
+    endpoint = _SAME.get(endpoint, endpoint)
+    name = endpoint.name.lower()
+    if endpoint is Endpoint.EMBEDDINGS:
+        return name + _conversation_suffix(body)
+    if endpoint in (Endpoint.TOKENIZE, Endpoint.POOLING, Endpoint.CLASSIFY):
+        return f"{name}_chat" if "messages" in body else name
+    if endpoint is Endpoint.SCORE:
+        return next((form for field, form in _SCORED_PAIRS if field in body), name)
+    return name
+
+
+def forms_of(endpoint: Endpoint, known: Iterable[str]) -> list[str]:
+    """Return the names of those `known` forms that are the endpoint's."""
+    name = _SAME.get(endpoint, endpoint).name.lower()
+    return [form for form in known if form == name or form.startswith(f"{name}_")]
+
+
+def _conversation_suffix(body: JsonObject) -> str:
+    """Embeddings take one or several conversations, as `messages` or as `input`."""
+    if "messages" in body:
+        return "_chats" if isinstance(_first(body["messages"]), list) else "_chat"
+    first = _first(body.get("input"))
+    if _is_message(first):
+        return "_chat_input"
+    return "_chats_input" if _is_message(_first(first)) else ""
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and "role" in value
+
+
+def _first(value: object) -> object:
+    return value[0] if isinstance(value, list) and value else None

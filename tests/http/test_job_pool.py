@@ -1,0 +1,84 @@
+"""Processes that answer jobs: replaced when they hang or crash, never waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import time
+from collections.abc import AsyncIterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+
+from server.job_pool import JobCrashedError, JobPool, JobTimeoutError, PoolFullError
+
+
+def answer_jobs(pipe: Connection) -> None:
+    """A process of the pool that does as its jobs say."""
+    pipe.send_bytes(b"ready")
+    while True:
+        job = pipe.recv_bytes()
+        if job == b"hang":
+            time.sleep(600)
+        if job == b"crash":
+            os._exit(11)
+        pipe.send_bytes(str(os.getpid()).encode() + b" " + job)
+
+
+def start_process(pipe: Connection) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(
+        target=answer_jobs, args=(pipe,), daemon=True
+    )
+    process.start()
+    return process
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[JobPool]:
+    yield JobPool("jobs", start_process, size=1, timeout_s=1.0)
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(5)
+
+
+async def test_a_process_is_replaced_when_it_hangs_or_crashes(pool: JobPool) -> None:
+    first = await pool.run(b"one")
+    assert await pool.run(b"one") == first
+    with pytest.raises(JobTimeoutError):
+        await pool.run(b"hang")
+    second = await pool.run(b"one")
+    assert second != first
+    with pytest.raises(JobCrashedError):
+        await pool.run(b"crash")
+    third = await pool.run(b"one")
+    assert third not in (first, second)
+    assert await pool.run(b"x" * (1 << 20)) == third.removesuffix(b"one") + b"x" * (1 << 20)
+    assert len(multiprocessing.active_children()) == 1
+
+
+async def test_a_hanging_job_holds_up_only_so_many(pool: JobPool) -> None:
+    jobs = [asyncio.create_task(pool.run(b"hang"))]
+    await asyncio.sleep(0)
+    jobs += [asyncio.create_task(pool.run(b"one")) for _ in range(9)]
+    results = await asyncio.gather(*jobs, return_exceptions=True)
+    assert isinstance(results[0], JobTimeoutError)
+    assert [type(result) for result in results[1:]] == [bytes] * 8 + [PoolFullError]
+
+
+async def test_a_process_can_be_there_before_its_first_job(pool: JobPool) -> None:
+    assert multiprocessing.active_children() == []
+    await pool.start_one()
+    (process,) = multiprocessing.active_children()
+    assert await pool.run(b"one") == b"%d one" % process.pid
+
+
+async def test_who_leaves_while_a_process_starts_leaves_a_pool_that_works(pool: JobPool) -> None:
+    asking = asyncio.create_task(pool.run(b"one"))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (await pool.run(b"two")).endswith(b" two")
+    assert len(multiprocessing.active_children()) == 1
