@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 
 if TYPE_CHECKING:
+    from server.job_counts import JobCounts
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
@@ -135,6 +136,10 @@ class Frontend(Protocol):
 
         Raises the `ServerError` of what is wrong with it.
         """
+        ...
+
+    def take_reading(self) -> JobCounts:
+        """Return what was done with large bodies since the last call."""
         ...
 
     async def handle(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
-from server.errors import InternalError, OverloadedError
+from server.errors import InternalError, OverloadedError, RequestError
 from server.frontend import Endpoint, ReadRequest
+from server.job_counts import JobCounts
 from server.job_pool import (
     JobCrashedError,
     JobPool,
@@ -41,6 +43,7 @@ class RequestReader:
     def __init__(self, here: Reader, pool: JobPool) -> None:
         self._here = here
         self._pool = pool
+        self._counts = JobCounts()
 
     async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
         """Return what a body asks for.
@@ -50,22 +53,40 @@ class RequestReader:
         """
         if is_small(raw):
             return self._here.read(endpoint, raw)
+        began = time.perf_counter()
         try:
-            answer = await self._pool.run(job_bytes(endpoint, raw, request_id_var.get()))
+            answer = await self._exchange(job_bytes(endpoint, raw, request_id_var.get()))
+            given = answer_of(answer)
+        except RequestError:
+            self._counts.note("refused", time.perf_counter() - began)
+            raise
+        self._counts.note("ok", time.perf_counter() - began)
+        given.large = True
+        return given
+
+    def take_counts(self) -> JobCounts:
+        """Return what was done with large bodies since the last call."""
+        counts, self._counts = self._counts, JobCounts()
+        return counts
+
+    async def _exchange(self, job: bytes) -> bytes:
+        try:
+            return await self._pool.run(job)
         except PoolFullError:
+            self._counts.note("overloaded")
             raise _overloaded("Too many large requests wait to be read.") from None
         except JobTimeoutError:
+            self._counts.note("timeout", self._pool.timeout_s)
             raise _overloaded(
                 f"The request took longer than {self._pool.timeout_s:g} s to read "
                 "(--read-timeout-s)."
             ) from None
         except JobCrashedError:
+            self._counts.note("crashed")
             raise _overloaded("The request needed more memory to be read than it may.") from None
         except WorkerStartError as error:
+            self._counts.note("not_started")
             raise InternalError(f"Large requests cannot be read: {error}.") from None
-        given = answer_of(answer)
-        given.large = True
-        return given
 
 
 def _overloaded(message: str) -> OverloadedError:

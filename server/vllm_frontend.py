@@ -30,6 +30,7 @@ from server.errors import (
     describe,
 )
 from server.frontend import Capacity, Endpoint, JsonObject, ReadRequest, WireSchemas
+from server.job_counts import JobCounts
 from server.job_pool import JobPool, WorkerStartError, process_starter
 from server.reading_process import serve_reading
 from server.request.budget import Budget
@@ -189,6 +190,10 @@ class VllmFrontend:
     async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
         """Return what a body asks for; see `server.frontend.Frontend`."""
         return await self._reader.read(endpoint, raw)
+
+    def take_reading(self) -> JobCounts:
+        """Return what was done with large bodies; see `server.frontend.Frontend`."""
+        return self._reader.take_counts()
 
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, request: Request

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
-from server.errors import InvalidValueError, RequestError, ServerError, UnsupportedOperationError
+from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import Endpoint, JsonObject, ReadRequest
 from server.request.body import parse_json_object
 from server.request.budget import Budget, check_budget
@@ -118,15 +119,22 @@ class BodyReader:
 
     def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
         """Return the request as what serves it takes it."""
-        try:
+        with self._blamed_on_request(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
-            _read_lazy_parts(model, fields)
-            check_nested(model, fields, self._rules.unknown_fields)
-            if endpoint.anthropic:
+        _read_lazy_parts(model, fields)
+        check_nested(model, fields, self._rules.unknown_fields)
+        if endpoint.anthropic:
+            with self._blamed_on_request(endpoint, form, fields):
                 return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
-        except ServerError:
-            raise
+        return model
+
+    @contextmanager
+    def _blamed_on_request(
+        self, endpoint: Endpoint, form: str, fields: JsonObject
+    ) -> Iterator[None]:
+        try:
+            yield
         except ValidationError as error:
             raise from_validation(error, fields) from None
         except (VLLMValidationError, VLLMClientError) as error:
@@ -134,7 +142,6 @@ class BodyReader:
         except Exception as error:
             # vLLM's own checks come before those of types, and trip over what they did not expect.
             raise self._refusal(form, fields, error) from error
-        return model
 
     def _refusal(self, form: str, fields: JsonObject, error: Exception) -> RequestError:
         try:
@@ -153,7 +160,7 @@ def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
 
     They would be read on the event loop, and cannot be sent from one process to another.
     """
-    for index, message in enumerate(getattr(model, "messages", None) or ()):
+    for index, message in enumerate(model.__dict__.get("messages") or ()):
         for name, value in message.items() if isinstance(message, dict) else ():
             if isinstance(value, Iterator):
                 try:

@@ -291,6 +291,18 @@ _PROCESS = (
         "s",
     ),
     Panel(
+        "Large bodies",
+        "timeseries",
+        (
+            Query(rate("rbln_large_bodies_total", by="result"), "{{result}}"),
+            *quantiles("rbln_large_body_seconds"),
+        ),
+        "Bodies that were read beside the event loop by how that ended, and the seconds that it "
+        "took. timeout, crashed: the process that reads was ended and replaced; the request got "
+        "429.",
+        "short",
+    ),
+    Panel(
         "API process",
         "timeseries",
         (

@@ -25,10 +25,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from rbln_backend.stats import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
+from server.job_counts import GRAMMAR_RESULTS, READING_RESULTS, JobCounts
 from server.lifecycle import Lifecycle, Phase
 from server.lora.adapter import State
 from server.settings import ServerSettings
-from server.structured_outputs.counts import RESULTS, CheckCounts
 from server.structured_outputs.request_constraints import GUIDES
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_grammar_checks_total",
         "counter",
-        f"Grammars of requests that were checked; result is one of {', '.join(RESULTS)}.",
+        f"Grammars of requests that were checked; result is one of {', '.join(GRAMMAR_RESULTS)}.",
         ("result",),
     ),
     MetricDecl(
@@ -170,6 +170,21 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         ("adapter", "state", "slot"),
     ),
     MetricDecl(
+        "rbln_large_bodies_total",
+        "counter",
+        "Request bodies that were read beside the event loop; result is one of "
+        f"{', '.join(READING_RESULTS)}.",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_large_body_seconds",
+        "histogram",
+        "Seconds from a large body's last byte until it was read or refused, the wait for the "
+        "process that reads included.",
+        (),
+        (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+    ),
+    MetricDecl(
         "rbln_serve_event_loop_lag_seconds",
         "histogram",
         "Seconds by which a timer of the HTTP process was late, looked at four times a second. "
@@ -207,7 +222,8 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
 # The values that the only label of a counter can have.
 _CLOSED_LABELS = {
     "rbln_admission_rejections_total": REJECTIONS,
-    "rbln_grammar_checks_total": RESULTS,
+    "rbln_grammar_checks_total": GRAMMAR_RESULTS,
+    "rbln_large_bodies_total": READING_RESULTS,
     "rbln_lora_loads_total": LOAD_RESULTS,
 }
 
@@ -343,7 +359,14 @@ class ServerMetrics:
         if result == "ok":
             self._histograms["rbln_lora_load_seconds"].observe(seconds)
 
-    def observe_grammars(self, counts: CheckCounts) -> None:
+    def observe_reading(self, counts: JobCounts) -> None:
+        """Add what was done with large bodies since the last call."""
+        for result, count in counts.results.items():
+            self._counters["rbln_large_bodies_total"].labels(result).inc(count)
+        for seconds in counts.seconds:
+            self._histograms["rbln_large_body_seconds"].observe(seconds)
+
+    def observe_grammars(self, counts: JobCounts) -> None:
         """Add what the grammar gate has done since it was last asked."""
         for result, count in counts.results.items():
             self._counters["rbln_grammar_checks_total"].labels(result).inc(count)

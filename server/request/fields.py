@@ -104,7 +104,8 @@ def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = 
         if key not in names:
             _refuse(unknown_field(child, list(names)), policy)
         else:
-            check_nested(getattr(model, names[key], None), value, policy, child)
+            # Not as an attribute, which warns of those that are deprecated.
+            check_nested(vars(model).get(names[key]), value, policy, child)
 
 
 def never_taken() -> frozenset[str]:

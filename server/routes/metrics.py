@@ -36,6 +36,8 @@ def metrics_router(
             metrics.observe_admission(admission, settings)
             if lifecycle.started and (adapters := frontend().adapters) is not None:
                 metrics.observe_adapters(adapters)
+            if lifecycle.started:
+                metrics.observe_reading(frontend().take_reading())
             if lifecycle.started and (grammars := frontend().grammars) is not None:
                 metrics.observe_grammars(grammars.take_counts())
             metrics.observe_advice(latest)

@@ -33,8 +33,8 @@ SERVER_FIELDS: Mapping[str, str] = {
     "timings": "`uptime_s`; `ready_after_s`, null until ready; `phases`, the seconds of the "
     "engine's start-up phases so far.",
     "request_limits": "What one request may be: `max_body_bytes`, `max_json_depth`, "
-    "`max_messages`, `max_prompts`, `max_n`, `max_stop`, `max_logit_bias`, "
-    "`max_request_s` and `max_queue_s`.",
+    "`max_messages`, `max_prompts`, `max_tools`, `max_n`, `max_text_chars` (null: by the context), "
+    "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
     "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
     "`schema_max_pattern`, `schema_compile_timeout_s`.",
@@ -44,8 +44,8 @@ SERVER_FIELDS: Mapping[str, str] = {
 """Fields besides the engine's sections, and what they hold."""
 
 _REQUEST_LIMITS = (
-    *("max_body_bytes", "max_json_depth", "max_messages", "max_prompts", "max_n", "max_stop"),
-    *("max_logit_bias", "max_request_s", "max_queue_s"),
+    *("max_body_bytes", "max_json_depth", "max_messages", "max_prompts", "max_tools", "max_n"),
+    *("max_text_chars", "max_stop", "max_logit_bias", "max_request_s", "max_queue_s"),
 )
 
 _SCHEMA_LIMITS = (

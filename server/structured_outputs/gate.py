@@ -20,9 +20,9 @@ from server.errors import (
     OverloadedError,
     RequestError,
 )
+from server.job_counts import JobCounts
 from server.job_pool import JobCrashedError, JobTimeoutError, PoolFullError, WorkerStartError
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
-from server.structured_outputs.counts import CheckCounts
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
 from server.structured_outputs.trial_job import Verdict, job_bytes
 
@@ -49,7 +49,7 @@ class GrammarGate:
     def __init__(self, limits: SchemaLimits, pool: Pool, cache_entries: int) -> None:
         self._limits = limits
         self._pool = pool
-        self._counts = CheckCounts()
+        self._counts = JobCounts()
         # With the time until which the verdict holds.
         self._known: LRUCache[bytes, tuple[Verdict, float]] = LRUCache(cache_entries)
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
@@ -74,9 +74,9 @@ class GrammarGate:
         if verdict.reason is not None:
             raise refusal(job[verdict.part], verdict.reason)
 
-    def take_counts(self) -> CheckCounts:
+    def take_counts(self) -> JobCounts:
         """Return what was done since the last call."""
-        counts, self._counts = self._counts, CheckCounts()
+        counts, self._counts = self._counts, JobCounts()
         return counts
 
     async def verdict(self, job: Sequence[Constraint]) -> tuple[Verdict, bool]:

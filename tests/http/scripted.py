@@ -25,6 +25,7 @@ from server.frontend import (
     ReadRequest,
     WireSchemas,
 )
+from server.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
@@ -62,6 +63,9 @@ class ScriptedFrontend:
     async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
         body = parse_json_object(raw, self.max_json_depth)
         return ReadRequest(answers=answers_in(endpoint, body), told=body)
+
+    def take_reading(self) -> JobCounts:
+        return JobCounts()
 
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, request: Request

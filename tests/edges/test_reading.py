@@ -1,0 +1,202 @@
+"""Bodies become vLLM's request models, or one short refusal, in time that grows with their size."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from server.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFieldError,
+    OverloadedError,
+    ServerError,
+    UnknownFieldError,
+    UnsupportedOperationError,
+)
+from server.frontend import Endpoint, ReadRequest
+from server.job_pool import JobPool, process_starter
+from server.reading_process import answer_of, job_bytes, serve_reading
+from server.request.budget import Budget
+from server.request.limits import Limits
+from server.request.pooling import PoolingLimits
+from server.request_reader import RequestReader, is_small
+from server.settings import ServerSettings
+from server.vllm_handlers import request_models
+from server.vllm_reading import BodyReader, Rules
+from tests.edges.corpus import BODIES, USER, endpoint_of
+
+pytestmark = pytest.mark.engine
+
+MODELS = request_models()
+RULES = Rules(
+    budget=Budget(
+        max_messages=2048, max_prompts=256, max_tools=256, max_model_len=2048, vocab_size=500
+    ),
+    limits=Limits(
+        max_n=8,
+        max_messages=2048,
+        max_prompts=256,
+        max_stop=4,
+        max_logit_bias=1024,
+        max_model_len=2048,
+        vocab_size=500,
+        max_queued_tokens=16384,
+        has_priorities=False,
+    ),
+    pooling=PoolingLimits(max_prompts=256, max_model_len=2048, vocab_size=500, dimensions=()),
+    unknown_fields="reject",
+    max_json_depth=64,
+    text_only=True,
+    merge_inline_system=False,
+    guided=True,
+    offered=frozenset(MODELS) - {"rerank"},
+    does="does other things",
+)
+
+
+@pytest.fixture(scope="module")
+def reader() -> BodyReader:
+    return BodyReader(RULES, MODELS)
+
+
+def raw(**body: Any) -> bytes:
+    return json.dumps({"model": "m", **body}).encode()
+
+
+@pytest.mark.parametrize("form", sorted(RULES.offered))
+def test_every_form_is_read_and_can_be_sent_between_processes(
+    reader: BodyReader, form: str
+) -> None:
+    given = reader.read(endpoint_of(form), raw(**BODIES[form]))
+    again = answer_of(pickle.dumps(given))
+    assert again.answers == given.answers
+    assert again.told.form == form
+    assert again.told.model.model_dump() == given.told.model.model_dump()
+    assert again.told.fields.get("model") == "m"
+    assert not {"messages", "prompt", "input", "tools"} & again.told.fields.keys()
+
+
+def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for role in ("user", "developer", "assistant", "system"):
+        said = {"role": role, "content": parts}
+        given = reader.read(Endpoint.CHAT, raw(messages=[said]))
+        assert given.told.model.messages[0]["content"] == parts
+        wrong = {"role": role, "content": [parts[0], 5]}
+        with pytest.raises(InvalidTypeError) as caught:
+            reader.read(Endpoint.CHAT, raw(messages=[wrong]))
+        assert str(caught.value.param).startswith("messages[0].content")
+
+
+REFUSALS: list[tuple[Endpoint, dict[str, Any], type[ServerError], str | None]] = [
+    (Endpoint.RESPONSES, {"input": [{}] * 2000}, MissingFieldError, "input[0].id"),
+    (Endpoint.RESPONSES, {"input": "x", "tools": [{}] * 250}, MissingFieldError, "tools[0].name"),
+    (Endpoint.MESSAGES, {"messages": [{"role": "user", "content": [{}] * 9000}], "max_tokens": 1},
+     InvalidTypeError, "messages[0].content"),
+    (Endpoint.CHAT, {"messages": [{"role": "user", "content": [{}] * 300}]},
+     MissingFieldError, "messages[0].content[0].text"),
+    (Endpoint.CHAT, {"messages": [{"role": 1, "content": "x"}] * 300},
+     InvalidValueError, "messages[0].role"),
+    (Endpoint.CHAT, {"messages": [USER], "zzz" * 100_000: 1}, UnknownFieldError, "zzz"),
+    (Endpoint.CHAT, {"messages": [USER], "length_penalty": 2.0}, ServerError, "length_penalty"),
+    (Endpoint.DETOKENIZE, {"tokens": [5], "store": 0.0}, UnknownFieldError, "store"),
+    (Endpoint.RERANK, {"query": "a"}, UnsupportedOperationError, None),
+    *((endpoint, {**body, "structured_outputs": value}, InvalidTypeError, "structured_outputs")
+      for endpoint, body in ((Endpoint.CHAT, BODIES["chat"]),
+                             (Endpoint.COMPLETION, BODIES["completion"]))
+      for value in (1, "text", [], True, 0.5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("endpoint", "body", "error", "param"), REFUSALS)
+def test_what_is_wrong_is_told_briefly(
+    reader: BodyReader,
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    error: type[ServerError],
+    param: str | None,
+) -> None:
+    with pytest.raises(error) as caught:
+        reader.read(endpoint, raw(**body))
+    assert caught.value.row.status == 400
+    assert param is None or str(caught.value.param).startswith(param)
+    assert len(caught.value.body()) < 4096
+
+
+def test_the_number_of_complaints_does_not_grow_with_the_number_of_entries(
+    reader: BodyReader,
+) -> None:
+    from pydantic import ValidationError
+
+    counts = []
+    for number in (10, 1000):
+        with pytest.raises(ValidationError) as caught:
+            reader._validators["responses"].validate_json(raw(input=[{}] * number), strict=True)
+        counts.append(caught.value.error_count())
+    assert counts[0] == counts[1] < 1000
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[JobPool]:
+    start = process_starter("spawn", serve_reading, "reading", RULES, ServerSettings())
+    yield JobPool("reading", start, size=1, timeout_s=20)
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(5)
+
+
+class Nowhere:
+    """Reads nothing: what comes here was taken for small."""
+
+    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        raise AssertionError(f"{endpoint}: {len(raw)} bytes")
+
+
+@pytest.mark.slow
+async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
+    reader = RequestReader(Nowhere(), pool)
+    given = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
+    assert given.large
+    assert len(given.told.model.messages) == 2000
+    with pytest.raises(InvalidValueError, match="at most 2048 items"):
+        await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2049))
+    with pytest.raises(MissingFieldError, match="content"):
+        await reader.read(Endpoint.CHAT, raw(messages=[{"role": "user"}] * 2000))
+    (first,) = multiprocessing.active_children()
+    first.kill()
+    with pytest.raises(OverloadedError) as caught:
+        while True:
+            await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
+    assert caught.value.rejection == "reading"
+    again = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
+    assert again.answers == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "small"),
+    [
+        (b"{}", True),
+        (b'"' + b"x" * 30_000 + b'"', True),
+        (b'"' + b"x" * 40_000 + b'"', False),
+        (b"[{}]" * 80, True),
+        (b"[{}]" * 90, False),
+    ],
+)
+def test_small_bodies_are_few_bytes_with_few_containers(content: bytes, small: bool) -> None:
+    assert is_small(content) is small
+
+
+def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
+    assert job_bytes(Endpoint.CHAT, b"{\n}", "id") == b"CHAT id\n{\n}"
+    given = reader.read(Endpoint.CHAT, raw(messages=[USER]))
+    assert answer_of(pickle.dumps(given)).told.model.messages == [USER]
+    refused = MissingFieldError("The field 'x' is missing.", param="x")
+    with pytest.raises(MissingFieldError) as caught:
+        answer_of(pickle.dumps(refused))
+    assert (caught.value.message, caught.value.param) == (refused.message, "x")
