@@ -1,0 +1,200 @@
+"""Two streams with and without a storm of large bodies beside them: the gaps between their tokens.
+
+``python -m benchmarks.storm --model 160m --save``. Rounds without a storm and with one alternate;
+the storm's clients share the machine with the server, as the streams' client does. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import Command, machine_lines, positive, say
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.models import find_checkpoint
+from benchmarks.server_process import ServerProcess, Serving, free_port
+from benchmarks.sides import server_sides
+from benchmarks.text_checkpoint import prompt_text, text_checkpoint
+
+TARGET = 2.0
+"""How many times as long the p99 gap may become."""
+_STREAMS = 2
+_PROMPT_TOKENS = 32
+_MAX_MODEL_LEN = 1024
+_KV_CACHE_BYTES = 1 << 28
+_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+_BUDGET_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Milliseconds between tokens of one round, its seconds, and what the storm got done."""
+
+    p50: float
+    p99: float
+    seconds: float
+    storm: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the command."""
+
+    started: str
+    command: str
+    machine: Machine
+    load_before: float
+    model: str
+    quiet: list[Sample]
+    stormy: list[Sample]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.storm", description=__doc__)
+    parser.add_argument("--model", default="160m", help="as of benchmarks.models (default: 160m)")
+    parser.add_argument("--rounds", type=positive, default=5, help="pairs (default: 5)")
+    parser.add_argument("--tokens", type=positive, default=400, help="of a stream (default: 400)")
+    parser.add_argument("--clients", type=positive, default=4, help="of the storm (default: 4)")
+    return Command("storm", parser, _measure, markdown, to_json).main(argv)
+
+
+def _measure(args: argparse.Namespace, command: str) -> Run:
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    load_before = os.getloadavg()[0]
+    checkpoint = find_checkpoint(args.model)
+    quiet, stormy = [], []
+    with tempfile.TemporaryDirectory(prefix="rbln-storm-") as folder:
+        server = _server(text_checkpoint(checkpoint.path), Path(folder))
+        with server, server.awake():
+            _sample(server, args, "warm", clients=1)
+            for turn in range(args.rounds):
+                quiet.append(_sample(server, args, f"quiet {turn}", clients=0))
+                stormy.append(_sample(server, args, f"storm {turn}", clients=args.clients))
+    return Run(
+        started=started,
+        command=command,
+        machine=describe_machine(),
+        load_before=load_before,
+        model=checkpoint.name,
+        quiet=quiet,
+        stormy=stormy,
+    )
+
+
+def _server(text_model: Path, folder: Path) -> ServerProcess:
+    template = folder / "template.jinja"
+    template.write_text(_TEMPLATE, encoding="utf-8")
+    ours = server_sides()["ours"]
+    flags = ("--chat-template", str(template), "--max-queued-tokens", "16384")
+    side = replace(ours, command=lambda s: [*ours.command(s), *flags])
+    serving = Serving(
+        text_model=text_model,
+        gguf=text_model,
+        port=free_port(),
+        max_model_len=_MAX_MODEL_LEN,
+        kv_cache_bytes=_KV_CACHE_BYTES,
+    )
+    say("starting a server")
+    return ServerProcess(side, serving, folder / "server.log")
+
+
+def _sample(server: ServerProcess, args: argparse.Namespace, seed: str, clients: int) -> Sample:
+    chooser = random.Random(seed)
+    port, model = server.serving.port, str(server.serving.text_model)
+    load = {
+        "port": port,
+        "bodies": [
+            server.body(prompt_text(chooser, _PROMPT_TOKENS), args.tokens) for _ in range(_STREAMS)
+        ],
+        "concurrency": _STREAMS,
+        "budget_seconds": _BUDGET_S,
+    }
+    storm = {"port": port, "model": model, "clients": clients, "budget_seconds": _BUDGET_S}
+    storming = _start("benchmarks.storm_load", storm) if clients else None
+    outcome = _end(_start("benchmarks.load", load))
+    told = {} if storming is None else _end(storming)
+    if not outcome["gaps"]:
+        raise server.error("streamed nothing")
+    say(f"  {seed}: p99 {outcome['gaps'][2] * 1e3:.2f} ms, {told.get('requests', 0)} large bodies")
+    return Sample(outcome["gaps"][0] * 1e3, outcome["gaps"][2] * 1e3, outcome["seconds"], told)
+
+
+def _start(module: str, asked: dict[str, Any]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(asked) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _end(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what a client tells once its input has ended."""
+    told: dict[str, Any] = json.loads(process.communicate()[0])
+    return told
+
+
+def markdown(run: Run) -> str:
+    """Return the report."""
+    ratio = statistics.median(b.p99 / a.p99 for a, b in zip(run.quiet, run.stormy, strict=True))
+    met = "met" if ratio <= TARGET else "missed"
+    lines = [
+        f"# Streams beside a storm of large bodies, {run.started}",
+        "",
+        f"`{run.command}`",
+        "",
+        *machine_lines(run.machine, run.load_before),
+        f"- Model {run.model}, {_STREAMS} streams. Target: the p99 gap at most {TARGET:g} times "
+        f"that without a storm; **{met}** (median of the rounds {ratio:.2f}).",
+        "",
+        "| round | quiet p50, ms | p99 | storm p50, ms | p99 | p99 ratio | bodies/s | MB/s |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(*row) for row in enumerate(zip(run.quiet, run.stormy, strict=True), 1)),
+        "",
+        f"Answers of the storm by status: {_statuses(run)}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def to_json(run: Run) -> str:
+    """Return the raw numbers."""
+    return json.dumps(asdict(run), indent=1)
+
+
+def _row(number: int, pair: tuple[Sample, Sample]) -> str:
+    quiet, storm = pair
+    rate, size = (storm.storm[name] / storm.seconds for name in ("requests", "bytes"))
+    return (
+        f"| {number} | {quiet.p50:.2f} | {quiet.p99:.2f} | {storm.p50:.2f} | {storm.p99:.2f} | "
+        f"{storm.p99 / quiet.p99:.2f} | {rate:.1f} | {size / 1e6:.1f} |"
+    )
+
+
+def _statuses(run: Run) -> str:
+    counts: Counter[str] = Counter()
+    for sample in run.stormy:
+        counts.update(sample.storm["statuses"])
+    return ", ".join(f"{count} of {status}" for status, count in sorted(counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
