@@ -113,8 +113,13 @@ class ConnectionSettings(BaseModel):
     linger_s: float = Field(
         2.0,
         gt=0,
-        description="Seconds in which a client may send the rest of a body, --max-body-bytes at "
-        "most, after it has got its answer; then the connection is closed.",
+        description="Seconds in which a client may still send a body after it has got its answer; "
+        "then the connection is closed.",
+    )
+    linger_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=1024,
+        description="Bytes that a client may still send then; they are dropped.",
     )
     write_timeout_s: float = Field(
         30.0,

@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
     def _check(self) -> None:
         if self._kept > self._settings.max_header_bytes:
             self._refuse(self._too_large())
-        elif self._unwanted > self._settings.max_body_bytes:
+        elif self._unwanted > self._settings.linger_bytes:
             self._leave_body()
         else:
             self._watch_head()
@@ -291,7 +291,7 @@ class Connection(HttpToolsProtocol):
         elif cause is None:
             self._refuse(InvalidHttpError(f"The request is not valid HTTP: {error}."))
         else:
-            self._refuse(InvalidHttpError("The request is not one that can be served."))
+            self._refuse(InvalidHttpError("The request is not valid HTTP, or not here."))
 
     def _hand_over(self, data: bytes) -> None:
         """Have HTTP/1.0, which knows no chunks, spoken by a parser that tells the two apart."""

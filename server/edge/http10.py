@@ -79,7 +79,7 @@ class Http10Connection(H11Protocol):
         if self.conn.our_state is h11.SEND_BODY:
             self._out.cut(error.row.code)
             return
-        if self.cycle is not None:  # type: ignore[redundant-expr]
+        if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._place.count(error.row.code)

@@ -3,7 +3,7 @@
 Closing a socket while the peer still sends makes the kernel send a reset, which takes an answer
 along that the peer has not read yet. So a connection whose peer has not finished lingers: its side
 is ended, and what still comes is dropped for a while. Invariants: a connection that is leaving is
-gone after `linger_s`, or after `max_body_bytes` more have come; one whose peer takes nothing of
+gone after `linger_s`, or after `linger_bytes` more have come; one whose peer takes nothing of
 what it is to get is gone after `write_timeout_s`.
 """
 
@@ -89,7 +89,7 @@ class PatientTransport(asyncio.Transport):
     def drop(self, size: int) -> None:
         """Take note of so many bytes that came while leaving."""
         self._dropped += size
-        if self._dropped > self._settings.max_body_bytes:
+        if self._dropped > self._settings.linger_bytes:
             self.abort()
 
     def cut(self, reason: str) -> None:
