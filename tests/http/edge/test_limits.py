@@ -218,6 +218,7 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
         async def flood(do: str) -> AsyncIterator[str]:
             try:
                 while True:
+                    await asyncio.sleep(0)
                     yield f"data: {'x' * 60000}\n\n"
             finally:
                 frontend.ended.append("flood aborted")
@@ -243,7 +244,9 @@ async def test_connections_are_limited_in_all_and_by_client(tmp_path: Path, tls:
         ({"max_connections": 3, "max_connections_per_client": 9}, 503, "too_many_connections"),
         ({"max_connections_per_client": 3}, 429, "too_many_client_connections"),
     ]:
-        async with served(tmp_path / code, tls, **limit) as (service, context):
+        folder = tmp_path / code
+        folder.mkdir()
+        async with served(folder, tls, **limit) as (service, context):
             async with AsyncExitStack() as stack:
                 # The test's own client has one of them.
                 places = [
@@ -279,9 +282,9 @@ async def test_of_very_many_too_many_most_are_only_closed(tmp_path: Path) -> Non
 
 def test_a_client_is_an_address_or_a_network() -> None:
     assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
-    assert client_of("2001:db8::1") == client_of("2001:db8::2:3") == "2001:db8::"
+    assert client_of("2001:db8::1") == client_of("2001:db8::2:3") == "2001:db8::/64"
     assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
-    assert client_of("fe80::1%eth0") == "fe80::"
+    assert client_of("fe80::1%eth0") == "fe80::/64"
 
 
 async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:

@@ -74,9 +74,11 @@ class Wire:
         sent = 0
         async with asyncio.timeout(seconds):
             with suppress(ConnectionError):
-                while True:
+                while not self.writer.transport.is_closing():
                     await self.send(data)
                     sent += len(data)
+                    # Waiting for room in a buffer is no wait while there is some.
+                    await asyncio.sleep(0)
         return sent
 
     async def _chunks(self) -> bytes:
