@@ -108,20 +108,21 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             self._out.pause_reading()
             return
-        if not self._in_body:
-            if not self._in_head:
-                self._head = []
-            if self._head is not None:
-                self._head.append(data)
-        elif self._answered():
-            self._unwanted += len(data)
+        if self._in_body:
+            if self._is_unwanted(data):
+                return
+        elif not self._in_head:
+            self._head = [data]
+        elif self._head is not None:
+            self._head.append(data)
         self._kept += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(error)
         else:
-            self._check()
+            if self._kept:
+                self._check()
 
     def pause_writing(self) -> None:
         """Have the application wait for the client, but not for ever."""
@@ -151,7 +152,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Serve the request whose head is complete, or raise why not."""
         self._in_head = False
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
         self._check_head()
         super().on_headers_complete()
         self._in_body = True
@@ -170,7 +172,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_body = False
         self._kept = self._unwanted = 0
-        self._stop_timer()
+        if self._timer is not None:
+            self._stop_timer()
 
     # What answers call.
 
@@ -181,6 +184,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Go on with what came meanwhile."""
         super().on_response_complete()
+        if not (self._in_head or self._in_body or self._refusal):
+            return
         if self._out.is_closing() or self._busy():
             return
         if self._refusal is not None:
@@ -207,21 +212,28 @@ class Connection(HttpToolsProtocol):
     # Limits.
 
     def _check(self) -> None:
+        """Limit what the parser keeps, and for how long."""
         if self._kept > self._settings.max_header_bytes:
             self._refuse(self._too_large())
-        elif self._unwanted > self._settings.linger_bytes:
-            self._leave_body()
         else:
             self._watch_head()
 
+    def _is_unwanted(self, data: bytes) -> bool:
+        """Whether too much of a body has come that was answered already; then it has ended."""
+        if self.cycle.response_complete:
+            self._unwanted += len(data)
+            if self._unwanted > self._settings.linger_bytes:
+                self._leave_body()
+                return True
+        return False
+
     def _check_head(self) -> None:
         """Raise what is wrong with a head that is complete, or what it takes to serve it."""
-        size, hosts = len(self.url), 0
-        for name, value in self.headers:
-            size += len(name) + len(value) + _HEADER_SIGNS
-            hosts += name == b"host"
-        if size > self._settings.max_header_bytes:
-            raise self._too_large()
+        if self._kept > self._settings.max_header_bytes or self._head is None:
+            size = len(self.url) + sum(len(n) + len(v) + _HEADER_SIGNS for n, v in self.headers)
+            if size > self._settings.max_header_bytes:
+                raise self._too_large()
+        hosts = [name for name, _ in self.headers].count(b"host")
         version = self.parser.get_http_version()
         if self.parser.should_upgrade():
             raise self._upgrade()

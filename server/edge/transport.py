@@ -29,29 +29,23 @@ class PatientTransport(asyncio.Transport):
     ) -> None:
         """`peer_sends` tells, when the connection is closed, whether more of a request comes."""
         super().__init__()
+        # The one method that is called for every frame of a stream, without a detour.
+        self.write = transport.write  # type: ignore[method-assign]
         self.place = place
+        # Whether everything that still comes is to be dropped.
+        self.leaving = False
         self._transport = transport
         self._settings = settings
         self._peer_sends = peer_sends
         self._loop = asyncio.get_running_loop()
-        self._leaving = False
         self._dropped = 0
         self._unsent = 0
         self._linger_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
-    @property
-    def leaving(self) -> bool:
-        """Whether everything that still comes is to be dropped."""
-        return self._leaving
-
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return what the transport knows of the connection."""
         return self._transport.get_extra_info(name, default)
-
-    def write(self, data: Any) -> None:
-        """Send, now or as soon as possible."""
-        self._transport.write(data)
 
     def pause_reading(self) -> None:
         """Take nothing from the peer."""
@@ -63,7 +57,7 @@ class PatientTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         """Whether no more requests are taken."""
-        return self._leaving or self._transport.is_closing()
+        return self.leaving or self._transport.is_closing()
 
     def close(self) -> None:
         """End the connection once everything is sent, and the peer is done or had its time."""
@@ -72,14 +66,14 @@ class PatientTransport(asyncio.Transport):
         if self._peer_sends():
             self.linger()
         else:
-            self._leaving = True
+            self.leaving = True
             self._flush()
 
     def linger(self) -> None:
         """End our side of the connection and drop, within bounds, what still comes."""
         if self.is_closing():
             return
-        self._leaving = True
+        self.leaving = True
         # TLS cannot end one side alone.
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -100,7 +94,7 @@ class PatientTransport(asyncio.Transport):
 
     def abort(self) -> None:
         """End the connection at once; what was not sent is lost."""
-        self._leaving = True
+        self.leaving = True
         self._transport.abort()
 
     def watch_writing(self) -> None:
