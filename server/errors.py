@@ -19,12 +19,18 @@
     |   +-- AuthenticationError      no key, or a wrong one
     |   +-- PermissionDeniedError    a key that does not open this
     |   +-- BodyTimeoutError         the body did not arrive in time
+    |   +-- InvalidHttpError         what came is not a request of HTTP/1.1
+    |   +-- HeadersTooLargeError
+    |   +-- HeaderTimeoutError       the head did not arrive in time
+    |   +-- WebSocketError           a WebSocket is asked for
     |   +-- RouteNotFoundError
     |   +-- MethodNotAllowedError
     |   +-- ModelNotFoundError
     |   +-- NotFoundError
     |   +-- UnsupportedOperationError
     +-- OverloadedError              try again later, or elsewhere
+    +-- ClientConnectionsError       too many connections from one address
+    +-- TooManyConnectionsError      too many connections in all
     +-- QueueTimeoutError            waited too long for its turn
     +-- DeadlineError                the answer did not arrive in time
     +-- NotReadyError                still starting
@@ -178,6 +184,22 @@ class BodyTimeoutError(RequestError):
     """The client took too long to send the body."""
 
 
+class InvalidHttpError(RequestError):
+    """What the connection carries is not a request of HTTP/1.1."""
+
+
+class HeadersTooLargeError(RequestError):
+    """The request's line and headers are larger than the limit."""
+
+
+class HeaderTimeoutError(RequestError):
+    """The client took too long to send the headers."""
+
+
+class WebSocketError(RequestError):
+    """A WebSocket is asked for, and there are none."""
+
+
 class RouteNotFoundError(RequestError):
     """No such path."""
 
@@ -211,6 +233,14 @@ class OverloadedError(ServerError):
     ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.rejection = rejection
+
+
+class ClientConnectionsError(ServerError):
+    """One address has as many connections as it may."""
+
+
+class TooManyConnectionsError(ServerError):
+    """There are as many connections as there may be."""
 
 
 class QueueTimeoutError(ServerError):
@@ -268,12 +298,22 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     AuthenticationError: ErrorRow(401, "authentication_error", "invalid_api_key", "client_error"),
     PermissionDeniedError: ErrorRow(403, "permission_error", "permission_denied", "client_error"),
     BodyTimeoutError: ErrorRow(408, _INVALID, "body_timeout", "client_error"),
+    InvalidHttpError: ErrorRow(400, _INVALID, "invalid_http", "client_error"),
+    HeadersTooLargeError: ErrorRow(431, _INVALID, "headers_too_large", "client_error"),
+    HeaderTimeoutError: ErrorRow(408, _INVALID, "header_timeout", "client_error"),
+    WebSocketError: ErrorRow(400, _INVALID, "websocket_unsupported", "client_error"),
     RouteNotFoundError: ErrorRow(404, _INVALID, "route_not_found", "client_error"),
     MethodNotAllowedError: ErrorRow(405, _INVALID, "method_not_allowed", "client_error"),
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
     NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
     UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
     OverloadedError: ErrorRow(429, "rate_limit_error", "overloaded", "rejected"),
+    ClientConnectionsError: ErrorRow(
+        429, "rate_limit_error", "too_many_client_connections", "rejected"
+    ),
+    TooManyConnectionsError: ErrorRow(
+        503, "service_unavailable", "too_many_connections", "rejected"
+    ),
     QueueTimeoutError: ErrorRow(503, "service_unavailable", "queue_timeout", "timeout"),
     DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
     NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),

@@ -12,15 +12,15 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from rbln_backend.progress import ProgressReader
 from server.admission import Admission
 from server.app import create_app
+from server.edge.connections import Connections
+from server.edge.listener import HttpServer, http_config
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
@@ -180,31 +180,6 @@ class Service:
             await asyncio.sleep(_PROGRESS_PERIOD_S)
 
 
-class HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handling: the service decides when to end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
-        yield
-
-
-def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvicorn.Config:
-    """Return uvicorn's configuration; logging and access lines are ours."""
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        # Who asks is who is connected; what a proxy says of others is believed for nothing.
-        proxy_headers=False,
-        timeout_keep_alive=settings.keep_alive_s,
-        # The drain is over by then; what is left gets cancelled.
-        timeout_graceful_shutdown=1,
-        ssl_context_factory=None if tls is None else lambda *_: tls.context,
-    )
-
-
 def local_url(scheme: str, address: tuple[Any, ...]) -> str:
     """Return where a program on this host reaches a socket bound to `address`."""
     host, port = address[:2]
@@ -251,7 +226,8 @@ async def serve(
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
-    server = HttpServer(http_config(app, settings, tls))
+    connections = Connections(settings, metrics)
+    server = HttpServer(http_config(app, settings, tls), settings, connections)
     http = asyncio.create_task(_serve_http(server, listener, tls))
     logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
     end = asyncio.create_task(service.until_end())

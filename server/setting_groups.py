@@ -81,8 +81,51 @@ class ListenSettings(BaseModel):
     allow_credentials: bool = Field(
         False, description="Whether such a page may send cookies; not with the origin `*`."
     )
+
+
+class ConnectionSettings(BaseModel):
+    """How many connections clients may have, and how long each may keep the server waiting."""
+
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="Most client connections at once; more get 503. Fewer where the process may "
+        "not open as many files.",
+    )
+    max_connections_per_client: int | None = Field(
+        None,
+        ge=1,
+        description="Most connections from one IPv4 address or IPv6 /64 network; more get 429. "
+        "Unset: three quarters of --max-connections, so that no address keeps all others out.",
+    )
+    max_header_bytes: int = Field(
+        64 * 1024, ge=1024, description="Largest request line and headers in bytes; then 431."
+    )
+    header_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds that a client may take to send a request's headers, and for the "
+        "TLS handshake; then 408.",
+    )
     keep_alive_s: int = Field(
         75, ge=1, description="Seconds that an idle client connection is kept open."
+    )
+    linger_s: float = Field(
+        2.0,
+        gt=0,
+        description="Seconds in which a client may still send a body after it has got its answer; "
+        "then the connection is closed.",
+    )
+    linger_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=1024,
+        description="Bytes that a client may still send then; they are dropped.",
+    )
+    write_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds that a client may take nothing of what is to be sent to it; then its "
+        "request is aborted.",
     )
 
 

@@ -19,6 +19,7 @@ from server.setting_groups import (
     AccessSettings,
     AdapterSettings,
     AdmissionSettings,
+    ConnectionSettings,
     LifeSettings,
     ListenSettings,
     SchemaSettings,
@@ -39,6 +40,7 @@ class ServerSettings(
     SchemaSettings,
     AdmissionSettings,
     AccessSettings,
+    ConnectionSettings,
     ListenSettings,
     BaseSettings,
 ):

@@ -39,6 +39,11 @@ MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
+CONNECTION_ENDS = (
+    *("too_many_connections", "too_many_client_connections", "headers_too_large"),
+    *("header_timeout", "invalid_http", "websocket_unsupported", "unread_body", "write_timeout"),
+)
+
 SERVER_METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_serve_build_info",
@@ -78,6 +83,14 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "Seconds from a request's head to the last byte of its answer.",
         ("route", "stream"),
         (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
+    ),
+    MetricDecl("rbln_http_connections", "gauge", "Open client connections."),
+    MetricDecl(
+        "rbln_http_connection_refusals_total",
+        "counter",
+        "Client connections that a limit refused or ended; reason is one of "
+        f"{', '.join(CONNECTION_ENDS)}.",
+        ("reason",),
     ),
     MetricDecl(
         "rbln_key_requests_total",
@@ -222,6 +235,7 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
 # The values that the only label of a counter can have.
 _CLOSED_LABELS = {
     "rbln_admission_rejections_total": REJECTIONS,
+    "rbln_http_connection_refusals_total": CONNECTION_ENDS,
     "rbln_grammar_checks_total": GRAMMAR_RESULTS,
     "rbln_large_bodies_total": READING_RESULTS,
     "rbln_lora_loads_total": LOAD_RESULTS,
@@ -290,6 +304,15 @@ class ServerMetrics:
         requests.labels(route, method, str(code), outcome).inc()
         durations = self._histograms["rbln_http_request_seconds"]
         durations.labels(route, "true" if stream else "false").observe(seconds)
+
+    def observe_open_connections(self, count: int) -> None:
+        """Publish how many client connections there are."""
+        self._gauges["rbln_http_connections"].set(count)
+
+    def observe_connection_end(self, reason: str) -> None:
+        """Count one connection that a limit refused or ended."""
+        assert reason in CONNECTION_ENDS, reason
+        self._counters["rbln_http_connection_refusals_total"].labels(reason).inc()
 
     def observe_rejection(self, reason: str) -> None:
         """Count one request that was refused for want of room."""

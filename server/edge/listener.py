@@ -1,0 +1,75 @@
+"""Uvicorn over our own connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from server.edge.connection import Connection
+from server.edge.connections import Connections
+from server.settings import ServerSettings
+from server.tls import Tls
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handling, since the service decides when to end."""
+
+    def __init__(
+        self, config: uvicorn.Config, settings: ServerSettings, connections: Connections
+    ) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._connections = connections
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, then listen on bound `sockets`."""
+        await super().startup(sockets=[])
+        loop = asyncio.get_running_loop()
+        tls = self.config.ssl
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._connection,
+                sock=listener,
+                backlog=self.config.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self._settings.header_timeout_s,
+                ssl_shutdown_timeout=None if tls is None else self._settings.linger_s,
+            )
+            self.servers.append(server)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            self._settings,
+            self._connections,
+        )
+
+
+def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvicorn.Config:
+    """Return uvicorn's configuration; logging and access lines are ours."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        # Who asks is who is connected; what a proxy says of others is believed for nothing.
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_s,
+        # The drain is over by then; what is left gets cancelled.
+        timeout_graceful_shutdown=1,
+        # A head is complete and checked before h11 gets it.
+        h11_max_incomplete_event_size=2 * settings.max_header_bytes,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
+    )

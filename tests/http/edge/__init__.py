@@ -1,0 +1,1 @@
+"""Connections, on both event loops."""
