@@ -28,6 +28,7 @@ from server.tasks import while_running
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _BEARER = b"bearer "
@@ -54,8 +55,7 @@ class KeyRing:
     def __init__(self, kind: str, given: Sequence[SecretStr], file: Path | None) -> None:
         """`kind` names unnamed keys. Raises `SettingsError` when the file is wrong."""
         self._given = [
-            _key(secret.get_secret_value(), f"{kind}-{number}")
-            for number, secret in enumerate(given, 1)
+            _key(secret.get_secret_value(), kind, number) for number, secret in enumerate(given, 1)
         ]
         self._file = file
         self._watch = FileWatch([file] if file is not None else [])
@@ -167,14 +167,23 @@ def _unauthenticated(offered: bool) -> AuthenticationError:
     return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
-def _key(text: str, default_name: str) -> Key:
+def _key(text: str, kind: str, number: int) -> Key:
     """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
-    name, equals, rest = text.strip().partition("=")
-    if equals and rest and not rest.startswith("=") and _NAME.fullmatch(name):
+    text = text.strip()
+    name, equals, rest = text.partition("=")
+    if equals and not rest.startswith("=") and _NAME.fullmatch(name) and not _is_base64(text):
+        if not rest:
+            raise SettingsError(
+                f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY): the key of the name {name!r} is "
+                "empty"
+            )
         return Key(name, _digest(rest))
-    if not text.strip():
-        raise SettingsError("a key is empty")
-    return Key(default_name, _digest(text.strip()))
+    return Key(f"{kind}-{number}", _digest(text))
+
+
+def _is_base64(text: str) -> bool:
+    """Whether what ends in one `=` is rather a random key than a name without its key."""
+    return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
 
 
 def _key_of_line(file: Path, number: int, line: str) -> Key:

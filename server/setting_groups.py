@@ -21,7 +21,7 @@ def _split(value: object) -> object:
     return _items(value)
 
 
-def _items(value: object) -> list[object]:
+def _items(value: object, *, keep_empty: bool = False) -> list[object]:
     if not isinstance(value, str):
         return [value]
     if value.lstrip().startswith("["):
@@ -29,11 +29,32 @@ def _items(value: object) -> list[object]:
             return list(json.loads(value))
         except ValueError:
             pass
-    return [item.strip() for item in value.split(",") if item.strip()]
+    return [item.strip() for item in value.split(",") if keep_empty or item.strip()]
+
+
+def _secrets(value: object) -> object:
+    """Return the secrets of a list; an empty one is what a script's unset variable leaves."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    secrets = [item for part in parts for item in _items(part, keep_empty=True)]
+    if not secrets or not all(_revealed(secret).strip() for secret in secrets):
+        raise ValueError("an empty value; leave flag and variable out to have none")
+    return secrets
+
+
+def _revealed(secret: object) -> str:
+    return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
+
+
+def _named(value: object) -> object:
+    """Refuse the empty path, which would be the folder that the server was started in."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("an empty path; leave flag and variable out to have none")
+    return value
 
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
 
 
 def _in_words(value: object) -> object:
@@ -54,12 +75,12 @@ class ListenSettings(BaseModel):
         pattern=r"^(/[^/?#\s]+)*$",
         description="Path prefix below which a proxy in front serves this, such as /llm.",
     )
-    ssl_keyfile: Path | None = Field(None, description="TLS private key; with --ssl-certfile.")
-    ssl_certfile: Path | None = Field(None, description="TLS certificate chain.")
+    ssl_keyfile: OptionalPath = Field(None, description="TLS private key; with --ssl-certfile.")
+    ssl_certfile: OptionalPath = Field(None, description="TLS certificate chain.")
     ssl_keyfile_password: SecretStr | None = Field(
         None, description="Password of the TLS private key."
     )
-    ssl_ca_certs: Path | None = Field(
+    ssl_ca_certs: OptionalPath = Field(
         None, description="Authorities that client certificates are checked against."
     )
     ssl_cert_reqs: CertificateWish = Field(
@@ -94,7 +115,7 @@ class AccessSettings(BaseModel):
         description="Keys that open the API; `name=key` names one in metrics and logs. Better in "
         "a file or in RBLN_SERVE_API_KEY: flags show in the process list.",
     )
-    api_key_file: Path | None = Field(
+    api_key_file: OptionalPath = Field(
         None,
         description="File of keys, one `name=key` or `name=sha256:<hex digest>` a line; read "
         "again when it changes.",
@@ -102,7 +123,7 @@ class AccessSettings(BaseModel):
     admin_key: Secrets = Field(
         (), description="Keys that open /admin and the loading of adapters; forms as --api-key."
     )
-    admin_key_file: Path | None = Field(
+    admin_key_file: OptionalPath = Field(
         None, description="File of such keys; read again when it changes."
     )
     open_metrics: bool = Field(
@@ -193,12 +214,12 @@ class SchemaSettings(BaseModel):
 class AdapterSettings(BaseModel):
     """Where LoRA adapters may be loaded from while serving."""
 
-    lora_root: Path | None = Field(
+    lora_root: OptionalPath = Field(
         None,
         description="Directory below which adapters may be loaded over HTTP. Unset: only what "
         "--lora-modules names.",
     )
-    lora_state_file: Path | None = Field(
+    lora_state_file: OptionalPath = Field(
         None,
         description="File that remembers the loaded adapters over a restart. Unset: "
         "`adapters.json` in --lora-root, if it can be written.",
@@ -228,7 +249,7 @@ class LifeSettings(BaseModel):
         description="Seconds without a finished step, while there is work, after which the engine "
         "counts as hung and the process ends. 0: never.",
     )
-    run_root: Path | None = Field(
+    run_root: OptionalPath = Field(
         None, description="Where the run directory is made; unset takes the system's."
     )
     engine_start: Literal["forkserver", "spawn"] = Field(

@@ -122,8 +122,9 @@ def test_forms_of_a_key() -> None:
     assert name_of(keys, "c2VjcmV0==") == "api-3"
     assert name_of(keys, "bob=word") is None
     assert name_of(keys, "hidden") is not None
-    with pytest.raises(SettingsError, match="empty"):
-        ring("")
+    assert name_of(ring("q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="), "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA=")
+    with pytest.raises(SettingsError, match=r"--api-key \(RBLN_SERVE_API_KEY\).* 'bob' is empty"):
+        ring("bob=")
 
 
 @pytest.mark.parametrize(
