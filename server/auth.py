@@ -2,7 +2,7 @@
 
 Only digests of keys are kept. Invariants: a request is judged by its head alone, before anything
 of its body is read; every configured key is compared, in constant time, whichever one fits; a key
-file that cannot be read, or holds no key, never opens what was closed.
+file that cannot be read as a whole, or holds no key, changes nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from starlette.types import Scope as AsgiScope
 
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.file_watch import FileWatch
+from server.regular_files import read_regular
 from server.route_table import Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
-from server.tasks import while_running
+from server.tasks import aside, while_running
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ class KeyRing:
         if self._file is not None:
             await self._watch.follow(self._reload)
 
-    def _reload(self) -> None:
+    async def _reload(self) -> None:
         try:
-            self._keys = [*self._given, *self._of_file()]
+            self._keys = [*self._given, *await aside(self._of_file)]
         except SettingsError as error:
             logger.error("The keys stay as they were: %s", error)
         else:
@@ -90,8 +91,7 @@ class KeyRing:
         if self._file is None:
             return []
         try:
-            with self._file.open(encoding="utf-8") as file:
-                text = file.read(_MAX_FILE_BYTES)
+            text = read_regular(self._file, _MAX_FILE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"key file {self._file} cannot be read: {error}") from None
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]

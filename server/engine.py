@@ -12,11 +12,10 @@ import gc
 import importlib.metadata
 import logging
 import platform
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rbln_backend.progress import ProgressReader
 from server import __version__
@@ -33,6 +32,7 @@ from server.frontend import Frontend
 from server.launch_errors import launch_error
 from server.self_test import self_test
 from server.settings import ServerSettings
+from server.tasks import aside, in_daemon_thread
 from server.vllm_import import import_vllm
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from server.gated_engine import GatedLLM
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class VllmEngine:
@@ -138,7 +137,7 @@ class VllmLauncher:
 
     async def abandon(self) -> None:
         """End the engine processes of a launch that is under way."""
-        await asyncio.wrap_future(in_daemon_thread(end_engine_processes))
+        await aside(end_engine_processes)
 
     def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
         import_vllm()
@@ -169,20 +168,3 @@ class VllmLauncher:
         tell_queue_timeouts(engine, self._settings.max_queue_s)
         serving.result()
         return args, engine, socket
-
-
-def in_daemon_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that a process exit does not wait for."""
-    future: Future[T] = Future()
-    # From here on nobody can cancel it: a thread cannot be stopped.
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001
-            # Also SystemExit of a parser: it belongs to whoever waits, not to this thread.
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=getattr(work, "__name__", "work")).start()
-    return future

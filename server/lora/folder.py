@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from server.errors import InvalidAdapterError, describe
 from server.frontend import JsonObject
+from server.regular_files import read_regular
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -96,12 +97,9 @@ def _regular_file(folder: Path, name: str, top: Path | None) -> Path:
 
 def _read_config(path: Path) -> JsonObject:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
+        content = read_regular(path, MAX_CONFIG_BYTES)
     except OSError as error:
-        raise refusal(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_CONFIG_BYTES:
-        raise refusal(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes")
+        raise refusal(f"{CONFIG_FILE} cannot be read: {error.strerror or error}") from None
     try:
         config = from_json(content, allow_inf_nan=False)
     except ValueError as error:

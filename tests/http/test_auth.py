@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +125,10 @@ def test_forms_of_a_key() -> None:
     assert name_of(keys, "c2VjcmV0==") == "api-3"
     assert name_of(keys, "bob=word") is None
     assert name_of(keys, "hidden") is not None
-    assert name_of(ring("q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="), "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA=")
+    assert name_of(
+        ring("q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="),
+        "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA=",
+    )
     with pytest.raises(SettingsError, match=r"--api-key \(RBLN_SERVE_API_KEY\).* 'bob' is empty"):
         ring("bob=")
 
@@ -182,6 +188,44 @@ async def test_a_key_file_is_read_again_and_a_bad_one_changes_nothing(
         (tmp_path / "fresh").rename(file)
         await until("third", 200)
         assert await code("new") == 401
+
+
+def test_a_key_file_must_be_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    # Cut at 1 MiB, the last key would be a prefix of itself.
+    large.write_text("# padding\n" * 110_000 + "alice=key\n")
+    for path, words in ((pipe, "not a regular"), (tmp_path, "not a reg"), (large, "larger than")):
+        with pytest.raises(SettingsError, match=words):
+            ring(file=path)
+
+
+async def test_a_key_file_that_becomes_a_pipe_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice={KEY}\n")
+    async with running(tmp_path, api_key_file=file) as service:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").rename(file)
+        async with asyncio.timeout(10):
+            while "not a regular file" not in caplog.text:
+                assert (await service.client.get("/v1/models", headers=BEARER)).status_code == 200
+                await asyncio.sleep(0.05)
+
+
+_HANG = """
+import asyncio, threading, time
+from server.tasks import aside
+async def main():
+    asyncio.ensure_future(aside(threading.Event().wait))
+    await asyncio.sleep(0.1)
+asyncio.run(main())
+"""
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_exit() -> None:
+    subprocess.run([sys.executable, "-c", _HANG], timeout=20, check=True)
 
 
 async def test_refusals_come_before_readiness_and_before_the_body(tmp_path: Path) -> None:
