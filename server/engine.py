@@ -14,6 +14,7 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,7 @@ class VllmEngine:
                 "killed"
             )
             # Whoever waits for an answer of it learns of its end by its end.
-            for process in self._processes:
-                process.kill()
+            self.kill()
         return self._hang
 
     async def shutdown(self, timeout_s: float) -> None:
@@ -82,7 +82,12 @@ class VllmEngine:
         if (handler := self._engine.output_handler) is not None:
             # It would take the end of the engine for its death and log a traceback.
             handler.cancel()
-        await asyncio.to_thread(self._engine.shutdown, timeout=timeout_s)
+        await aside(partial(self._engine.shutdown, timeout=timeout_s))
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        for process in self._processes:
+            process.kill()
 
 
 class VllmLauncher:

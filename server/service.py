@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
 _WATCH_PERIOD_S = 0.25
 _ENGINE_STOP_S = 10.0
+_LAST_WORDS_S = 1.0
 
 
 class Service:
@@ -56,7 +57,7 @@ class Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_reason = "stop"
-        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def frontend(self) -> Frontend:
         """Return what answers requests; only valid once the lifecycle is ready."""
@@ -83,15 +84,15 @@ class Service:
 
     async def until_end(self) -> int:
         """Wait for the service's end and return the process's exit code."""
-        return await self._end
+        return await self._ended
 
     def _note_end(self, run: asyncio.Task[int]) -> None:
-        if self._end.done() or run.cancelled():
+        if self._ended.done() or run.cancelled():
             return
         if (error := run.exception()) is not None:
-            self._end.set_exception(error)
+            self._ended.set_exception(error)
         else:
-            self._end.set_result(run.result())
+            self._ended.set_result(run.result())
 
     async def _run(self) -> int:
         launch = asyncio.create_task(self._launcher.launch())
@@ -137,7 +138,8 @@ class Service:
                 await self._drain(death)
             if death.done() and not (self._stop.is_set() and not self._lifecycle.in_flight):
                 return await self._die(death.result())
-            await engine.shutdown(_ENGINE_STOP_S)
+            await self._cut_off()
+            await self._end(engine)
             logger.info("stopped")
             return 0
         finally:
@@ -155,16 +157,33 @@ class Service:
         idle = asyncio.create_task(self._lifecycle.wait_idle(timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry, death}, return_when=asyncio.FIRST_COMPLETED)
-        if self._lifecycle.in_flight:
-            logger.warning("%d requests were cut off", self._lifecycle.in_flight)
         idle.cancel()
         hurry.cancel()
+
+    async def _cut_off(self) -> None:
+        """End what is still in flight, each request with a word of why."""
+        if self._lifecycle.in_flight:
+            logger.warning("%d requests are cut off", self._lifecycle.in_flight)
+            self._lifecycle.cut_off()
+            await self._lifecycle.wait_idle(_LAST_WORDS_S)
+
+    async def _end(self, engine: RunningEngine) -> None:
+        """Let the engine end by itself; it is killed as soon as somebody is in a hurry."""
+        end = asyncio.create_task(engine.shutdown(_ENGINE_STOP_S))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({end, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not end.done():
+            engine.kill()
+        hurry.cancel()
+        await end
 
     async def _die(self, reason: str) -> int:
         logger.error("%s: exiting with 1; its own messages above say why", reason)
         self._lifecycle.mark_dead(reason)
         # Probes and waiting clients get to see the reason before the port closes.
-        await asyncio.sleep(self._settings.death_linger_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._settings.death_linger_s)
+        await self._cut_off()
         await self._launcher.abandon()
         return 1
 
