@@ -22,7 +22,7 @@ from starlette.types import Scope as AsgiScope
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.file_watch import FileWatch
 from server.regular_files import read_regular
-from server.route_table import Route, Scope, scope_of
+from server.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
 from server.tasks import aside, while_running
 
@@ -37,6 +37,12 @@ _KEY_HEADERS = (b"x-api-key", b"api-key")
 _MAX_OFFERS = 3
 """A request names its key in one header, or by mistake in each of them."""
 _MAX_FILE_BYTES = 1024 * 1024
+_CHANGES = (Scope.ADAPTERS, Scope.ADMIN)
+_UNGUARDED = (
+    "This needs an admin key (--admin-key). Without one it is open to programs on the server's own "
+    "host alone, not through a proxy, and where --host is a loopback address; "
+    "--allow-unguarded-changes opens more."
+)
 _LOCAL = ("127.", "::1", "::ffff:127.")
 _THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
 """Starts of headers that show that another host, or a page in a browser, is behind the request."""
@@ -48,6 +54,14 @@ class Key:
 
     name: str
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the name of the key, None without one, and whether it may see and do everything."""
+
+    key: str | None
+    is_admin: bool
 
 
 class KeyRing:
@@ -113,6 +127,8 @@ class Access:
         self._api = KeyRing("api", settings.api_key, settings.api_key_file)
         self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file)
         self._open_metrics = settings.open_metrics
+        self._unguarded = settings.allow_unguarded_changes
+        self._listens_locally = settings.listens_locally
 
     @asynccontextmanager
     async def following_files(self) -> AsyncIterator[None]:
@@ -120,40 +136,33 @@ class Access:
         async with while_running(self._api.follow()), while_running(self._admin.follow()):
             yield
 
-    def admit(self, route: Route, scope: AsgiScope) -> str | None:
-        """Return the name of the caller's key, None where no key is asked for.
+    def admit(self, route: Route, scope: AsgiScope) -> Caller:
+        """Return who asks.
 
         Raises `AuthenticationError` without a key or with a wrong one, `PermissionDeniedError`
         with a key, or from a place, that does not open the route.
         """
         needed = scope_of(route, scope["method"])
-        if needed is Scope.PROBE:
-            return None
+        if needed in NEVER_GUARDED:
+            return Caller(None, is_admin=False)
         digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
-        admin, api = self._admin.name_of(digests), self._api.name_of(digests)
-        if admin is not None:
-            return admin
-        if needed is Scope.ADMIN and not self._admin:
-            if not _is_local(scope):
-                raise PermissionDeniedError(
-                    "Without --admin-key this is open to clients on the server's own host alone, "
-                    "and not through a proxy."
-                )
-            return api
-        if not self._guards(needed):
-            return api
-        if api is None:
+        if (admin := self._admin.name_of(digests)) is not None:
+            return Caller(admin, is_admin=True)
+        api, local = self._api.name_of(digests), _is_local(scope)
+        caller = Caller(api, is_admin=not self._admin and self._listens_locally and local)
+        if api is None and self._wants_key(needed):
             raise _unauthenticated(bool(digests))
-        if needed is Scope.ADMIN or (needed is Scope.ADAPTERS and self._admin):
-            raise PermissionDeniedError("This needs an admin key.")
-        return api
+        if needed in _CHANGES and not caller.is_admin:
+            if self._admin:
+                raise PermissionDeniedError("This needs an admin key.")
+            if not self._unguarded or (needed is Scope.ADMIN and not local):
+                raise PermissionDeniedError(_UNGUARDED)
+        return caller
 
-    def _guards(self, needed: Scope) -> bool:
-        if needed is Scope.ADMIN:
+    def _wants_key(self, needed: Scope) -> bool:
+        if needed in _CHANGES and self._admin:
             return True
-        if needed is Scope.ADAPTERS:
-            return bool(self._api) or bool(self._admin)
-        if needed is Scope.METRICS and self._open_metrics:
+        if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
             return False
         return bool(self._api)
 

@@ -35,6 +35,7 @@ from server.self_test import self_test
 from server.settings import ServerSettings
 from server.tasks import aside, in_daemon_thread
 from server.vllm_import import import_vllm
+from server.weight_files import refuse_damaged_weights
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -152,6 +153,7 @@ class VllmLauncher:
 
         args = parse_arguments(self._argv, self._settings)
         self._model = args.model
+        refuse_damaged_weights(args.model, args.load_format)
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
         from vllm.usage.usage_lib import UsageContext
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _CLIENT_GONE = 499
 # Polled by machines; their lines would drown the others.
-_QUIET = (KeyScope.PROBE, KeyScope.METRICS)
+_QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
 
 class EdgeMiddleware:
@@ -200,7 +200,8 @@ class GateMiddleware:
     async def _pass(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        record.key = self._access.admit(record.route, scope)
+        caller = self._access.admit(record.route, scope)
+        record.key, record.is_admin = caller.key, caller.is_admin
         if not record.route.gated:
             await self._app(scope, receive, send)
             return

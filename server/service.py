@@ -236,6 +236,29 @@ async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | No
         await server.serve(sockets=[listener])
 
 
+def _warn_if_open(settings: ServerSettings) -> None:
+    """Say what a server without keys gives to whoever reaches it."""
+    if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
+        return
+    changes = settings.allow_unguarded_changes and not (
+        settings.admin_key or settings.admin_key_file is not None
+    )
+    logger.warning(
+        "NO API KEY: whoever reaches %s:%d may use the model and read /metrics and "
+        "/v1/server_info%s. --api-key-file (or RBLN_SERVE_API_KEY) closes that, --host 127.0.0.1 "
+        "keeps other hosts out%s",
+        *(settings.host, settings.port),
+        ", and load and unload adapters" if changes else "",
+        ", --no-allow-unguarded-changes guards the adapters" if changes else "",
+    )
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """The signals that drain; a terminal that closes is one, unless `nohup` has it ignored."""
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return [name for name in asked if signal.getsignal(name) is not signal.SIG_IGN]
+
+
 async def serve(
     settings: ServerSettings,
     launcher: EngineLauncher,
@@ -267,11 +290,12 @@ async def serve(
         service.background,
     )
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in _stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
     server = HttpServer(http_config(app, settings, tls))
     http = asyncio.create_task(_serve_http(server, listener, tls))
+    _warn_if_open(settings)
     logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
     end = asyncio.create_task(service.until_end())
     # The HTTP side ends first only when it could not start.

@@ -6,6 +6,7 @@ array or separated by commas; a flag of a list may be repeated.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -68,6 +69,14 @@ CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValid
 class ListenSettings(BaseModel):
     """Where the server listens, TLS, what browsers may do."""
 
+    @property
+    def listens_locally(self) -> bool:
+        """Whether the address to listen on is one that other hosts cannot reach."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
     root_path: str = Field(
@@ -126,6 +135,12 @@ class AccessSettings(BaseModel):
     admin_key_file: OptionalPath = Field(
         None, description="File of such keys; read again when it changes."
     )
+    allow_unguarded_changes: bool = Field(
+        False,
+        description="Without admin keys, let whoever may use the API load and unload adapters, and "
+        "programs on this host use /admin, also where --host is no loopback address.",
+    )
+    console: bool = Field(True, description="Serve the console, a page without data, at /.")
     open_metrics: bool = Field(
         False, description="Serve /metrics and /version without a key even when keys are set."
     )

@@ -70,7 +70,7 @@ def _real(asked: str, top: Path | None) -> Path:
     try:
         real = path.resolve()
         if top is not None and not real.is_relative_to(top):
-            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root {str(top)!r}")
+            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root")
         if not real.is_dir():
             raise stranger
     except (OSError, RuntimeError):
@@ -120,7 +120,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             )
         with safe_open(path, framework="np") as tensors:
             return {name: _info(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise refusal(f"{WEIGHTS_FILE} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise refusal(f"{WEIGHTS_FILE} is damaged: {error}") from None
 
 

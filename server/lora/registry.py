@@ -242,20 +242,21 @@ class AdapterRegistry:
         told = EngineAdapter(adapter.name, adapter.id, adapter.path)
         try:
             await self._port.stage(told)
-            await self._until_staged(adapter.id)
+            await self._until_staged(adapter)
             await self._port.add(told)
             adapter.slot = (await self._port.slots()).get(adapter.id)
         except BaseException:
             await self._give_up(adapter)
             raise
 
-    async def _until_staged(self, adapter_id: int) -> None:
+    async def _until_staged(self, adapter: Adapter) -> None:
         deadline = time.monotonic() + _STAGE_TIMEOUT_S
         pause = _FIRST_POLL_S
         while time.monotonic() < deadline:
-            state, message = await self._port.staged(adapter_id)
+            state, message = await self._port.staged(adapter.id)
             if state == "failed":
-                raise refusal(message.rstrip("."))
+                # Whoever asked knows the adapter by its path as he wrote it.
+                raise refusal(message.rstrip(".").replace(adapter.path, adapter.source))
             if state == "ready":
                 return
             await asyncio.sleep(pause)

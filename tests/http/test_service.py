@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import httpx
@@ -86,6 +88,33 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
         assert (await answer).json() == {"ok": True}
         assert await service.exit_code == 0
         assert service.launcher.engine.shut_down
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGHUP])
+async def test_an_interrupt_and_a_terminal_that_closes_drain_too(
+    tmp_path: Path, name: signal.Signals
+) -> None:
+    async with running(tmp_path) as service:
+        answer = asyncio.create_task(post(service, do="wait"))
+        await until_in_flight(service, 1)
+        os.kill(os.getpid(), name)
+        while (ready := await service.client.get("/readyz")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert ready.json()["reason"] == name.name
+        service.frontend.go_on.set()
+        assert (await answer).json() == {"ok": True}
+        assert await service.exit_code == 0
+
+
+async def test_who_ignores_hangups_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with running(tmp_path) as service:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.1)
+            assert (await service.client.get("/readyz")).status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def until_in_flight(service: Running, number: int) -> None:
