@@ -172,10 +172,11 @@ class Service:
         end = asyncio.create_task(engine.shutdown(_ENGINE_STOP_S))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({end, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
         if not end.done():
             engine.kill()
-        hurry.cancel()
-        await end
+            # What takes longer to clean up goes with the process.
+            await asyncio.wait({end}, timeout=_LAST_WORDS_S)
 
     async def _die(self, reason: str) -> int:
         logger.error("%s: exiting with 1; its own messages above say why", reason)
