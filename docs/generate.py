@@ -1,5 +1,7 @@
 """Writes docs/configuration.md, metrics.md, models.md, observability.md, server_info.md.
 
+Also the table of routes within docs/security.md.
+
 What models.md says of each family was measured by docs/models.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
@@ -32,10 +34,13 @@ from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
 from rbln_backend.stats import METRICS, MetricDecl
 from server.observability.metrics import SERVER_METRICS
+from server.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
+ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/route_table.py. -->"
+ROUTES_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 
 
@@ -63,6 +68,7 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
         DOCS / "observability.md": observability_page(),
+        DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
     }
 
@@ -172,6 +178,25 @@ def observability_page() -> str:
         "## Dashboards",
         *parts,
     )
+
+
+def security_page() -> str:
+    """Return the page of security: written by hand, but for the table of routes."""
+    text = (DOCS / "security.md").read_text(encoding="utf-8")
+    before, found, rest = text.partition(f"{ROUTES_BEGIN}\n")
+    _, end, after = rest.partition(ROUTES_END)
+    if not (found and end):
+        raise ValueError(f"security.md lacks {ROUTES_BEGIN} or {ROUTES_END}")
+    header = ("Routes", "No keys set", "API keys alone", "Admin keys too")
+    return f"{before}{found}{_table(header, _route_rows())}\n{end}{after}"
+
+
+def _route_rows() -> Iterable[tuple[str, ...]]:
+    for scope, opens in OPENINGS.items():
+        named = [_code(route.template) for route in ROUTES if route.scope is scope]
+        if scope is Scope.ADAPTERS:
+            named.append("`DELETE /v1/lora_adapters/{name}`")
+        yield ", ".join(named), *opens
 
 
 def server_info_page() -> str:

@@ -35,6 +35,7 @@ from server.routes.openapi import openapi_router
 from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
+from server.shown_paths import ShownPaths
 from server.tasks import while_running
 
 
@@ -63,6 +64,7 @@ def create_app(
 
     access = Access(settings)
     advice = BucketAdvice(run_dir)
+    shown = ShownPaths(settings.lora_root)
     app = FastAPI(
         title="rbln-serve",
         lifespan=lifespan,
@@ -72,13 +74,15 @@ def create_app(
     )
     app.include_router(health_router(lifecycle, versions))
     app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend, advice))
-    app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice))
-    app.include_router(models_router(frontend))
+    app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
+    app.include_router(models_router(frontend, shown))
     app.include_router(structured_outputs_router(frontend, settings))
-    app.include_router(lora_router(frontend, settings, metrics))
-    app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
+    app.include_router(lora_router(frontend, settings, metrics, shown))
+    page = (versions["version"], settings.root_path)
+    app.include_router(openapi_router(lifecycle, frontend, *page, console=settings.console))
     app.include_router(admin_router(settings, lifecycle))
-    app.include_router(console_router())
+    if settings.console:
+        app.include_router(console_router())
     add_inference_routes(app, frontend, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     # The last one added is the first to see a request.

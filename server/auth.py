@@ -2,7 +2,7 @@
 
 Only digests of keys are kept. Invariants: a request is judged by its head alone, before anything
 of its body is read; every configured key is compared, in constant time, whichever one fits; a key
-file that cannot be read, or holds no key, never opens what was closed.
+file that cannot be read as a whole, or holds no key, changes nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from starlette.types import Scope as AsgiScope
 
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.file_watch import FileWatch
-from server.route_table import Route, Scope, scope_of
+from server.regular_files import read_regular
+from server.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
-from server.tasks import while_running
+from server.tasks import aside, while_running
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _BEARER = b"bearer "
@@ -35,6 +37,12 @@ _KEY_HEADERS = (b"x-api-key", b"api-key")
 _MAX_OFFERS = 3
 """A request names its key in one header, or by mistake in each of them."""
 _MAX_FILE_BYTES = 1024 * 1024
+_CHANGES = (Scope.ADAPTERS, Scope.ADMIN)
+_UNGUARDED = (
+    "This needs an admin key (--admin-key). Without one it is open to programs on the server's own "
+    "host alone, not through a proxy, and where --host is a loopback address; "
+    "--allow-unguarded-changes opens more."
+)
 _LOCAL = ("127.", "::1", "::ffff:127.")
 _THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
 """Starts of headers that show that another host, or a page in a browser, is behind the request."""
@@ -48,14 +56,21 @@ class Key:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the name of the key, None without one, and whether it may see and do everything."""
+
+    key: str | None
+    is_admin: bool
+
+
 class KeyRing:
     """The keys of one kind, those of the settings and those of a file that may change."""
 
     def __init__(self, kind: str, given: Sequence[SecretStr], file: Path | None) -> None:
         """`kind` names unnamed keys. Raises `SettingsError` when the file is wrong."""
         self._given = [
-            _key(secret.get_secret_value(), f"{kind}-{number}")
-            for number, secret in enumerate(given, 1)
+            _key(secret.get_secret_value(), kind, number) for number, secret in enumerate(given, 1)
         ]
         self._file = file
         self._watch = FileWatch([file] if file is not None else [])
@@ -78,9 +93,9 @@ class KeyRing:
         if self._file is not None:
             await self._watch.follow(self._reload)
 
-    def _reload(self) -> None:
+    async def _reload(self) -> None:
         try:
-            self._keys = [*self._given, *self._of_file()]
+            self._keys = [*self._given, *await aside(self._of_file)]
         except SettingsError as error:
             logger.error("The keys stay as they were: %s", error)
         else:
@@ -90,8 +105,7 @@ class KeyRing:
         if self._file is None:
             return []
         try:
-            with self._file.open(encoding="utf-8") as file:
-                text = file.read(_MAX_FILE_BYTES)
+            text = read_regular(self._file, _MAX_FILE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"key file {self._file} cannot be read: {error}") from None
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
@@ -113,6 +127,8 @@ class Access:
         self._api = KeyRing("api", settings.api_key, settings.api_key_file)
         self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file)
         self._open_metrics = settings.open_metrics
+        self._unguarded = settings.allow_unguarded_changes
+        self._listens_locally = settings.listens_locally
 
     @asynccontextmanager
     async def following_files(self) -> AsyncIterator[None]:
@@ -120,40 +136,33 @@ class Access:
         async with while_running(self._api.follow()), while_running(self._admin.follow()):
             yield
 
-    def admit(self, route: Route, scope: AsgiScope) -> str | None:
-        """Return the name of the caller's key, None where no key is asked for.
+    def admit(self, route: Route, scope: AsgiScope) -> Caller:
+        """Return who asks.
 
         Raises `AuthenticationError` without a key or with a wrong one, `PermissionDeniedError`
         with a key, or from a place, that does not open the route.
         """
         needed = scope_of(route, scope["method"])
-        if needed is Scope.PROBE:
-            return None
+        if needed in NEVER_GUARDED:
+            return Caller(None, is_admin=False)
         digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
-        admin, api = self._admin.name_of(digests), self._api.name_of(digests)
-        if admin is not None:
-            return admin
-        if needed is Scope.ADMIN and not self._admin:
-            if not _is_local(scope):
-                raise PermissionDeniedError(
-                    "Without --admin-key this is open to clients on the server's own host alone, "
-                    "and not through a proxy."
-                )
-            return api
-        if not self._guards(needed):
-            return api
-        if api is None:
+        if (admin := self._admin.name_of(digests)) is not None:
+            return Caller(admin, is_admin=True)
+        api, local = self._api.name_of(digests), _is_local(scope)
+        caller = Caller(api, is_admin=not self._admin and self._listens_locally and local)
+        if api is None and self._wants_key(needed):
             raise _unauthenticated(bool(digests))
-        if needed is Scope.ADMIN or (needed is Scope.ADAPTERS and self._admin):
-            raise PermissionDeniedError("This needs an admin key.")
-        return api
+        if needed in _CHANGES and not caller.is_admin:
+            if self._admin:
+                raise PermissionDeniedError("This needs an admin key.")
+            if not self._unguarded or (needed is Scope.ADMIN and not local):
+                raise PermissionDeniedError(_UNGUARDED)
+        return caller
 
-    def _guards(self, needed: Scope) -> bool:
-        if needed is Scope.ADMIN:
+    def _wants_key(self, needed: Scope) -> bool:
+        if needed in _CHANGES and self._admin:
             return True
-        if needed is Scope.ADAPTERS:
-            return bool(self._api) or bool(self._admin)
-        if needed is Scope.METRICS and self._open_metrics:
+        if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
             return False
         return bool(self._api)
 
@@ -167,14 +176,23 @@ def _unauthenticated(offered: bool) -> AuthenticationError:
     return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
-def _key(text: str, default_name: str) -> Key:
+def _key(text: str, kind: str, number: int) -> Key:
     """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
-    name, equals, rest = text.strip().partition("=")
-    if equals and rest and not rest.startswith("=") and _NAME.fullmatch(name):
+    text = text.strip()
+    name, equals, rest = text.partition("=")
+    if equals and not rest.startswith("=") and _NAME.fullmatch(name) and not _is_base64(text):
+        if not rest:
+            raise SettingsError(
+                f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY): the key of the name {name!r} is "
+                "empty"
+            )
         return Key(name, _digest(rest))
-    if not text.strip():
-        raise SettingsError("a key is empty")
-    return Key(default_name, _digest(text.strip()))
+    return Key(f"{kind}-{number}", _digest(text))
+
+
+def _is_base64(text: str) -> bool:
+    """Whether what ends in one `=` is rather a random key than a name without its key."""
+    return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
 
 
 def _key_of_line(file: Path, number: int, line: str) -> Key:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -263,8 +261,11 @@ def _config_file(argv: Sequence[str]) -> dict[str, object]:
 
 
 def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) -> int:
+    from rbln_backend.process_life import outlive_readers
     from server.observability.logging import configure
+    from server.run_folder import run_folder
 
+    outlive_readers()
     configure(settings.log_level, settings.log_format)
     try:
         listener = _listen(settings.host, settings.port)
@@ -275,8 +276,7 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         from server.engine_process import start_forkserver
 
         start_forkserver()
-    run_dir = Path(tempfile.mkdtemp(prefix="rbln-serve-", dir=settings.run_root))
-    try:
+    with run_folder(settings.run_root) as run_dir:
         from asyncio import Runner
 
         import uvloop
@@ -287,8 +287,6 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         launcher = VllmLauncher(engine_argv, settings, run_dir)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
     if launcher.building:
         # A thread is still deep in imports or waits for an engine that will not come; the
         # interpreter's own end would run under its feet.

@@ -12,11 +12,11 @@ import gc
 import importlib.metadata
 import logging
 import platform
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from rbln_backend.progress import ProgressReader
 from server import __version__
@@ -33,7 +33,9 @@ from server.frontend import Frontend
 from server.launch_errors import launch_error
 from server.self_test import self_test
 from server.settings import ServerSettings
+from server.tasks import aside, in_daemon_thread
 from server.vllm_import import import_vllm
+from server.weight_files import refuse_damaged_weights
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from server.vllm_frontend import VllmFrontend
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class VllmEngine:
@@ -77,8 +78,7 @@ class VllmEngine:
                 "killed"
             )
             # Whoever waits for an answer of it learns of its end by its end.
-            for process in self._processes:
-                process.kill()
+            self.kill()
         return self._hang
 
     async def shutdown(self, timeout_s: float) -> None:
@@ -86,7 +86,12 @@ class VllmEngine:
         if (handler := self._engine.output_handler) is not None:
             # It would take the end of the engine for its death and log a traceback.
             handler.cancel()
-        await asyncio.to_thread(self._engine.shutdown, timeout=timeout_s)
+        await aside(partial(self._engine.shutdown, timeout=timeout_s))
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        for process in self._processes:
+            process.kill()
 
 
 class VllmLauncher:
@@ -141,7 +146,7 @@ class VllmLauncher:
 
     async def abandon(self) -> None:
         """End the engine processes of a launch that is under way."""
-        await asyncio.wrap_future(in_daemon_thread(end_engine_processes))
+        await aside(end_engine_processes)
 
     def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
         import_vllm()
@@ -151,6 +156,7 @@ class VllmLauncher:
 
         args = parse_arguments(self._argv, self._settings)
         self._model = args.model
+        refuse_damaged_weights(args.model, args.load_format)
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
         from vllm.usage.usage_lib import UsageContext
 
@@ -172,20 +178,3 @@ class VllmLauncher:
         tell_queue_timeouts(engine, self._settings.max_queue_s)
         serving.result()
         return args, engine, socket
-
-
-def in_daemon_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that a process exit does not wait for."""
-    future: Future[T] = Future()
-    # From here on nobody can cancel it: a thread cannot be stopped.
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001
-            # Also SystemExit of a parser: it belongs to whoever waits, not to this thread.
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=getattr(work, "__name__", "work")).start()
-    return future

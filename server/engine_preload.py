@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 
+from rbln_backend.process_life import outlive_readers
 from server.vllm_import import import_vllm
 
 _PR_SET_PDEATHSIG = 1
@@ -29,6 +30,9 @@ def _in_child() -> None:
     if os.getppid() == _FORK_SERVER:
         _die_with_parent()
 
+
+# Before anything is imported that keeps the streams, as logging does.
+outlive_readers()
 
 # A server that was killed must not leave an engine behind that holds the device.
 _die_with_parent()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+
+from server.tasks import aside
 
 _PERIOD_S = 1.0
 
@@ -18,15 +20,17 @@ class FileWatch:
         self._paths = tuple(paths)
         self._seen = self._look()
 
-    async def follow(self, changed: Callable[[], None], period_s: float = _PERIOD_S) -> None:
-        """Call `changed` whenever one of the files is another than before; never returns."""
+    async def follow(
+        self, changed: Callable[[], Awaitable[None]], period_s: float = _PERIOD_S
+    ) -> None:
+        """Await `changed` whenever one of the files is another than before; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            # In a thread: a file system that hangs must not take the requests along.
-            now = await asyncio.to_thread(self._look)
+            # A file system that hangs must not take the requests along.
+            now = await aside(self._look)
             if now != self._seen:
                 self._seen = now
-                changed()
+                await changed()
 
     def _look(self) -> tuple[_Looks | None, ...]:
         return tuple(_looks(path) for path in self._paths)

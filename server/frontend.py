@@ -183,6 +183,10 @@ class RunningEngine(Protocol):
         """Stop the engine; it gets `timeout_s` seconds to end by itself."""
         ...
 
+    def kill(self) -> None:
+        """End the engine at once; a `shutdown` that is under way returns."""
+        ...
+
 
 class EngineLauncher(Protocol):
     """Builds the engine."""

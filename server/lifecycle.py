@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from rbln_backend.progress import GraphProgress, ProgressSnapshot
 from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
@@ -46,12 +48,18 @@ class Lifecycle:
         self.phase = Phase.INIT
         self.reason: str | None = None
         self.ready_after_s: float | None = None
-        self.in_flight = 0
+        self._tracked: set[asyncio.Task[Any]] = set()
+        self._cut: Callable[[], ServerError] | None = None
         self._ending = False
         self._started_at = started_at
         self._progress: ProgressSnapshot | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being answered."""
+        return len(self._tracked)
 
     @property
     def started(self) -> bool:
@@ -171,15 +179,37 @@ class Lifecycle:
 
     @contextmanager
     def track(self) -> Iterator[None]:
-        """Count one request as in flight, from here to its last byte."""
-        self.in_flight += 1
+        """Count one request as in flight, from here to its last byte.
+
+        Raises the `ServerError` of `cut_off`, wherever the block is at that moment.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        self._tracked.add(task)
         self._idle.clear()
         try:
             yield
+        except asyncio.CancelledError:
+            # As `asyncio.timeout` does it: a cancelling that is not ours goes on.
+            if self._cut is None or task.uncancel():
+                raise
+            raise self._cut() from None
         finally:
-            self.in_flight -= 1
-            if not self.in_flight:
+            self._tracked.discard(task)
+            if not self._tracked:
                 self._idle.set()
+
+    def cut_off(self) -> None:
+        """End every request in flight now; only for a service that is on its way out."""
+        dead = self.phase is Phase.DEAD
+        why = "The engine has failed: " if dead else "The server is shutting down: "
+        self._cut = partial(
+            EngineFailedError if dead else DrainingError,
+            f"{why}{self.reason}. The answer was cut off.",
+            retry_after_s=_DEFAULT_RETRY_S,
+        )
+        for task in self._tracked:
+            task.cancel()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; return False when the time ran out."""

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.admission import Admission
 from server.auth import Access
 from server.errors import InternalError, ServerError
-from server.frontend import Endpoint
+from server.last_words import send_error
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 _CLIENT_GONE = 499
 # Polled by machines; their lines would drown the others.
-_QUIET = (KeyScope.PROBE, KeyScope.METRICS)
+_QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
 
 class EdgeMiddleware:
@@ -100,6 +99,7 @@ class EdgeMiddleware:
                 message["headers"] = headers
             else:
                 record.sent_bytes += len(message.get("body", b""))
+                record.complete = not message.get("more_body", False)
             await send(message)
 
         return stamped
@@ -172,7 +172,7 @@ def _end(tracing: Tracing, span: Span, record: RequestRecord) -> None:
 
 
 class GateMiddleware:
-    """Lets a request through to its route, or answers why not; errors become envelopes here."""
+    """Lets a request through to its route, or answers why not; errors become answers here."""
 
     def __init__(
         self, app: ASGIApp, lifecycle: Lifecycle, admission: Admission, access: Access
@@ -191,20 +191,17 @@ class GateMiddleware:
         try:
             await self._pass(record, scope, receive, send)
         except ServerError as error:
-            record.note(error)
-            if not record.status:
-                await send_error(error, send, record)
+            await send_error(error, send, record)
         except Exception:
             # The boundary of a request: a fault here must not take the process down.
             logger.exception("%s %s failed", record.method, record.route.template)
-            record.outcome = "server_error"
-            if not record.status:
-                await send_error(InternalError("Internal error."), send, record)
+            await send_error(InternalError("Internal error."), send, record)
 
     async def _pass(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        record.key = self._access.admit(record.route, scope)
+        caller = self._access.admit(record.route, scope)
+        record.key, record.is_admin = caller.key, caller.is_admin
         if not record.route.gated:
             await self._app(scope, receive, send)
             return
@@ -215,15 +212,3 @@ class GateMiddleware:
             self._admission.check()
         with self._lifecycle.track():
             await self._app(scope, receive, send)
-
-
-async def send_error(error: ServerError, send: Send, record: RequestRecord) -> None:
-    """Answer with the error's status and envelope, and note its outcome."""
-    record.note(error)
-    endpoint = _ENDPOINTS.get(record.route.template)
-    body = error.body(anthropic=endpoint is not None and endpoint.anthropic)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
-    status = error.row.status
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -23,7 +23,7 @@ from server.openapi_operations import (
     WORK,
     Operation,
 )
-from server.route_table import Scope, route_of
+from server.route_table import NEVER_GUARDED, Scope, route_of
 
 _GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFailedError)
 _ERROR_REF = {"$ref": "#/components/schemas/Error"}
@@ -44,9 +44,13 @@ _WORDS: Mapping[Endpoint, str] = {
 }
 
 
-def openapi_document(schemas: WireSchemas, version: str, root_path: str) -> dict[str, Any]:
-    """Return the document of a server with these endpoints."""
+def openapi_document(
+    schemas: WireSchemas, version: str, root_path: str, *, console: bool
+) -> dict[str, Any]:
+    """Return the document of a server with these endpoints, and with or without its console."""
     operations = [*PROBES, *PAGES, *DESCRIPTIONS, *WORK, *ADMIN]
+    if not console:
+        operations = [op for op in operations if route_of(op.path).scope is not Scope.PAGE]
     operations += [_inference(endpoint, schemas) for endpoint in schemas.requests]
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -81,7 +85,7 @@ def _inference(endpoint: Endpoint, schemas: WireSchemas) -> Operation:
 def _described(operation: Operation) -> dict[str, Any]:
     route = route_of(operation.path)
     failures = [*operation.failures, errors.InternalError]
-    if route.scope is not Scope.PROBE:
+    if route.scope not in NEVER_GUARDED:
         failures.append(errors.AuthenticationError)
     if route.scope in (Scope.ADMIN, Scope.ADAPTERS):
         failures.append(errors.PermissionDeniedError)
@@ -99,7 +103,7 @@ def _described(operation: Operation) -> dict[str, Any]:
         required = bool(operation.body.get("required") or "$ref" in operation.body)
         content = {JSON: {"schema": operation.body}}
         described["requestBody"] = {"required": required, "content": content}
-    if route.scope is not Scope.PROBE:
+    if route.scope not in NEVER_GUARDED:
         described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
     return described
 

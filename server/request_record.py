@@ -20,9 +20,11 @@ Meter = Callable[[], tuple[int, int]]
 class RequestRecord:
     """One request from its head to the last byte of its answer.
 
-    `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys.
+    `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys; an
+    admin may see more.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
-    sent, or nothing more will be. `sent_bytes` are those of the answer's body. Every request that
+    sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
+    `complete` once its last byte was sent. Every request that
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
     vLLM's classes do not pass that on. `guide` is how the answer is guided, one of `GUIDES`.
     """
@@ -34,6 +36,7 @@ class RequestRecord:
     status: int = 0
     outcome: str | None = None
     key: str | None = None
+    is_admin: bool = False
     answer_headers: dict[str, str] = field(default_factory=dict)
     on_end: list[Callable[[], None]] = field(default_factory=list)
     deadline: Deadline | None = None
@@ -41,6 +44,7 @@ class RequestRecord:
     rejection: str | None = None
     guide: str | None = None
     sent_bytes: int = 0
+    complete: bool = False
     meters: list[Meter] = field(default_factory=list)
 
     def tokens(self) -> tuple[int, int]:

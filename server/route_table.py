@@ -7,6 +7,7 @@ shares one label. Pure data.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.types import Scope as AsgiScope
@@ -18,15 +19,34 @@ class Scope(enum.Enum):
     """Which key opens a route, once there are keys."""
 
     PROBE = "probe"
-    """No key: orchestrators have none, and the console's page asks for one."""
+    """No key: orchestrators have none."""
+    PAGE = "page"
+    """No key: the console's files hold no data, and its page asks for a key."""
     METRICS = "metrics"
     """An API or admin key, unless `open_metrics`."""
     API = "api"
     """An API key."""
     ADAPTERS = "adapters"
-    """An admin key, or where there are none an API key."""
+    """Changes what is served: an admin key, or what `UNGUARDED` says."""
     ADMIN = "admin"
-    """An admin key, or where there are none a client on this host."""
+    """Takes the server out of service: an admin key, or what `UNGUARDED` says."""
+
+
+NEVER_GUARDED = (Scope.PROBE, Scope.PAGE)
+OPEN, KEY, ADMIN_KEY = "open", "API or admin key", "admin key"
+UNGUARDED = "programs on this host"
+"""Who changes things on a loopback address where there are no admin keys."""
+
+OPENINGS: Mapping[Scope, tuple[str, str, str]] = {
+    Scope.PROBE: (OPEN, OPEN, OPEN),
+    Scope.PAGE: (OPEN, OPEN, OPEN),
+    Scope.METRICS: (OPEN, KEY, KEY),
+    Scope.API: (OPEN, KEY, KEY),
+    Scope.ADAPTERS: (UNGUARDED, f"{UNGUARDED}, with an API key", ADMIN_KEY),
+    Scope.ADMIN: (UNGUARDED, UNGUARDED, ADMIN_KEY),
+}
+"""What opens the routes of a scope: without keys, with API keys, with admin keys too. For the
+documents; `server.auth` decides, and tests compare the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +64,8 @@ class Route:
 
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
-    Route("/", Scope.PROBE, gated=False),
-    Route("/console/{file}", Scope.PROBE, gated=False, prefix="/console/"),
+    Route("/", Scope.PAGE, gated=False),
+    Route("/console/{file}", Scope.PAGE, gated=False, prefix="/console/"),
     *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
 _WATCH_PERIOD_S = 0.25
 _ENGINE_STOP_S = 10.0
+_LAST_WORDS_S = 1.0
 
 
 class Service:
@@ -56,7 +57,7 @@ class Service:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._stop_reason = "stop"
-        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def frontend(self) -> Frontend:
         """Return what answers requests; only valid once the lifecycle is ready."""
@@ -83,15 +84,15 @@ class Service:
 
     async def until_end(self) -> int:
         """Wait for the service's end and return the process's exit code."""
-        return await self._end
+        return await self._ended
 
     def _note_end(self, run: asyncio.Task[int]) -> None:
-        if self._end.done() or run.cancelled():
+        if self._ended.done() or run.cancelled():
             return
         if (error := run.exception()) is not None:
-            self._end.set_exception(error)
+            self._ended.set_exception(error)
         else:
-            self._end.set_result(run.result())
+            self._ended.set_result(run.result())
 
     async def _run(self) -> int:
         launch = asyncio.create_task(self._launcher.launch())
@@ -137,7 +138,8 @@ class Service:
                 await self._drain(death)
             if death.done() and not (self._stop.is_set() and not self._lifecycle.in_flight):
                 return await self._die(death.result())
-            await engine.shutdown(_ENGINE_STOP_S)
+            await self._cut_off()
+            await self._end(engine)
             logger.info("stopped")
             return 0
         finally:
@@ -155,16 +157,34 @@ class Service:
         idle = asyncio.create_task(self._lifecycle.wait_idle(timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({idle, hurry, death}, return_when=asyncio.FIRST_COMPLETED)
-        if self._lifecycle.in_flight:
-            logger.warning("%d requests were cut off", self._lifecycle.in_flight)
         idle.cancel()
         hurry.cancel()
+
+    async def _cut_off(self) -> None:
+        """End what is still in flight, each request with a word of why."""
+        if self._lifecycle.in_flight:
+            logger.warning("%d requests are cut off", self._lifecycle.in_flight)
+            self._lifecycle.cut_off()
+            await self._lifecycle.wait_idle(_LAST_WORDS_S)
+
+    async def _end(self, engine: RunningEngine) -> None:
+        """Let the engine end by itself; it is killed as soon as somebody is in a hurry."""
+        end = asyncio.create_task(engine.shutdown(_ENGINE_STOP_S))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({end, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not end.done():
+            engine.kill()
+            # What takes longer to clean up goes with the process.
+            await asyncio.wait({end}, timeout=_LAST_WORDS_S)
 
     async def _die(self, reason: str) -> int:
         logger.error("%s: exiting with 1; its own messages above say why", reason)
         self._lifecycle.mark_dead(reason)
         # Probes and waiting clients get to see the reason before the port closes.
-        await asyncio.sleep(self._settings.death_linger_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._settings.death_linger_s)
+        await self._cut_off()
         await self._launcher.abandon()
         return 1
 
@@ -190,6 +210,29 @@ def local_url(scheme: str, address: tuple[Any, ...]) -> str:
 async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
     async with contextlib.nullcontext() if tls is None else tls.following_files():
         await server.serve(sockets=[listener])
+
+
+def _warn_if_open(settings: ServerSettings) -> None:
+    """Say what a server without keys gives to whoever reaches it."""
+    if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
+        return
+    changes = settings.allow_unguarded_changes and not (
+        settings.admin_key or settings.admin_key_file is not None
+    )
+    logger.warning(
+        "NO API KEY: whoever reaches %s:%d may use the model and read /metrics and "
+        "/v1/server_info%s. --api-key-file (or RBLN_SERVE_API_KEY) closes that, --host 127.0.0.1 "
+        "keeps other hosts out%s",
+        *(settings.host, settings.port),
+        ", and load and unload adapters" if changes else "",
+        ", --no-allow-unguarded-changes guards the adapters" if changes else "",
+    )
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """The signals that drain; a terminal that closes is one, unless `nohup` has it ignored."""
+    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return [name for name in asked if signal.getsignal(name) is not signal.SIG_IGN]
 
 
 async def serve(
@@ -223,12 +266,13 @@ async def serve(
         service.background,
     )
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in _stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
     connections = Connections(settings, metrics)
     server = HttpServer(http_config(app, settings, tls), settings, connections)
     http = asyncio.create_task(_serve_http(server, listener, tls))
+    _warn_if_open(settings)
     logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
     end = asyncio.create_task(service.until_end())
     # The HTTP side ends first only when it could not start.

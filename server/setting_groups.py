@@ -6,6 +6,7 @@ array or separated by commas; a flag of a list may be repeated.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,7 +22,7 @@ def _split(value: object) -> object:
     return _items(value)
 
 
-def _items(value: object) -> list[object]:
+def _items(value: object, *, keep_empty: bool = False) -> list[object]:
     if not isinstance(value, str):
         return [value]
     if value.lstrip().startswith("["):
@@ -29,11 +30,32 @@ def _items(value: object) -> list[object]:
             return list(json.loads(value))
         except ValueError:
             pass
-    return [item.strip() for item in value.split(",") if item.strip()]
+    return [item.strip() for item in value.split(",") if keep_empty or item.strip()]
+
+
+def _secrets(value: object) -> object:
+    """Return the secrets of a list; an empty one is what a script's unset variable leaves."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    secrets = [item for part in parts for item in _items(part, keep_empty=True)]
+    if not secrets or not all(_revealed(secret).strip() for secret in secrets):
+        raise ValueError("an empty value; leave flag and variable out to have none")
+    return secrets
+
+
+def _revealed(secret: object) -> str:
+    return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
+
+
+def _named(value: object) -> object:
+    """Refuse the empty path, which would be the folder that the server was started in."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("an empty path; leave flag and variable out to have none")
+    return value
 
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
 
 
 def _in_words(value: object) -> object:
@@ -47,6 +69,14 @@ CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValid
 class ListenSettings(BaseModel):
     """Where the server listens, TLS, what browsers may do."""
 
+    @property
+    def listens_locally(self) -> bool:
+        """Whether the address to listen on is one that other hosts cannot reach."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
     root_path: str = Field(
@@ -54,12 +84,12 @@ class ListenSettings(BaseModel):
         pattern=r"^(/[^/?#\s]+)*$",
         description="Path prefix below which a proxy in front serves this, such as /llm.",
     )
-    ssl_keyfile: Path | None = Field(None, description="TLS private key; with --ssl-certfile.")
-    ssl_certfile: Path | None = Field(None, description="TLS certificate chain.")
+    ssl_keyfile: OptionalPath = Field(None, description="TLS private key; with --ssl-certfile.")
+    ssl_certfile: OptionalPath = Field(None, description="TLS certificate chain.")
     ssl_keyfile_password: SecretStr | None = Field(
         None, description="Password of the TLS private key."
     )
-    ssl_ca_certs: Path | None = Field(
+    ssl_ca_certs: OptionalPath = Field(
         None, description="Authorities that client certificates are checked against."
     )
     ssl_cert_reqs: CertificateWish = Field(
@@ -137,7 +167,7 @@ class AccessSettings(BaseModel):
         description="Keys that open the API; `name=key` names one in metrics and logs. Better in "
         "a file or in RBLN_SERVE_API_KEY: flags show in the process list.",
     )
-    api_key_file: Path | None = Field(
+    api_key_file: OptionalPath = Field(
         None,
         description="File of keys, one `name=key` or `name=sha256:<hex digest>` a line; read "
         "again when it changes.",
@@ -145,9 +175,15 @@ class AccessSettings(BaseModel):
     admin_key: Secrets = Field(
         (), description="Keys that open /admin and the loading of adapters; forms as --api-key."
     )
-    admin_key_file: Path | None = Field(
+    admin_key_file: OptionalPath = Field(
         None, description="File of such keys; read again when it changes."
     )
+    allow_unguarded_changes: bool = Field(
+        False,
+        description="Without admin keys, let whoever may use the API load and unload adapters, and "
+        "programs on this host use /admin, also where --host is no loopback address.",
+    )
+    console: bool = Field(True, description="Serve the console, a page without data, at /.")
     open_metrics: bool = Field(
         False, description="Serve /metrics and /version without a key even when keys are set."
     )
@@ -253,12 +289,12 @@ class SchemaSettings(BaseModel):
 class AdapterSettings(BaseModel):
     """Where LoRA adapters may be loaded from while serving."""
 
-    lora_root: Path | None = Field(
+    lora_root: OptionalPath = Field(
         None,
         description="Directory below which adapters may be loaded over HTTP. Unset: only what "
         "--lora-modules names.",
     )
-    lora_state_file: Path | None = Field(
+    lora_state_file: OptionalPath = Field(
         None,
         description="File that remembers the loaded adapters over a restart. Unset: "
         "`adapters.json` in --lora-root, if it can be written.",
@@ -288,7 +324,7 @@ class LifeSettings(BaseModel):
         description="Seconds without a finished step, while there is work, after which the engine "
         "counts as hung and the process ends. 0: never.",
     )
-    run_root: Path | None = Field(
+    run_root: OptionalPath = Field(
         None, description="Where the run directory is made; unset takes the system's."
     )
     engine_start: Literal["forkserver", "spawn"] = Field(

@@ -46,7 +46,13 @@ class ServerSettings(
 ):
     """Settings of one server process; secrets show as asterisks wherever they are printed."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        # What is not given is not empty.
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        validate_default=False,
+    )
 
 
 def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]) -> ServerSettings:
@@ -57,7 +63,10 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
     _check_names()
     named = _names()
     below = {k: v for k, v in config_file.items() if f"{ENV_PREFIX}{k.upper()}" not in named}
-    if (key := os.environ.get(_VLLM_KEY)) and f"{ENV_PREFIX}API_KEY" not in named:
+    key = os.environ.get(_VLLM_KEY)
+    if key is not None and "api_key" not in flags and f"{ENV_PREFIX}API_KEY" not in named:
+        if not key.strip():
+            raise SettingsError(f"{_VLLM_KEY} is empty; unset it to have no key")
         # One key as it stands, commas and all.
         below.setdefault("api_key", json.dumps([key]))
     try:
@@ -102,4 +111,5 @@ def _explain(error: Mapping[str, object]) -> str:
     field = ServerSettings.model_fields.get(name)
     is_secret = field is not None and "Secret" in str(field.annotation)
     got = "a value that is not shown" if is_secret else repr(error["input"])
-    return f"{flag} ({ENV_PREFIX}{name.upper()}): {error['msg']}, got {got}"
+    said = str(error["msg"]).removeprefix("Value error, ")
+    return f"{flag} ({ENV_PREFIX}{name.upper()}): {said}, got {got}"

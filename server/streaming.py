@@ -2,24 +2,22 @@
 
 Invariants: a client's disconnect cancels the work within one event-loop turn, so that the
 engine aborts the request; an error that is known before the first content frame raises, so
-that it gets its own status; a stream that fails later ends with an error frame.
+that it gets its own status; a stream that fails later raises as well, and `server.last_words`
+ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.deadline import Deadline
-from server.errors import DeadlineError, ServerError
-from server.frontend import Endpoint
 from server.request_record import RequestRecord
 
 T = TypeVar("T")
@@ -32,7 +30,6 @@ _SSE_HEADERS = [
 ]
 _COMMENT = ": keep-alive\n\n"
 _END = {"type": "http.response.body", "body": b"", "more_body": False}
-_LAST_WORDS_S = 5.0
 
 
 class ClientGoneError(Exception):
@@ -158,38 +155,23 @@ class SseResponse(Response):
     def __init__(
         self,
         frames: HeldStream,
-        endpoint: Endpoint,
         record: RequestRecord,
         keep_alive_s: float = 0.0,
     ) -> None:
         """`keep_alive_s` seconds of silence are broken by a comment; 0: never."""
         super().__init__()
         self._frames = frames
-        self._endpoint = endpoint
         self._record = record
         self._keep_alive_s = keep_alive_s
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a disconnect closes its source."""
+        """Send the stream; a disconnect closes its source. What it raises is told afterwards."""
         async with aclosing(self._frames):
             try:
                 await until_disconnect(receive, self._pump(send), self._record.deadline)
             except ClientGoneError:
                 self._record.outcome = "aborted"
-            except DeadlineError as error:
-                await self._end_late(error, send)
-
-    async def _end_late(self, error: DeadlineError, send: Send) -> None:
-        if not self._record.status:
-            # Nothing was sent yet: it is a plain refusal.
-            raise error
-        self._record.note(error)
-        # A client that does not read any more does not get to hold the connection, either.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await send(_chunk(error_frame(error, self._endpoint)))
-                await send(_END)
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
@@ -198,9 +180,6 @@ class SseResponse(Response):
             async for frame in self._frames:
                 self._sent += 1
                 await send(_chunk(frame))
-        except ServerError as error:
-            self._record.note(error)
-            await send(_chunk(error_frame(error, self._endpoint)))
         finally:
             if comments is not None:
                 comments.cancel()
@@ -218,13 +197,3 @@ class SseResponse(Response):
 
 def _chunk(frame: str) -> dict[str, Any]:
     return {"type": "http.response.body", "body": frame.encode(), "more_body": True}
-
-
-def error_frame(error: ServerError, endpoint: Endpoint) -> str:
-    """Return the frames that end a failed stream, in the endpoint's own manner."""
-    if endpoint is Endpoint.RESPONSES:
-        event = {"type": "error", "code": error.row.code, "message": error.message}
-        return f"event: error\ndata: {json.dumps(event | {'param': error.param})}\n\n"
-    if endpoint.anthropic:
-        return f"event: error\ndata: {error.body(anthropic=True).decode()}\n\n"
-    return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

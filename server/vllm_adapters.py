@@ -6,7 +6,6 @@ the name may be taken away or given to another load.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request_record import record_var
 from server.settings import ServerSettings
+from server.tasks import aside
 from server.vllm_errors import Asked, from_exception
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ async def open_adapters(
     names = [engine.model_config.model, *served, *settings.lora_base_names]
     base = BaseModel.of(names, await port.targets(), config.max_lora_rank)
     limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
-    state_file = await asyncio.to_thread(_state_file, settings)
+    state_file = await aside(partial(_state_file, settings))
     adapters = AdapterRegistry(port, base, limits, state_file)
     await _load_static(adapters, static or ())
     await adapters.restore()

@@ -85,6 +85,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         raise LaunchError(str(error), exit_code=2) from error
     if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
         raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
+    _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
     for name, reason in _REFUSED_FLAGS.items():
         if getattr(args, name, None) != parser.get_default(name):
@@ -99,6 +100,16 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         )
     args.host, args.port = settings.host, settings.port
     return args
+
+
+def _check_chat_template(given: str | None) -> None:
+    """Raise `LaunchError` for a template that would be waited for, such as a pipe."""
+    # Anything with a brace or a line break is a template itself.
+    if given is None or any(sign in given for sign in "{}\n"):
+        return
+    path = Path(given)
+    if path.exists() and not path.is_file():
+        raise LaunchError(f"--chat-template: {given!r} is not a regular file", exit_code=2)
 
 
 def _check_adapter_flags(args: Namespace, settings: ServerSettings) -> None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
+from server.frontend import LaunchError
+
 _INDEX = "model.safetensors.index.json"
+_OTHER_FORMATS = ("dummy", "pt", "npcache")
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 << 20
 # As the files spell them, and as users do.
@@ -25,6 +30,12 @@ class WeightFiles:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     dtype: str | None = None
+
+
+def refuse_damaged_weights(model: str, load_format: str) -> None:
+    """Raise `LaunchError` if MODEL is a folder of safetensors that are not whole."""
+    if load_format not in _OTHER_FORMATS and (problems := check_weight_files(model, "").problems):
+        raise LaunchError("; ".join(problems))
 
 
 def check_weight_files(model: str, dtype: str) -> WeightFiles:
@@ -76,7 +87,7 @@ def _names(folder: Path, found: WeightFiles) -> list[str]:
 def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> None:
     try:
         size, header_bytes, header = _read_header(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
         return
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]
@@ -91,6 +102,13 @@ def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> None:
         found.problems.append(
             f"{path.name} has {size:,} bytes, its header says {wanted:,}; fetch it again"
         )
+        return
+    try:
+        # What reads the weights later: it knows the sizes of types and where tensors may lie.
+        with safe_open(path, framework="np"):
+            pass
+    except (OSError, SafetensorError) as error:
+        found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
@@ -98,8 +116,10 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
     with path.open("rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-            raise ValueError(f"{size} bytes are too few for its header of {length}")
+        if size < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
+            raise ValueError("it does not begin as safetensors do")
+        if length > size - _LENGTH_BYTES:
+            raise ValueError(f"its {size:,} bytes are too few for its header of {length:,}")
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")

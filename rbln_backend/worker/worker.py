@@ -34,6 +34,7 @@ from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import is_parallel
+from rbln_backend.process_life import end_with_parent, outlive_readers
 from rbln_backend.progress import ProgressWriter
 from rbln_backend.sdk_environment import announce_ranks
 from rbln_backend.stats import MetricsBoard
@@ -108,6 +109,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         share_logging()
+        # Where the process was spawned, nothing of ours came before.
+        outlive_readers()
+        end_with_parent()
         if vllm_config.parallel_config.distributed_executor_backend == "mp":
             end_with_engine()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from server.errors import InvalidAdapterError, describe
 from server.frontend import JsonObject
+from server.regular_files import read_regular
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -69,7 +70,7 @@ def _real(asked: str, top: Path | None) -> Path:
     try:
         real = path.resolve()
         if top is not None and not real.is_relative_to(top):
-            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root {str(top)!r}")
+            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root")
         if not real.is_dir():
             raise stranger
     except (OSError, RuntimeError):
@@ -96,12 +97,9 @@ def _regular_file(folder: Path, name: str, top: Path | None) -> Path:
 
 def _read_config(path: Path) -> JsonObject:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
+        content = read_regular(path, MAX_CONFIG_BYTES)
     except OSError as error:
-        raise refusal(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
-    if len(content) > MAX_CONFIG_BYTES:
-        raise refusal(f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes")
+        raise refusal(f"{CONFIG_FILE} cannot be read: {error.strerror or error}") from None
     try:
         config = from_json(content, allow_inf_nan=False)
     except ValueError as error:
@@ -122,7 +120,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             )
         with safe_open(path, framework="np") as tensors:
             return {name: _info(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise refusal(f"{WEIGHTS_FILE} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise refusal(f"{WEIGHTS_FILE} is damaged: {error}") from None
 
 

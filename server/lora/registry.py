@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from server.lora.fit import BaseModel, check_fit
 from server.lora.folder import AdapterFolder, read_folder, refusal
 from server.lora.port import AdapterPort, EngineAdapter
 from server.lora.state_file import Remembered, StateFile
+from server.tasks import aside
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ class AdapterRegistry:
         """Load again what was loaded before a restart; what cannot be is listed as failed."""
         if self._state_file is None:
             return
-        for entry in await asyncio.to_thread(self._state_file.read):
+        for entry in await aside(self._state_file.read):
             adapter = Adapter(entry.name, next(self._ids), entry.path)
             try:
                 self._check_name(entry.name, replace=False)
@@ -203,7 +205,7 @@ class AdapterRegistry:
     async def _load(self, adapter: Adapter) -> None:
         started = time.perf_counter()
         try:
-            folder, adapter.rank = await asyncio.to_thread(self._checked, adapter)
+            folder, adapter.rank = await aside(partial(self._checked, adapter))
             adapter.path = str(folder.path)
             self._take_slot(adapter)
             await self._into_engine(adapter)
@@ -240,20 +242,21 @@ class AdapterRegistry:
         told = EngineAdapter(adapter.name, adapter.id, adapter.path)
         try:
             await self._port.stage(told)
-            await self._until_staged(adapter.id)
+            await self._until_staged(adapter)
             await self._port.add(told)
             adapter.slot = (await self._port.slots()).get(adapter.id)
         except BaseException:
             await self._give_up(adapter)
             raise
 
-    async def _until_staged(self, adapter_id: int) -> None:
+    async def _until_staged(self, adapter: Adapter) -> None:
         deadline = time.monotonic() + _STAGE_TIMEOUT_S
         pause = _FIRST_POLL_S
         while time.monotonic() < deadline:
-            state, message = await self._port.staged(adapter_id)
+            state, message = await self._port.staged(adapter.id)
             if state == "failed":
-                raise refusal(message.rstrip("."))
+                # Whoever asked knows the adapter by its path as he wrote it.
+                raise refusal(message.rstrip(".").replace(adapter.path, adapter.source))
             if state == "ready":
                 return
             await asyncio.sleep(pause)
@@ -312,7 +315,7 @@ class AdapterRegistry:
             kept = [a for a in self._named.values() if not a.static]
             entries = [Remembered(adapter.name, adapter.source) for adapter in kept]
             try:
-                await asyncio.to_thread(self._state_file.write, entries)
+                await aside(partial(self._state_file.write, entries))
             except OSError as error:
                 path = self._state_file.path
                 logger.error("%s is out of date, it cannot be written: %s", path, error)

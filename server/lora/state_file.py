@@ -14,9 +14,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from server.regular_files import read_regular
+
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+_MAX_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class StateFile:
     def read(self) -> list[Remembered]:
         """Return what was remembered; a damaged file is put aside, and nothing was."""
         try:
-            content = json.loads(self.path.read_bytes())
+            content = json.loads(read_regular(self.path, _MAX_BYTES))
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']!r} is not {VERSION}")
             return _LIST.validate_python(content["adapters"])

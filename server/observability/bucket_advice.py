@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rbln_backend.bucketing.advice import advise
 from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.description import read_descriptions
+from server.tasks import aside
 
 _PERIOD_S = 60.0
 """As often as the engine writes its record."""
@@ -19,7 +20,10 @@ _FIRST_PERIOD_S = 5.0
 
 
 class BucketAdvice:
-    """The advice on the record of the engine in `run_dir`; computed off the event loop."""
+    """The advice on the record of the engine in `run_dir`.
+
+    Computed beside the event loop: the record lies in the cache's root, a mount that may hang.
+    """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._run_dir = run_dir
@@ -35,12 +39,12 @@ class BucketAdvice:
         now = self._clock()
         if self._looked_at is None or now - self._looked_at >= period_s:
             self._looked_at = now
-            return await asyncio.to_thread(self._look)
+            return await aside(self._look)
         return self._advice
 
     async def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return the advice as of now; `buckets` is what the engine tells of its buckets."""
-        return await asyncio.to_thread(self._read, buckets)
+        return await aside(partial(self._read, buckets))
 
     def _look(self) -> dict[str, Any] | None:
         ranks = read_descriptions(self._run_dir)

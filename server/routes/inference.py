@@ -49,7 +49,7 @@ def _handler(
         record = record_of(request.scope)
         record.stream = True
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
-        return SseResponse(frames, endpoint, record, frontend().keep_alive_s)
+        return SseResponse(frames, record, frontend().keep_alive_s)
 
     async def admit(request: Request) -> tuple[bytes, Permit]:
         raw = await read_body(request, settings)

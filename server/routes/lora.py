@@ -16,19 +16,25 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.frontend import Frontend
+from server.frontend import Frontend, JsonObject
+from server.lora.adapter import Adapter
 from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody, parse_body
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
+from server.request_record import record_of
 from server.settings import ServerSettings
+from server.shown_paths import ShownPaths
 
 _ACCEPTED = 202
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def lora_router(
-    frontend: Callable[[], Frontend], settings: ServerSettings, metrics: ServerMetrics
+    frontend: Callable[[], Frontend],
+    settings: ServerSettings,
+    metrics: ServerMetrics,
+    shown: ShownPaths,
 ) -> APIRouter:
     """Return the adapters' routes; the gate has made sure that there is a front end."""
     router = APIRouter()
@@ -64,25 +70,30 @@ def lora_router(
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
 
     @router.get("/v1/lora_adapters")
-    async def every() -> JSONResponse:
+    async def every(request: Request) -> JSONResponse:
         adapters = registry()
-        data = [adapter.to_dict() for adapter in adapters.every()]
+        data = [_seen(adapter, request, shown) for adapter in adapters.every()]
         limits = {"max_loras": adapters.limits.max_loras, "max_lora_rank": adapters.base.max_rank}
         return JSONResponse({"object": "list", "data": data, **limits})
 
     @router.get("/v1/lora_adapters/{name:path}")
-    async def show(name: str) -> JSONResponse:
-        return JSONResponse(registry().get(name).to_dict())
+    async def show(name: str, request: Request) -> JSONResponse:
+        return JSONResponse(_seen(registry().get(name), request, shown))
 
     @router.delete("/v1/lora_adapters/{name:path}")
     async def delete(name: str, request: Request) -> JSONResponse:
         wait = _wait(request)
         adapter = await registry().unload(name, wait=wait)
         if not adapter.gone.is_set():
-            return JSONResponse(adapter.to_dict(), status_code=_ACCEPTED)
+            return JSONResponse(_seen(adapter, request, shown), status_code=_ACCEPTED)
         return JSONResponse({"object": "lora_adapter", "name": name, "deleted": True})
 
     return router
+
+
+def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> JsonObject:
+    told = adapter.to_dict()
+    return told if record_of(request.scope).is_admin else shown.adapter(told)
 
 
 @contextmanager

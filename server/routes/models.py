@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from server.errors import ModelNotFoundError, describe
-from server.frontend import Frontend
+from server.frontend import Frontend, JsonObject
+from server.request_record import record_of
+from server.shown_paths import ShownPaths
 
 
-def models_router(frontend: Callable[[], Frontend]) -> APIRouter:
+def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRouter:
     """Return the models' routes; the gate has made sure that there is a front end."""
     router = APIRouter()
 
+    async def cards(request: Request) -> list[JsonObject]:
+        served = await frontend().models()
+        return served if record_of(request.scope).is_admin else [*map(shown.model, served)]
+
     @router.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": await frontend().models()})
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": await cards(request)})
 
     @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> JSONResponse:
-        served = await frontend().models()
+    async def model(model: str, request: Request) -> JSONResponse:
+        served = await cards(request)
         for card in served:
             if card["id"] == model:
                 return JSONResponse(card)

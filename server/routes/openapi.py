@@ -14,14 +14,20 @@ from server.openapi import openapi_document
 
 
 def openapi_router(
-    lifecycle: Lifecycle, frontend: Callable[[], Frontend], version: str, root_path: str
+    lifecycle: Lifecycle,
+    frontend: Callable[[], Frontend],
+    version: str,
+    root_path: str,
+    *,
+    console: bool,
 ) -> APIRouter:
     """Return the route; before the engine is there, nobody knows what it offers."""
     router = APIRouter()
     written: list[bytes] = []
 
     def write() -> bytes:
-        return json.dumps(openapi_document(frontend().schemas(), version, root_path)).encode()
+        schemas = frontend().schemas()
+        return json.dumps(openapi_document(schemas, version, root_path, console=console)).encode()
 
     @router.get("/openapi.json")
     async def document() -> Response:

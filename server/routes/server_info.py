@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from rbln_backend.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
+from server.request_record import record_of
 from server.settings import ServerSettings
+from server.shown_paths import ShownPaths
 from server.structured_outputs.constraint import BACKEND
 
 SERVER_FIELDS: Mapping[str, str] = {
@@ -60,13 +62,14 @@ def server_info_router(
     versions: Mapping[str, str],
     run_dir: Path,
     advice: BucketAdvice,
+    shown: ShownPaths,
 ) -> APIRouter:
     """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter()
     ours = settings.model_dump(mode="json")
 
     @router.get("/v1/server_info")
-    async def server_info() -> JSONResponse:
+    async def server_info(request: Request) -> JSONResponse:
         ranks = read_descriptions(run_dir)
         told: Mapping[str, Any] = ranks[0] if ranks else {}
         body: dict[str, Any] = {
@@ -88,6 +91,6 @@ def server_info_router(
             },
             "settings": {"server": ours, "rbln": told.get("settings")},
         }
-        return JSONResponse(body)
+        return JSONResponse(body if record_of(request.scope).is_admin else shown.every(body))
 
     return router

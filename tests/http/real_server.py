@@ -24,7 +24,10 @@ READY_TIMEOUT_S = 240.0
 class RealServer:
     """One server process; a context manager that leaves no process behind."""
 
-    def __init__(self, checkpoint: Path, tmp_path: Path, *flags: str) -> None:
+    def __init__(
+        self, checkpoint: Path, tmp_path: Path, *flags: str, output: Path | None = None
+    ) -> None:
+        """``output`` is where it writes to, by default its log."""
         # Artifacts and kernels are kept between runs, as the checkpoints are.
         cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
@@ -32,7 +35,7 @@ class RealServer:
         command = [sys.executable, "-m", "server", "serve", str(checkpoint), *FLAGS]
         command += ["--host", "127.0.0.1", "--port", "0", "--run-root", str(tmp_path), *flags]
         self.started = time.monotonic()
-        with self.log.open("wb") as log:
+        with (output or self.log).open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 stdout=log,
@@ -58,7 +61,7 @@ class RealServer:
 
     def _until_listening(self) -> str:
         while time.monotonic() - self.started < 30:
-            for line in self.log.read_text().splitlines():
+            for line in self.log.read_text().splitlines() if self.log.exists() else ():
                 if "listening on " in line:
                     return line.split("listening on ")[1].split()[0]
             assert self.process.poll() is None, self.log.read_text()

@@ -100,6 +100,10 @@ class ScriptedFrontend:
             await self._wait("stream")
         if do == "break":
             raise InternalError("broken")
+        if do == "crash":
+            raise RuntimeError("secret detail")
+        while do == "flood":
+            yield f"data: {'x' * 65536}\n\n"
         yield "data: [DONE]\n\n"
 
 
@@ -114,8 +118,16 @@ class ScriptedEngine:
     def failure(self) -> str | None:
         return self.death
 
+    killed: asyncio.Event = field(default_factory=asyncio.Event)
+    ends_by_itself: bool = True
+
     async def shutdown(self, timeout_s: float) -> None:
         self.shut_down = True
+        if not self.ends_by_itself:
+            await asyncio.wait_for(self.killed.wait(), timeout_s)
+
+    def kill(self) -> None:
+        self.killed.set()
 
 
 @dataclass

@@ -75,7 +75,8 @@ class AdapterFrontend(ScriptedFrontend):
 
     async def models(self) -> list[JsonObject]:
         ready = self.adapters.ready() if self.adapters is not None else ()
-        return [*await super().models(), *({"id": adapter.name} for adapter in ready)]
+        cards = ({"id": adapter.name, "root": adapter.path} for adapter in ready)
+        return [*await super().models(), *cards]
 
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, request: Request

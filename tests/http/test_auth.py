@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from pydantic import SecretStr
 from server.auth import Access, KeyRing
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.frontend import Endpoint
-from server.route_table import ROUTES, Route, Scope, route_of
+from server.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.http.scripted import ScriptedLauncher, running
 
@@ -31,7 +34,7 @@ def head(method: str = "GET", client: str = "10.0.0.9", **headers: str) -> dict[
 
 def verdict(access: Access, route: Route, scope: dict[str, Any]) -> str:
     try:
-        return access.admit(route, scope) or "open"
+        return access.admit(route, scope).key or "open"
     except AuthenticationError:
         return "401"
     except PermissionDeniedError:
@@ -42,6 +45,7 @@ ALL_KEYS = {"api_key": (f"alice={KEY}",), "admin_key": (f"root={ADMIN}",)}
 # scope: (no key, wrong key, API key, admin key) with both kinds of key set.
 EXPECTED = {
     Scope.PROBE: ("open", "open", "open", "open"),
+    Scope.PAGE: ("open", "open", "open", "open"),
     Scope.METRICS: ("401", "401", "alice", "root"),
     Scope.API: ("401", "401", "alice", "root"),
     Scope.ADAPTERS: ("401", "401", "403", "root"),
@@ -57,16 +61,72 @@ def test_every_route_opens_to_its_keys_alone(route: Route) -> None:
     assert found == EXPECTED[route.scope]
 
 
-def test_without_keys_all_is_open_but_administration_from_afar() -> None:
-    access = Access(ServerSettings())
-    drain = route_of("/admin/drain")
-    for route in ROUTES:
-        expected = "403" if route.scope is Scope.ADMIN else "open"
-        assert verdict(access, route, head()) == expected
+HOST, AFAR, PROXIED = head(client="127.0.0.1"), head(), head(client="::1", via="1.1 proxy")
+API_KEYS = {"api_key": (f"alice={KEY}",)}
+LOOPBACK, FLAG = {"host": "127.0.0.1"}, {"allow_unguarded_changes": True}
+# settings: who may load adapters and who may drain, of (this host, afar, through a proxy).
+UNGUARDED_CHANGES: list[tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [
+    (LOOPBACK, ("open", "403", "403"), ("open", "403", "403")),
+    ({}, ("403", "403", "403"), ("403", "403", "403")),
+    ({"host": "10.0.0.1"}, ("403", "403", "403"), ("403", "403", "403")),
+    (FLAG, ("open", "open", "open"), ("open", "403", "403")),
+    ({**LOOPBACK, **FLAG}, ("open", "open", "open"), ("open", "403", "403")),
+    ({**LOOPBACK, **API_KEYS}, ("401", "401", "401"), ("open", "403", "403")),
+    ({**FLAG, **API_KEYS}, ("401", "401", "401"), ("open", "403", "403")),
+]
+
+
+@pytest.mark.parametrize(("settings", "adapters", "drain"), UNGUARDED_CHANGES)
+def test_what_changes_the_server_without_admin_keys(
+    settings: dict[str, Any], adapters: tuple[str, ...], drain: tuple[str, ...]
+) -> None:
+    access = Access(ServerSettings(**settings))
+    asking = (HOST, AFAR, PROXIED)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert tuple(verdict(access, route_of(path), who) for who in asking) == adapters
+    for path in ("/admin/drain", "/admin/undrain"):
+        assert tuple(verdict(access, route_of(path), who) for who in asking) == drain
+
+
+def test_an_api_key_alone_changes_what_its_host_or_the_flag_allows() -> None:
+    route = route_of("/v1/load_lora_adapter")
+    for settings, from_afar in ((LOOPBACK, "403"), ({}, "403"), (FLAG, "alice")):
+        access = Access(ServerSettings(**settings, **API_KEYS))
+        assert verdict(access, route, head(**BEARER)) == from_afar
+    access = Access(ServerSettings(**LOOPBACK, **API_KEYS))
+    assert verdict(access, route, head(client="127.0.0.1", **BEARER)) == "alice"
+
+
+def test_what_is_on_this_host() -> None:
+    access, drain = Access(ServerSettings(**LOOPBACK)), route_of("/admin/drain")
     for client in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"):
         assert verdict(access, drain, head(client=client)) == "open"
     for name in ("x_forwarded_for", "x_forwarded_proto", "forwarded", "via", "x_real_ip", "origin"):
         assert verdict(access, drain, head(client="127.0.0.1", **{name: "127.0.0.1"})) == "403"
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert ServerSettings(host=host).listens_locally
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        assert not ServerSettings(host=host).listens_locally
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.template)
+def test_the_documented_table_is_what_happens(route: Route) -> None:
+    api, admin = {"authorization": f"Bearer {KEY}"}, {"authorization": f"Bearer {ADMIN}"}
+    for settings, words in zip(({}, API_KEYS, ALL_KEYS), OPENINGS[route.scope], strict=True):
+        access = Access(ServerSettings(**LOOPBACK, **settings))
+        place, _, and_key = words.partition(", with an ")
+        here = {"client": "127.0.0.1" if place == UNGUARDED else "10.0.0.9"}
+        opens = {
+            OPEN: {},
+            UNGUARDED: api if and_key else {},
+            "API or admin key": api,
+            "admin key": admin,
+        }[place]
+        assert verdict(access, route, head(**here, **opens)) in ("open", "alice", "root")
+        if place == UNGUARDED:
+            assert verdict(access, route, head(client="10.0.0.9", **opens)) == "403"
+        elif opens:
+            assert verdict(access, route, head(client="10.0.0.9")) == "401"
 
 
 def test_removing_an_adapter_is_more_than_looking_at_it() -> None:
@@ -74,9 +134,9 @@ def test_removing_an_adapter_is_more_than_looking_at_it() -> None:
     route = route_of("/v1/lora_adapters/x")
     assert verdict(access, route, head("GET", **BEARER)) == "alice"
     assert verdict(access, route, head("DELETE", **BEARER)) == "403"
-    only_api = Access(ServerSettings(api_key=(f"alice={KEY}",)))  # type: ignore[arg-type]
-    assert verdict(only_api, route, head("DELETE", **BEARER)) == "alice"
-    assert verdict(only_api, route, head("DELETE")) == "401"
+    only_api = Access(ServerSettings(**LOOPBACK, **API_KEYS))  # type: ignore[arg-type]
+    assert verdict(only_api, route, head("DELETE", "127.0.0.1", **BEARER)) == "alice"
+    assert verdict(only_api, route, head("DELETE", "127.0.0.1")) == "401"
 
 
 def test_metrics_can_be_left_open() -> None:
@@ -122,8 +182,12 @@ def test_forms_of_a_key() -> None:
     assert name_of(keys, "c2VjcmV0==") == "api-3"
     assert name_of(keys, "bob=word") is None
     assert name_of(keys, "hidden") is not None
-    with pytest.raises(SettingsError, match="empty"):
-        ring("")
+    assert name_of(
+        ring("q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA="),
+        "q83vEjRWeJCrze8SNFZ4kKvN7xI0VniQq83vEjRWeJA=",
+    )
+    with pytest.raises(SettingsError, match=r"--api-key \(RBLN_SERVE_API_KEY\).* 'bob' is empty"):
+        ring("bob=")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +247,44 @@ async def test_a_key_file_is_read_again_and_a_bad_one_changes_nothing(
         assert await code("new") == 401
 
 
+def test_a_key_file_must_be_a_regular_file_of_bounded_size(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    # Cut at 1 MiB, the last key would be a prefix of itself.
+    large.write_text("# padding\n" * 110_000 + "alice=key\n")
+    for path, words in ((pipe, "not a regular"), (tmp_path, "not a reg"), (large, "larger than")):
+        with pytest.raises(SettingsError, match=words):
+            ring(file=path)
+
+
+async def test_a_key_file_that_becomes_a_pipe_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"alice={KEY}\n")
+    async with running(tmp_path, api_key_file=file) as service:
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").rename(file)
+        async with asyncio.timeout(10):
+            while "not a regular file" not in caplog.text:
+                assert (await service.client.get("/v1/models", headers=BEARER)).status_code == 200
+                await asyncio.sleep(0.05)
+
+
+_HANG = """
+import asyncio, threading, time
+from server.tasks import aside
+async def main():
+    asyncio.ensure_future(aside(threading.Event().wait))
+    await asyncio.sleep(0.1)
+asyncio.run(main())
+"""
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_exit() -> None:
+    subprocess.run([sys.executable, "-c", _HANG], timeout=20, check=True)
+
+
 async def test_refusals_come_before_readiness_and_before_the_body(tmp_path: Path) -> None:
     launcher = ScriptedLauncher()
 
@@ -214,6 +316,25 @@ async def test_a_drain_without_admin_key_is_for_this_host(tmp_path: Path) -> Non
         answer = await service.client.post("/admin/drain", headers=far)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")
         assert "--admin-key" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host": "0.0.0.0"}, "NO API KEY: whoever reaches 0.0.0.0:8000 may use the model"),
+        ({"host": "0.0.0.0", **FLAG}, "and load and unload adapters"),
+        ({"host": "0.0.0.0", **API_KEYS}, None),
+        (LOOPBACK, None),
+    ],
+)
+async def test_an_open_server_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], words: str | None
+) -> None:
+    async with running(tmp_path, ScriptedLauncher(), **settings):
+        await asyncio.sleep(0.1)
+    said = [record.getMessage() for record in caplog.records if "NO API KEY" in record.getMessage()]
+    assert len(said) == (words is not None)
+    assert words is None or (words in said[0] and "--api-key-file" in said[0])
 
 
 async def test_secrets_never_show(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

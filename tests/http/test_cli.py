@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,6 +87,36 @@ from server.cli import _hide_secrets
 _hide_secrets(sys.argv[2:])
 print(Path("/proc/self/cmdline").read_text(), Path("/proc/self/comm").read_text())
 """
+
+
+CREDENTIALS = ("api_key", "admin_key", "api_key_file", "admin_key_file")
+
+
+@pytest.mark.parametrize("name", CREDENTIALS)
+def test_an_empty_credential_opens_no_server(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, variable = f"--{name.replace('_', '-')}", f"RBLN_SERVE_{name.upper()}"
+    words = re.escape(f"{flag} ({variable}): an empty")
+    for empty in ("", "  ", ["one", ""]) if name in ("api_key", "admin_key") else ("", "  "):
+        with pytest.raises(SettingsError, match=words):
+            load_settings({name: empty}, {})
+        with pytest.raises(SettingsError, match=words):
+            load_settings({}, {name: empty})
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(SettingsError, match=words):
+        load_settings({}, {})
+
+
+def test_an_empty_key_ends_the_start_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    for args, env in (
+        (["--api-key", ""], {}),
+        ([], {"RBLN_SERVE_ADMIN_KEY": ""}),
+        ([], {"VLLM_API_KEY": ""}),
+        (["--admin-key", "root="], {}),
+    ):
+        done = rbln_serve("serve", "m", *args, **env)
+        assert done.returncode == 2
+        assert "empty" in done.stderr
+        assert [*args, *env][0] in done.stderr
 
 
 def test_secrets_are_taken_off_the_process_title() -> None:

@@ -25,6 +25,17 @@ async def test_the_page_is_there_before_the_engine_and_without_a_key(tmp_path: P
         assert (await service.client.get("/v1/server_info")).status_code == 401
 
 
+async def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    async with running(tmp_path, console=False) as service:
+        for path in ("/", "/console/main.js"):
+            answer = await service.client.get(path)
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "route_not_found"
+        documented = (await service.client.get("/openapi.json")).json()["paths"]
+        assert "/metrics" in documented
+        assert "/" not in documented
+
+
 async def test_a_file_that_did_not_change_is_not_sent_again(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         first = await service.client.get("/console/main.js")

@@ -108,14 +108,16 @@ async def test_an_error_before_the_first_frame_has_its_own_status(tmp_path: Path
         assert error_of(answer)["param"] == "messages"
 
 
-async def test_an_error_inside_a_stream_ends_it_with_a_frame(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["break", "crash"])
+async def test_an_error_inside_a_stream_ends_it_with_a_frame(tmp_path: Path, fault: str) -> None:
     async with running(tmp_path) as service:
-        answer = await service.client.post(CHAT, json={"do": "break", "stream": True})
+        answer = await service.client.post(CHAT, json={"do": fault, "stream": True})
         assert answer.status_code == 200
         first, error, done, rest = answer.text.split("\n\n")
         assert first == "data: first"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
         assert (done, rest) == ("data: [DONE]", "")
+        assert "secret" not in answer.text
         counted = 'rbln_http_requests_total{code="200",method="POST",outcome="server_error"'
         assert await service.metric(counted) == 1
 

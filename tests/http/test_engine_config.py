@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,15 @@ def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Pa
     flags = ("--max-num-queued-tokens", "200")
     with pytest.raises(LaunchError, match="give one of them") as caught:
         configured(checkpoints("llama"), tmp_path, *flags, max_queued_tokens=100)
+    assert caught.value.exit_code == 2
+
+
+def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> None:
+    from server.vllm_flags import parse_arguments
+
+    os.mkfifo(pipe := tmp_path / "template.jinja")
+    with pytest.raises(LaunchError, match=r"--chat-template: .* is not a regular file") as caught:
+        parse_arguments([str(tmp_path), "--chat-template", str(pipe)], ServerSettings())
     assert caught.value.exit_code == 2
 
 

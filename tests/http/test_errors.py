@@ -8,9 +8,9 @@ import logging
 from server import errors
 from server.errors import TABLE, OverloadedError, ServerError, describe
 from server.frontend import Endpoint
+from server.last_words import error_frame
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
 from server.observability.metrics import OUTCOMES
-from server.streaming import error_frame
 
 
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:

@@ -84,6 +84,49 @@ async def test_load_use_and_unload(tmp_path: Path) -> None:
             assert code_of(gone) == (404, "not_found")
 
 
+PROXIED = {"via": "1.1 gateway"}
+
+
+async def test_where_adapters_lie_is_for_admins(tmp_path: Path) -> None:
+    """A client without an admin key sees what is below the root, and nothing of the rest."""
+    root = tmp_path / "root"
+    for name in ("a", "b"):
+        write_adapter(root / "team" / name)
+    port = ScriptedPort()
+    adapters = registry(port, root)
+    await adapters.load_static("static", str(write_adapter(tmp_path / "elsewhere" / "s")), None)
+    async with running(tmp_path, launcher(adapters), lora_root=root) as service:
+        port.max_loras = 9
+        assert (await load(service, "a", "team/a")).status_code == 200
+        local = (await service.client.get(LIST)).json()["data"]
+        assert all(entry["path"].startswith(str(tmp_path)) for entry in local)
+        far = await service.client.get(LIST, headers=PROXIED)
+        assert [entry["path"] for entry in far.json()["data"]] == ["s", "team/a"]
+        assert str(tmp_path) not in far.text
+        one = await service.client.get(f"{LIST}/a", headers=PROXIED)
+        assert one.json()["path"] == "team/a"
+        models = await service.client.get("/v1/models", headers=PROXIED)
+        assert [card.get("root") for card in models.json()["data"]] == [None, "s", "team/a"]
+        assert (await service.client.get("/v1/models/a", headers=PROXIED)).json()[
+            "root"
+        ] == "team/a"
+        info = await service.client.get("/v1/server_info", headers=PROXIED)
+        assert str(tmp_path) not in info.text
+        assert info.json()["settings"]["server"]["lora_root"] == "."
+        assert str(tmp_path) in (await service.client.get("/v1/server_info")).text
+
+
+async def test_no_error_tells_where_things_lie(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    folder = write_adapter(root / "a")
+    port = ScriptedPort(unreadable=f"adapter 'x' cannot be read from {folder}: it is odd.")
+    async with running(tmp_path, launcher(registry(port, root))) as service:
+        for path in ("a", "../out", "none"):
+            answer = await load(service, "x", path)
+            assert answer.json()["error"]["code"] == "invalid_adapter"
+            assert str(tmp_path) not in answer.text
+
+
 async def test_without_adapters_their_routes_say_so(tmp_path: Path) -> None:
     async with running(tmp_path, launcher(None)) as service:
         for answer in (

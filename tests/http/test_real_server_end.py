@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.http.real_server import RealServer
+from tests.http.real_server import RealServer, descendants
 
 pytestmark = pytest.mark.engine
 
@@ -91,15 +91,71 @@ def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None
         assert "exit code -9" in server.log.read_text()
 
 
-def test_nothing_survives_a_killed_server(server: RealServer) -> None:
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+def test_nothing_survives_a_killed_server(
+    checkpoints: CheckpointCache, tmp_path: Path, how: str
+) -> None:
+    checkpoint = checkpoints("llama", dtype="float32")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how) as server:
+        server.until_ready()
+        # Another process tries the grammar.
+        guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
+        assert server.client.post("/v1/completions", json=guided).status_code == 200
+        left = descendants(server.process.pid)
+        assert len(left) >= 3
+        server.process.kill()
+        deadline = time.monotonic() + 10
+        while alive := {pid: title for pid, title in left.items() if not gone(pid)}:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.02)
+        (abandoned,) = tmp_path.glob("rbln-serve-*")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how):
+        assert not abandoned.exists()
+
+
+def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealServer) -> None:
     with server:
         server.until_ready()
-        engine = server.engine_pid()
-        server.process.kill()
-        deadline = time.monotonic() + 5
-        while not gone(engine):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        out: list[str] = []
+        stream = in_flight(server, out)
+        server.terminate()
+        while server.client.get("/readyz").status_code == 200:
+            time.sleep(0.001)
+        server.terminate()
+        asked = time.monotonic()
+        assert server.process.wait(10) == 0
+        # About one on a host that has nothing else to do.
+        assert time.monotonic() - asked < 4
+        stream.join(10)
+        text = "".join(out)
+        assert '"code": "draining"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+def test_the_end_of_who_reads_the_log_is_not_the_servers(
+    checkpoints: CheckpointCache, tmp_path: Path, how: str
+) -> None:
+    log = tmp_path / "pipe"
+    os.mkfifo(log)
+    begun = threading.Event()
+
+    def read_a_line() -> None:
+        # As `| head -1` does.
+        with log.open() as pipe:
+            (tmp_path / "server.log").write_text(pipe.readline())
+            begun.set()
+
+    threading.Thread(target=read_a_line).start()
+    checkpoint = checkpoints("llama", dtype="float32")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, output=log) as server:
+        assert begun.is_set()
+        server.until_ready()
+        answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 200
+        server.terminate()
+        assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import httpx
@@ -88,30 +90,128 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
         assert service.launcher.engine.shut_down
 
 
-async def test_a_drain_ends_at_its_timeout(tmp_path: Path) -> None:
-    async with running(tmp_path, drain_timeout_s=0.2) as service:
-        request = asyncio.create_task(post(service, do="wait", stream=True))
-        while await service.metric("rbln_serve_in_flight_requests") < 1:
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGHUP])
+async def test_an_interrupt_and_a_terminal_that_closes_drain_too(
+    tmp_path: Path, name: signal.Signals
+) -> None:
+    async with running(tmp_path) as service:
+        answer = asyncio.create_task(post(service, do="wait"))
+        await until_in_flight(service, 1)
+        os.kill(os.getpid(), name)
+        while (ready := await service.client.get("/readyz")).status_code == 200:
             await asyncio.sleep(0.01)
-        service.signal()
-        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 0
-        assert service.frontend.ended == ["stream aborted"]
-        with pytest.raises(httpx.RemoteProtocolError):
-            await request
+        assert ready.json()["reason"] == name.name
+        service.frontend.go_on.set()
+        assert (await answer).json() == {"ok": True}
+        assert await service.exit_code == 0
 
 
-async def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+async def test_who_ignores_hangups_goes_on(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with running(tmp_path) as service:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.1)
+            assert (await service.client.get("/readyz")).status_code == 200
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def until_in_flight(service: Running, number: int) -> None:
+    while await service.metric("rbln_serve_in_flight_requests") < number:
+        await asyncio.sleep(0.01)
+
+
+LAST_FRAMES = {
+    CHAT: 'data: {"error": {',
+    "/v1/completions": 'data: {"error": {',
+    "/v1/responses": 'event: error\ndata: {"type": "error", "code": "draining"',
+    "/v1/messages": 'event: error\ndata: {"type": "error", "error": {',
+}
+
+
+def assert_cut_off(path: str, text: str, code: str) -> None:
+    """A stream that was cut off says so, in the manner of its endpoint."""
+    first, _, rest = text.partition("\n\n")
+    assert first == "data: first"
+    assert rest.startswith(LAST_FRAMES[path])
+    assert f'"code": "{code}"' in rest
+    assert "The answer was cut off." in rest
+    assert rest.endswith("data: [DONE]\n\n") == (path in (CHAT, "/v1/completions"))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_whoever_is_cut_off_is_told(
+    tmp_path: Path, signals: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, drain_timeout_s=60 if signals > 1 else 0.2) as service:
+        body = {"do": "wait", "stream": True}
+        streams = {
+            path: asyncio.create_task(service.client.post(path, json=body)) for path in LAST_FRAMES
+        }
+        answer = asyncio.create_task(post(service, do="wait"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: 9\r\n\r\n{{".encode())
+        await until_in_flight(service, 6)
+        for _ in range(signals):
+            service.signal()
+            await asyncio.sleep(0.05)
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 3) == 0
+        for path, stream in streams.items():
+            assert_cut_off(path, (await stream).text, "draining")
+        assert (await answer).status_code == 503
+        assert (await answer).json()["error"]["code"] == "draining"
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+        writer.close()
+        assert sorted(service.frontend.ended) == ["answer aborted", *["stream aborted"] * 4]
+    assert "Traceback" not in caplog.text
+    assert not [r for r in caplog.records if r.name.startswith("uvicorn") and r.levelno > 30]
+
+
+async def test_a_client_that_does_not_read_holds_up_no_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running(tmp_path, drain_timeout_s=60) as service:
-        request = asyncio.create_task(post(service, do="wait", stream=True))
-        while await service.metric("rbln_serve_in_flight_requests") < 1:
-            await asyncio.sleep(0.01)
+        body = b'{"do":"flood","stream":true}'
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port, limit=1024)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until_in_flight(service, 1)
+        await asyncio.sleep(0.3)
         service.signal()
+        await asyncio.sleep(0.05)
+        service.signal()
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 4) == 0
+        writer.close()
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_second_signal_kills_an_engine_that_takes_its_time(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        engine = service.launcher.engine
+        engine.ends_by_itself = False
+        service.signal()
+        while not engine.shut_down:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert not service.exit_code.done()
+        assert not engine.killed.is_set()
         service.signal()
-        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 0
-        await asyncio.wait({request})
-        assert request.exception() is not None
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 3) == 0
+        assert engine.killed.is_set()
+
+
+async def test_what_a_dead_engine_leaves_unanswered_is_told(tmp_path: Path) -> None:
+    async with running(tmp_path, death_linger_s=0.1) as service:
+        body = {"do": "wait", "stream": True}
+        stream = asyncio.create_task(service.client.post(CHAT, json=body))
+        answer = asyncio.create_task(post(service, do="wait"))
+        await until_in_flight(service, 2)
+        service.launcher.engine.death = "engine process ended with exit code -9"
+        assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 1
+        assert_cut_off(CHAT, (await stream).text, "engine_failed")
+        assert (await answer).json()["error"]["code"] == "engine_failed"
 
 
 async def test_a_dead_engine_ends_the_process_with_1(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import ssl
 from pathlib import Path
@@ -83,6 +84,11 @@ async def test_a_renewed_certificate_is_used_and_half_a_one_is_not(
         await asyncio.sleep(1.5)
         # The certificate's key is not there yet.
         assert await seen_name(service, authority) == "first"
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").replace(key)
+        await asyncio.sleep(1.5)
+        assert await seen_name(service, authority) == "first"
+        key.unlink()
         shutil.copy(new_key, key)
         async with asyncio.timeout(10):
             while await seen_name(service, authority) != "second":
@@ -92,9 +98,13 @@ async def test_a_renewed_certificate_is_used_and_half_a_one_is_not(
 def test_what_is_wrong_is_said_at_start(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.sign(tmp_path / "a", password="hush")
     _, other = authority.sign(tmp_path / "b")
+    os.mkfifo(pipe := tmp_path / "pipe")
     for settings, words in [
         (files(tmp_path / "nowhere.pem", key), "nowhere.pem"),
         (files(cert, other), "--ssl-keyfile"),
+        (files(pipe, key), "--ssl-certfile .*pipe .*not a regular file"),
+        (files(cert, pipe), "--ssl-keyfile .*pipe .*not a regular file"),
+        (files(cert, key, ssl_ca_certs=pipe), "--ssl-ca-certs .*not a regular file"),
         (files(cert, key), "--ssl-keyfile"),
         (files(cert, key, ssl_keyfile_password="wrong"), "--ssl-keyfile"),
         (files(cert, key, ssl_keyfile_password="hush", ssl_ciphers="NONSENSE"), "NONSENSE"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from server.weight_files import WeightFiles, check_weight_files
+from server.frontend import LaunchError
+from server.weight_files import WeightFiles, check_weight_files, refuse_damaged_weights
 
 
 @pytest.fixture
@@ -50,6 +52,36 @@ def test_a_header_that_is_none(folder: Path, content: bytes) -> None:
     (folder / "model-1.safetensors").write_bytes(content)
     (problem,) = found(folder).problems
     assert problem.startswith("model-1.safetensors is damaged: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": [8, 9]}, "invalid shape, data type, or offset"),
+        ({"data_offsets": [-5, 128]}, "-5"),
+        ({"dtype": "B7"}, "B7"),
+    ],
+)
+def test_a_header_that_means_nothing(folder: Path, change: dict[str, Any], words: str) -> None:
+    path = folder / "model-1.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["layer.1"] |= change
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    (problem,) = found(folder).problems
+    assert problem.startswith("model-1.safetensors is damaged: ")
+    assert words in problem
+
+
+def test_damaged_weights_are_refused_before_an_engine_is_built(folder: Path) -> None:
+    refuse_damaged_weights(str(folder), "auto")
+    for name in ("model-1", "model-2"):
+        (folder / f"{name}.safetensors").write_bytes(b"\x93NUMPY" + b"x" * 200)
+    with pytest.raises(LaunchError, match=r"^model-1.* do.* begin .*; model-2.*; fetch it again$"):
+        refuse_damaged_weights(str(folder), "auto")
+    refuse_damaged_weights(str(folder), "dummy")
 
 
 def test_an_index_that_is_none(folder: Path) -> None:

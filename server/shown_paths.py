@@ -1,0 +1,45 @@
+"""What clients see of the server's own paths: nothing that says how its file system is laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from server.frontend import JsonObject
+
+_NO_PATHS = ("root_path",)
+"""Fields that begin with a slash and are parts of URLs."""
+
+
+class ShownPaths:
+    """Turns absolute paths into what is below a folder that clients know, else the last part."""
+
+    def __init__(self, known: Path | None) -> None:
+        """`known` is the folder that clients name adapters from, None where they cannot."""
+        self._known = None if known is None else known.resolve()
+
+    def of(self, path: str) -> str:
+        """Return how a path is shown; names and relative paths stay as they are."""
+        given = PurePath(path)
+        if not given.is_absolute():
+            return path
+        if self._known is not None and given.is_relative_to(self._known):
+            return str(given.relative_to(self._known))
+        return given.name
+
+    def model(self, card: JsonObject) -> JsonObject:
+        """Return a model object, whose `root` may be a path."""
+        return {**card, "root": self.of(card["root"])} if card.get("root") else card
+
+    def adapter(self, told: JsonObject) -> JsonObject:
+        """Return an adapter's description; the reason for a failure may name its path."""
+        path, error = told["path"], told["error"]
+        shown = self.of(path)
+        return {**told, "path": shown, "error": error and error.replace(path, shown)}
+
+    def every(self, value: object) -> object:
+        """Return JSON with all its texts that are absolute paths as they are shown."""
+        if isinstance(value, dict):
+            return {k: v if k in _NO_PATHS else self.every(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.every(item) for item in value]
+        return self.of(value) if isinstance(value, str) else value
