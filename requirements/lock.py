@@ -76,7 +76,7 @@ def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
     pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
     held = {_normal(line.split("==")[0]) for line in base}
     lines = [pins[package] for package in sorted(pins) if package not in held]
-    header = f"# Made by requirements/lock.py from {name}.in; deploy/scripts/install_locked.sh reads it."
+    header = f"# Made by requirements/lock.py from {name}.in for install_locked.sh."
     target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
     sys.stdout.write(f"{target.name}: {len(lines)} packages\n")
 
