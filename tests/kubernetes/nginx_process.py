@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import time
@@ -28,14 +27,13 @@ class Nginx:
         for old, new in zip((8001, 8002), replicas, strict=True):
             text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
         text = text.replace("listen 8080", f"listen 127.0.0.1:{port}")
-        text = re.sub(r"/tmp/(nginx-[\w.-]+)", rf"{folder}/\1", text)
         text = text.replace("/dev/stdout", str(self.log))
         config = folder / "nginx.conf"
         config.write_text(text, encoding="utf-8")
         self._errors = folder / "error.log"
         with self._errors.open("wb") as log:
             self._process = subprocess.Popen(
-                [command, "-c", str(config), "-e", "stderr", "-g", "daemon off;"],
+                [command, "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", "daemon off;"],
                 stdout=log,
                 stderr=log,
             )

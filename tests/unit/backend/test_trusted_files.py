@@ -97,6 +97,18 @@ def test_what_root_has_made_is_for_everybody_and_what_another_has_is_not(entry: 
         os.seteuid(0)
 
 
+@AS_ROOT
+def test_a_sticky_folder_is_roots(entry: Path, root: Path) -> None:
+    root.chmod(0o1777)
+    for path in (root, *root.rglob("*")):
+        os.chown(path, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        assert examine(entry) == ("untrusted", f"others may write {root} (mode 1777)")
+    finally:
+        os.seteuid(0)
+
+
 def test_a_link_is_judged_by_where_it_leads(entry: Path, root: Path) -> None:
     link = root / "link"
     link.symlink_to(entry)
