@@ -165,12 +165,13 @@ def _load(own: Sequence[Path], bundles: Sequence[Path] = ()) -> KernelSet:
     refused, found = why_refused(stores), find_built(stores)
     if refused and found:
         logger.warning("%s", refused)
+        found = found[0], f"{found[1]}; {refused}"
     try:
         entry, how = found or _build_into(own)
     except OSError as error:
         return _build_for_process(str(error))
     try:
-        return _open_library(entry, "; ".join(filter(None, (how, refused))))
+        return _open_library(entry, how)
     except (OSError, ArtifactError) as error:
         # Built elsewhere, for another C library, say; the process's own cannot have that fault.
         return _build_for_process(f"the library in {entry} cannot be loaded: {error}")
@@ -178,11 +179,12 @@ def _load(own: Sequence[Path], bundles: Sequence[Path] = ()) -> KernelSet:
 
 def _build_into(stores: Sequence[Path]) -> tuple[Path, str]:
     """A library in the first store that will do; raises ``OSError`` when none will."""
-    reasons = []
+    reasons: list[str] = []
     for store in stores:
         try:
             make_trusted_folder(store)
-            return find_or_build(store / build_key())
+            entry, how = find_or_build(store / build_key())
+            return entry, "; ".join((how, *reasons))
         except OSError as error:
             reasons.append(str(error))
             logger.warning("kernels are not kept in %s: %s", store, error)
