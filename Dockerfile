@@ -1,5 +1,5 @@
 # Images of rbln-serve; docs/containers.md has the how and the why.
-#   docker build -t rbln-serve .                                   the emulated device (CPU)
+#   make image                                                     the emulated device (CPU)
 #   docker build -t rbln-serve:npu --target npu \
 #       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
 # Every step is a script of deploy/scripts, which tests run as well.
@@ -19,14 +19,6 @@ COPY default_model default_model
 COPY rbln_backend rbln_backend
 COPY server server
 RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model", "/opt/bundle"]
-
-FROM build AS build-emulated
-RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
-
-FROM build AS build-npu
-# A pip.conf with the vendor's index and the account's credentials; mounted for this step alone.
-RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
-    deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
 
 FROM ${BASE} AS runtime
 COPY deploy/scripts /opt/rbln-serve/
@@ -62,9 +54,10 @@ ENTRYPOINT ["/usr/bin/tini", "--", "/opt/rbln-serve/container_start.sh"]
 CMD ["/opt/default-model", "--served-model-name", "default-model"]
 ARG BASE
 ARG VERSION=0.1.0
-ARG REVISION=unknown
-ARG CREATED=unknown
-ARG SOURCE=unknown
+# Known to whoever builds alone (`make image` fills in the first two); what nobody says stays empty.
+ARG REVISION=
+ARG CREATED=
+ARG SOURCE=
 LABEL org.opencontainers.image.title="rbln-serve" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
@@ -73,14 +66,29 @@ LABEL org.opencontainers.image.title="rbln-serve" \
       org.opencontainers.image.source="${SOURCE}" \
       org.opencontainers.image.base.name="${BASE}"
 
+FROM build AS build-emulated
+RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
+# What the image is made of, Debian's packages of the stage that it is built on included.
+COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
+RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
+
+FROM build AS build-npu
+# A pip.conf with the vendor's index and the account's credentials; mounted for this step alone.
+RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
+    deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
+COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
+RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
+
 FROM runtime AS npu
 COPY --from=build-npu /opt/venv /opt/venv
 COPY --from=build-npu /opt/bundle /opt/bundle
 COPY --from=build-npu /opt/default-model /opt/default-model
+COPY --from=build-npu /opt/sbom.cdx.json /opt/sbom.cdx.json
 LABEL org.opencontainers.image.description="OpenAI-compatible service on RBLN NPUs"
 
 FROM runtime AS emulated
 COPY --from=build-emulated /opt/venv /opt/venv
 COPY --from=build-emulated /opt/bundle /opt/bundle
 COPY --from=build-emulated /opt/default-model /opt/default-model
+COPY --from=build-emulated /opt/sbom.cdx.json /opt/sbom.cdx.json
 LABEL org.opencontainers.image.description="OpenAI-compatible service on the CPU emulation of RBLN NPUs"

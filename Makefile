@@ -6,6 +6,7 @@ VENV ?= .venv
 MODEL ?= build/default-model
 HOST ?= 127.0.0.1
 PORT ?= 8000
+SOURCE ?=
 ARGS ?=
 TESTS ?= tests
 
@@ -17,7 +18,7 @@ name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench dashboards chart docs models lock clean
+.PHONY: help install dev serve test lint bench dashboards chart docs models lock sbom image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -55,6 +56,14 @@ models: dev ## Compare model families (ARGS, else all) with transformers for doc
 
 lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)
+
+sbom: install ## What the environment is made of (CycloneDX) in build/sbom.cdx.json
+	$(scripts)/write_sbom.sh $(VENV) build/sbom.cdx.json
+
+image: ## Build the image rbln-serve; SOURCE is the repository's public address, ARGS go to docker build
+	docker build --tag rbln-serve \
+		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -modified)" \
+		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" $(ARGS) .
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build deploy/vllm-metadata/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,7 +33,7 @@ from rbln_backend.config_values import CHOICES
 from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
 from rbln_backend.stats import METRICS, MetricDecl
-from server.observability.metrics import SERVER_METRICS
+from server.observability.declarations import SERVER_METRICS
 from server.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings

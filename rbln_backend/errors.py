@@ -10,6 +10,7 @@
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
     `-- ArtifactError                          a stored artifact cannot be used
         |-- CorruptArtifactError               its bytes differ from what its manifest promises
+        |-- UntrustedFileError (PermissionError)  code that somebody else could have written
         `-- BundleError                        a bundle cannot be read, or is not what it should be
 
 The built-in second bases let callers that know nothing of this package (vLLM, argparse)
@@ -57,6 +58,10 @@ class ArtifactError(RblnError):
 
 class CorruptArtifactError(ArtifactError):
     """A stored artifact is damaged: missing, truncated or altered."""
+
+
+class UntrustedFileError(ArtifactError, PermissionError):
+    """Code that would be run lies where somebody else than this user and root could write it."""
 
 
 class BundleError(ArtifactError):

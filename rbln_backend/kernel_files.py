@@ -2,7 +2,8 @@
 
 A directory is named by the key of its build and holds the library and `library.json`, which says
 what the library is for and what its SHA-256 is. A library is code: whoever can write here decides
-what the engine runs. Pure Python, so that bundles can be handled without torch.
+what the engine runs, so only what ``trusted_files`` lets pass is run or exported. Pure Python, so
+that bundles can be handled without torch.
 """
 
 from __future__ import annotations
@@ -13,19 +14,25 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
+from rbln_backend.file_locks import claimed_folder
+from rbln_backend.trusted_files import open_trusted, trusted_folder
 
 LIBRARY = "librbln_emulator.so"
 RECORD = "library.json"
 KEY = re.compile(r"[0-9a-f]{32}")
 """The name of a library's directory."""
 
-_READABLE = 0o755
+State = Literal["whole", "damaged", "untrusted", "absent"]
+
+_READABLE_FOLDER, _READABLE_FILE = 0o755, 0o644
+_LEFTOVERS = "*.*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,14 @@ def kernel_store(cache_root: Path) -> Path:
     return cache_root / "rbln" / "kernels"
 
 
+def private_stores() -> list[Path]:
+    """Where this user's own libraries lie when the cache root's cannot be trusted, if anywhere."""
+    try:
+        return [kernel_store(Path.home() / ".cache" / "rbln-serve")]
+    except RuntimeError:
+        return []
+
+
 def libraries(store: Path) -> list[KernelFiles]:
     """What is stored, intact or not, by key."""
     try:
@@ -65,13 +80,47 @@ def is_intact(entry: Path) -> bool:
         return False
 
 
-def read_intact(entry: Path) -> dict[str, bytes] | None:
-    """Library and record by name; None where they are damaged."""
+def read_trusted(entry: Path) -> dict[str, bytes] | None:
+    """Library and record by name; None where they are damaged.
+
+    Raises ``UntrustedFileError`` where somebody else could have written them.
+    """
     try:
-        files = {name: (entry / name).read_bytes() for name in (LIBRARY, RECORD)}
+        with trusted_folder(entry) as folder:
+            files = {name: _read(open_trusted(folder, name)) for name in (LIBRARY, RECORD)}
+    except UntrustedFileError:
+        raise
     except OSError:
         return None
     return files if _matches(files[RECORD], files[LIBRARY]) else None
+
+
+def open_library(entry: Path) -> int:
+    """A descriptor of the library in ``entry``, whole and written by nobody else: to be loaded.
+
+    Raises ``UntrustedFileError``, ``CorruptArtifactError`` and ``OSError``.
+    """
+    with trusted_folder(entry) as folder:
+        record = _read(open_trusted(folder, RECORD))
+        library = open_trusted(folder, LIBRARY)
+    try:
+        if not _matches(record, _read(os.dup(library))):
+            raise CorruptArtifactError(f"the library in {entry} does not match its record")
+    except BaseException:
+        os.close(library)
+        raise
+    return library
+
+
+def examine(entry: Path) -> tuple[State, str]:
+    """Whether the library in ``entry`` may be loaded; for an untrusted one also why it may not."""
+    try:
+        os.close(open_library(entry))
+    except UntrustedFileError as error:
+        return "untrusted", str(error)
+    except (OSError, CorruptArtifactError):
+        return ("damaged" if os.path.lexists(entry) else "absent"), ""
+    return "whole", ""
 
 
 def are_intact(files: Mapping[str, bytes]) -> bool:
@@ -101,25 +150,23 @@ def lock(entry: Path) -> Iterator[None]:
 @contextmanager
 def staging(entry: Path) -> Iterator[Path]:
     """Yield a directory that replaces ``entry`` when the block ends well; hold the lock."""
-    for leftover in entry.parent.glob(f"{entry.name}.*/"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
-    try:
+    with claimed_folder(entry.parent, f"{entry.name}.", _LEFTOVERS) as made:
         yield made
-        # Servers under other users read it, too; mkdtemp shuts them out.
-        made.chmod(_READABLE)
+        # Servers under other users read it, too, and none but this one may write, whatever the
+        # umask says.
+        for file in made.iterdir():
+            file.chmod(_READABLE_FILE)
+        made.chmod(_READABLE_FOLDER)
         if entry.exists():
             shutil.rmtree(entry)
         made.rename(entry)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def publish(entry: Path, files: Mapping[str, bytes]) -> bool:
-    """Put an intact library at ``entry``; False if there is one. Raises `OSError`."""
+    """Put an intact library at ``entry``; False if there is one to be trusted. Raises `OSError`."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     with lock(entry):
-        if is_intact(entry):
+        if examine(entry)[0] == "whole":
             return False
         with staging(entry) as directory:
             for name, content in files.items():
@@ -132,6 +179,11 @@ def publish(entry: Path, files: Mapping[str, bytes]) -> bool:
 
 def _matches(record: bytes, library: bytes) -> bool:
     return _decode(record).get("sha256") == hashlib.sha256(library).hexdigest()
+
+
+def _read(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
 
 
 def _decode(record: bytes) -> dict[str, Any]:

@@ -3,6 +3,10 @@
 Run it with the Python that the service runs on. Versions that are locked already stay unless
 --upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
 taken without its requirements.
+
+A lock names one file of each package, by its SHA-256: the wheel for CPython 3.11 on x86-64 Linux,
+the one platform that it was tested on. Wheels alone: to build a source release would run its code,
+and fetch what nothing here pins.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 NO_DEPS = re.compile(r"#\s*no-deps\s*$")
@@ -34,7 +39,7 @@ def _normal(name: str) -> str:
 
 
 def _resolve(lines: list[str], constraints: list[str], *options: str) -> dict[str, str]:
-    """Ask pip what it would install; returns normalised name -> version."""
+    """Ask pip what it would install; returns normalised name -> line of the lock."""
     if not lines:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -42,17 +47,25 @@ def _resolve(lines: list[str], constraints: list[str], *options: str) -> dict[st
         wanted.write_text("\n".join(lines), encoding="utf-8")
         bounds.write_text("\n".join(constraints), encoding="utf-8")
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
-        command += ["--ignore-installed", "--report", str(report), *options]
+        command += ["--ignore-installed", "--only-binary", ":all:"]
+        command += ["--report", str(report), *options]
         subprocess.run([*command, "-r", str(wanted), "-c", str(bounds)], check=True)
         found = json.loads(report.read_text(encoding="utf-8"))["install"]
-    return {_normal(item["metadata"]["name"]): item["metadata"]["version"] for item in found}
+    return {_normal(item["metadata"]["name"]): _line(item) for item in found}
+
+
+def _line(item: dict[str, Any]) -> str:
+    name, version = _normal(item["metadata"]["name"]), item["metadata"]["version"]
+    digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+    return f"{name}=={version} --hash=sha256:{digest}"
 
 
 def _locked(path: Path) -> list[str]:
+    """Return the versions of a lock; with the hashes pip would want one of whatever it resolves."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    return [line.split()[0] for line in lines if line and not line.startswith("#")]
 
 
 def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
@@ -62,8 +75,8 @@ def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
     resolved, alone = _requirements(HERE / f"{name}.in")
     pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
     held = {_normal(line.split("==")[0]) for line in base}
-    lines = [f"{package}=={pins[package]}" for package in sorted(pins) if package not in held]
-    header = f"# Made by requirements/lock.py from {name}.in; install it with --no-deps."
+    lines = [pins[package] for package in sorted(pins) if package not in held]
+    header = f"# Made by requirements/lock.py from {name}.in for install_locked.sh."
     target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
     sys.stdout.write(f"{target.name}: {len(lines)} packages\n")
 

@@ -14,6 +14,8 @@ from rbln_backend.bundle.output import write_bundle, write_folder
 from rbln_backend.bundle.unpack import Imported, unpack
 from rbln_backend.envs import resolve
 from rbln_backend.errors import BundleError
+from rbln_backend.kernel_files import kernel_store
+from rbln_backend.trusted_files import trusted_folder
 from server.frontend import LaunchError
 from server.offline import answers_alone_on_stdout, ask_platform
 
@@ -97,6 +99,11 @@ def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
         out.write(
             f"{imported.kernels} kernel libraries imported, {imported.kernels_present} were there\n"
         )
+        try:
+            with trusted_folder(kernel_store(root)):
+                pass
+        except OSError as error:
+            out.write(f"servers will not run them: {error}\n")
 
 
 def _survey(args: Namespace) -> StoreReport:

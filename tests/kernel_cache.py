@@ -32,8 +32,8 @@ def share_kernels(cache_root: Path) -> Path:
 
 
 def build_variant(name: str) -> Path:
-    """The library of one of ``VARIANTS``, built when it or the stand-in has changed."""
+    """The entry of one of ``VARIANTS``, built when it or the stand-in has changed."""
     target = VARIANTS[name]
     key = build_key(target) + hashlib.sha256(_STAND_IN.read_bytes()).hexdigest()[:8]
     SHARED.mkdir(parents=True, exist_ok=True)
-    return find_or_build(SHARED / key, target)[0] / "librbln_emulator.so"
+    return find_or_build(SHARED / key, target)[0]

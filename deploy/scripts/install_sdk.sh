@@ -15,7 +15,8 @@ import tomllib
 with open("pyproject.toml", "rb") as file:
     print("\n".join(tomllib.load(file)["project"]["optional-dependencies"]["npu"]))
 PYTHON
-grep -hv -e '^#' -e '^--' requirements/torch.txt requirements/cpu.lock >"$work/locked.txt"
+# Without the hashes: with them pip would want one of every package of the SDK.
+sed -e '/^#/d' -e '/^--/d' -e 's/ --hash=.*//' requirements/torch.txt requirements/cpu.lock >"$work/locked.txt"
 if [ -n "$config" ]; then
     export PIP_CONFIG_FILE=$config
 fi

@@ -20,7 +20,7 @@ from rbln_backend.compiler.artifact_files import (
 )
 from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
 from rbln_backend.compiler.cache_key import CacheKey
-from rbln_backend.errors import BundleError, CorruptArtifactError
+from rbln_backend.errors import BundleError, CorruptArtifactError, UntrustedFileError
 from rbln_backend.kernel_files import (
     KEY,
     LIBRARY,
@@ -29,7 +29,7 @@ from rbln_backend.kernel_files import (
     kernel_store,
     libraries,
     make_record,
-    read_intact,
+    read_trusted,
     target_of,
 )
 
@@ -94,7 +94,8 @@ def collect(
 ) -> Contents:
     """Read a bundle's contents from the stores; None stands for everything.
 
-    Raises ``BundleError`` when something chosen is not there or is damaged.
+    Raises ``BundleError`` when something chosen is not there or is damaged, and for a library that
+    somebody else could have written: a bundle's digest would vouch for it.
     """
     found = Contents()
     store = ArtifactStore(
@@ -114,7 +115,13 @@ def collect(
     for library in libraries(kernel_store(cache_root)):
         if kernel_keys is not None and library.key not in kernel_keys:
             continue
-        files = read_intact(library.path)
+        try:
+            files = read_trusted(library.path)
+        except UntrustedFileError as error:
+            raise BundleError(
+                f"the kernel library {library.key} is not exported: {error}; --no-kernels leaves "
+                "kernels out"
+            ) from None
         if files is not None:
             record = make_record(files[LIBRARY], target_of(files[RECORD]))
             found.kernels[library.key] = {LIBRARY: files[LIBRARY], RECORD: record}

@@ -33,13 +33,13 @@ from rbln_backend.compiler.artifact_files import (
     write_entry,
 )
 from rbln_backend.compiler.cache_key import DIGEST_CHARS, CacheKey
-from rbln_backend.compiler.file_locks import (
+from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.file_locks import (
     acquire,
     lock_in_place,
     open_lock,
     remove_if_unlocked,
 )
-from rbln_backend.errors import CorruptArtifactError
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from rbln_backend.emulator.build import (
     KernelSet,
     can_build,
     find_built,
+    kernel_stores,
     load_kernels,
     start_recording,
 )
 from rbln_backend.errors import ConfigError
-from rbln_backend.kernel_files import kernel_store
 
 Device = Literal["emulated", "rebel"]
 
@@ -75,6 +75,6 @@ def expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | 
     """The fingerprint of the compiler that an engine would make, found without loading kernels."""
     if choose_device(config) == "rebel":
         return make_rebel_compiler(config, None).fingerprint()
-    stores = [kernel_store(Path(root)) for root in (config.cache_root, *config.cache_bundles)]
+    stores = kernel_stores(config.cache_root, config.cache_bundles)
     native = config.kernels != "aten" and (find_built(stores) is not None or can_build())
     return EmulatedCompiler("native" if native else "aten").fingerprint()

@@ -4,8 +4,10 @@ The library lies in ``<cache_root>/rbln/kernels/<key>/`` beside a record of its 
 covers the sources, the flags, the CPU and torch. A build happens in a private directory and
 appears under its key in one rename, under a lock that processes share. Where there is no library
 for this very CPU, one that was built ahead for a level it reaches (``variants``) spares the build.
-Where building or loading is impossible, the PyTorch bodies of ``fallback`` take over, and the
-``KernelSet`` says why.
+A library that somebody else could have written is as good as absent (``trusted_files``); where the
+cache root is open to others, this user's own store takes what is built. Compilers end with this
+process, however it ends. Where building or loading is impossible, the PyTorch bodies of
+``fallback`` take over, and the ``KernelSet`` says why.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,16 +34,21 @@ import torch
 from rbln_backend.emulator import fallback, ops
 from rbln_backend.emulator.replay import Recording
 from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, cpu_lines
-from rbln_backend.errors import CompileError
+from rbln_backend.errors import ArtifactError, CompileError
+from rbln_backend.file_locks import claimed_folder
 from rbln_backend.kernel_files import (
     LIBRARY,
     RECORD,
-    is_intact,
+    State,
+    examine,
     kernel_store,
     lock,
     make_record,
+    open_library,
+    private_stores,
     staging,
 )
+from rbln_backend.trusted_files import make_trusted_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ Mode = Literal["auto", "native", "aten"]
 
 _SOURCE_DIR = Path(__file__).parent
 _TORCH_DIR = Path(torch.__file__).parent
+_PRIVATE = "rbln-kernels-"
 _SOURCES = (
     "library",
     "attention_tensors",
@@ -80,6 +90,13 @@ _FLAGS = (
     "-O3 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -w"
 ).split()
 _COMPILE_TIMEOUT_S = 300
+# Sleeps until nobody holds the other end of its standard input, then kills its process group.
+_GUARD = ("/bin/sh", "-c", "read _; kill -s KILL 0")
+_HOW: dict[State, str] = {
+    "absent": "built",
+    "damaged": "rebuilt, the cached library was damaged,",
+    "untrusted": "rebuilt, others could have written the cached library,",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,63 +150,97 @@ def _activate_fallback(reason: str) -> KernelSet:
 
 def _activate_native(roots: Sequence[Path]) -> KernelSet:
     if _Active.native is None:
-        _Active.native = _load([kernel_store(root) for root in roots])
+        _Active.native = _load(
+            [kernel_store(roots[0]), *private_stores()], [kernel_store(root) for root in roots[1:]]
+        )
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
-def _load(stores: Sequence[Path]) -> KernelSet:
-    """The first store takes what has to be built."""
-    store = stores[0]
+def _load(own: Sequence[Path], bundles: Sequence[Path] = ()) -> KernelSet:
+    """The first of the ``own`` stores that only this user can write takes what has to be built."""
+    stores = [*own, *bundles]
+    refused, found = why_refused(stores), find_built(stores)
+    if refused and found:
+        logger.warning("%s", refused)
+        found = found[0], f"{found[1]}; {refused}"
     try:
-        found = find_built(stores)
-        if found is None:
-            store.mkdir(parents=True, exist_ok=True)
-            found = find_or_build(store / build_key())
-    except OSError:
-        return _build_for_process(f"{store} cannot be written")
-    entry, reason = found
-    try:
-        return _open_library(entry / LIBRARY, reason)
+        entry, how = found or _build_into(own)
     except OSError as error:
+        return _build_for_process(str(error))
+    try:
+        return _open_library(entry, how)
+    except (OSError, ArtifactError) as error:
         # Built elsewhere, for another C library, say; the process's own cannot have that fault.
         return _build_for_process(f"the library in {entry} cannot be loaded: {error}")
 
 
+def _build_into(stores: Sequence[Path]) -> tuple[Path, str]:
+    """A library in the first store that will do; raises ``OSError`` when none will."""
+    reasons: list[str] = []
+    for store in stores:
+        try:
+            make_trusted_folder(store)
+            entry, how = find_or_build(store / build_key())
+            return entry, "; ".join((how, *reasons))
+        except OSError as error:
+            reasons.append(str(error))
+            logger.warning("kernels are not kept in %s: %s", store, error)
+    raise OSError("; ".join(reasons))
+
+
 def _build_for_process(why: str) -> KernelSet:
     """A private copy serves this process; the loaded library outlives its file."""
-    with tempfile.TemporaryDirectory(prefix="rbln-kernels-") as private:
-        _build(Path(private), NATIVE)
-        try:
-            return _open_library(Path(private) / LIBRARY, f"built for this process: {why}")
-        except OSError as error:
-            raise CompileError(f"the kernel library cannot be loaded: {error}") from error
+    try:
+        with claimed_folder(Path(tempfile.gettempdir()), _PRIVATE, f"{_PRIVATE}*/") as private:
+            _build(private, NATIVE)
+            return _open_library(private, f"built for this process: {why}")
+    except (OSError, ArtifactError) as error:
+        raise CompileError(f"a kernel library for this process cannot be had: {error}") from error
+
+
+def kernel_stores(cache_root: str, bundles: Sequence[str]) -> list[Path]:
+    """Where a process with these roots looks for libraries, in that order."""
+    first, *others = (kernel_store(Path(root)) for root in (cache_root, *bundles))
+    return [first, *private_stores(), *others]
 
 
 def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
     """The library for this very CPU, else the one for the best level that the CPU reaches."""
-    natives = [store / build_key() for store in stores]
-    for native in natives:
-        if is_intact(native):
+    states = {store / build_key(): examine(store / build_key())[0] for store in stores}
+    for native, state in states.items():
+        if state == "whole":
             return native, "loaded from the cache"
-    if natives[0].exists():
-        # Damaged: it was the better one, and is rebuilt.
+    if "damaged" in states.values() and can_build():
+        # It was the better one, and is rebuilt.
         return None
     for level in (level for level in LEVELS if level.runs_here()):
         for entry in (store / build_key(level) for store in stores):
-            if is_intact(entry):
+            if examine(entry)[0] == "whole":
                 return entry, f"built ahead for CPUs with {level.name}"
     return None
 
 
-def _open_library(path: Path, reason: str) -> KernelSet:
-    torch.ops.load_library(str(path))
-    _Active.handle = ctypes.CDLL(str(path))
+def why_refused(stores: Sequence[Path]) -> str:
+    """Why a library for this CPU that lies in one of ``stores`` is not run; "" if none lies so."""
+    usable = (NATIVE, *(level for level in LEVELS if level.runs_here()))
+    for entry in (store / build_key(target) for target in usable for store in stores):
+        state, why = examine(entry)
+        if state == "untrusted":
+            return f"the kernels in {entry} are not run: {why}"
+    return ""
+
+
+def _open_library(entry: Path, reason: str) -> KernelSet:
+    """Load the very file that was verified, whatever has come to lie under its name since."""
+    # Never closed: the name by which the library is loaded must not come to mean another file.
+    descriptor = open_library(entry)
+    _Active.handle = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     describe = _Active.handle.rbln_emulator_isa
     describe.restype = ctypes.c_char_p
-    return KernelSet("native", describe().decode(), path, reason)
+    return KernelSet("native", describe().decode(), entry / LIBRARY, reason)
 
 
 def packs_weights() -> bool:
@@ -237,18 +288,17 @@ def build_key(target: Target = NATIVE) -> str:
 
 def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
     """The directory ``entry`` with an undamaged library in it, and how it got there."""
-    if is_intact(entry):
+    if examine(entry)[0] == "whole":
         return entry, "loaded from the cache"
     with lock(entry):
-        if is_intact(entry):
+        state, _ = examine(entry)
+        if state == "whole":
             return entry, "loaded from the cache"
-        damaged = entry.exists()
         logger.info("building the kernels (%s) takes a minute or so", target.name)
         with staging(entry) as directory:
             seconds = _build(directory, target)
         logger.info("Compile time of the kernels (%s): %.1f s", target.name, seconds)
-    why = "rebuilt, the cached library was damaged" if damaged else "built"
-    return entry, f"{why} in {seconds:.1f} s"
+    return entry, f"{_HOW[state]} in {seconds:.1f} s"
 
 
 def can_build() -> bool:
@@ -265,12 +315,14 @@ def _build(directory: Path, target: Target) -> float:
     objects = [str(directory / f"{name}.o") for name in _SOURCES]
     flags = [*_FLAGS, *target.flags]
     commands = [
-        _compile_command([compiler, "-c", *flags], name, made)
+        # Pipes: a compiler that is killed leaves its temporary files.
+        _compile_command([compiler, "-pipe", "-c", *flags], name, made)
         for name, made in zip(_SOURCES, objects, strict=True)
     ]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_run, commands))
-    _run(_link_command(compiler, objects, directory / LIBRARY))
+    with _compilers() as group:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(partial(_run, group=group), commands))
+        _run(_link_command(compiler, objects, directory / LIBRARY), group=group)
     for path in objects:
         Path(path).unlink()
     library = (directory / LIBRARY).read_bytes()
@@ -294,10 +346,36 @@ def _link_command(compiler: str, objects: list[str], target: Path) -> list[str]:
     ]
 
 
-def _run(command: list[str]) -> None:
+@contextmanager
+def _compilers() -> Iterator[int]:
+    """Yield a process group that is killed when the block ends, or this process does.
+
+    A signal at the parent's death would reach g++ alone, not what it has started.
+    """
+    try:
+        guard = subprocess.Popen(
+            _GUARD,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )
+    except OSError as error:
+        raise CompileError(f"the kernel build failed: {error}") from error
+    # Leaving closes the pipe and waits.
+    with guard:
+        yield guard.pid
+
+
+def _run(command: list[str], *, group: int) -> None:
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            check=False,
+            process_group=group,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"the kernel build failed: {error}") from error

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from rbln_backend.emulator.build import build_key, find_or_build
 from rbln_backend.emulator.targets import LEVELS
+from rbln_backend.errors import CompileError
 from rbln_backend.kernel_files import kernel_store
+from rbln_backend.trusted_files import make_trusted_folder
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,10 @@ logger = logging.getLogger(__name__)
 def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
     """The libraries of the levels in ``names``, built where missing; raises ``CompileError``."""
     store = kernel_store(cache_root)
-    store.mkdir(parents=True, exist_ok=True)
+    try:
+        make_trusted_folder(store)
+    except OSError as error:
+        raise CompileError(f"kernels cannot be built there: {error}") from error
     entries = []
     for level in (level for level in LEVELS if level.name in names):
         entry, how = find_or_build(store / build_key(level), level)

@@ -24,9 +24,7 @@ _GRAPH_SOURCES = (
     *("worker/graph_functions.py", "worker/group_inputs.py"),
 )
 # How graphs are kept, not what they are.
-_STORE_SOURCES = frozenset(
-    ("artifact_files.py", "artifact_store.py", "file_locks.py", "store_audit.py")
-)
+_STORE_SOURCES = frozenset(("artifact_files.py", "artifact_store.py", "store_audit.py"))
 
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:

@@ -13,7 +13,13 @@ from rbln_backend.compiler.cache_key import CacheKey, diff
 from rbln_backend.compiler.device import expected_fingerprint
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import build_key, can_build, find_built
+from rbln_backend.emulator.build import (
+    build_key,
+    can_build,
+    find_built,
+    kernel_stores,
+    why_refused,
+)
 from rbln_backend.emulator.targets import LEVELS, cpu_name
 from rbln_backend.errors import ConfigError
 from rbln_backend.kernel_files import kernel_store, libraries
@@ -128,12 +134,14 @@ def kernel_report(rbln: RblnConfig, device: str) -> KernelReport:
     store = kernel_store(Path(rbln.cache_root))
     targets = tuple(sorted({library.target or "unknown" for library in libraries(store)}))
     keys = _kernel_keys()
-    ready = find_built([store, *(kernel_store(Path(bundle)) for bundle in rbln.cache_bundles)])
+    stores = kernel_stores(rbln.cache_root, rbln.cache_bundles)
+    ready = find_built(stores)
+    refused = "".join(f"; {why}" for why in [why_refused(stores)] if why)
     if ready is not None:
-        return KernelReport("stored", f"{ready[0].name}, {ready[1]}", keys, targets)
+        return KernelReport("stored", f"{ready[0].name}, {ready[1]}{refused}", keys, targets)
     has = f"; the store has some for {', '.join(targets)}" if targets else ""
     level = next((level.name for level in LEVELS if level.runs_here()), "none")
-    why = f"none for this CPU ({cpu_name()}, level {level}) and version{has}"
+    why = f"none for this CPU ({cpu_name()}, level {level}) and version{has}{refused}"
     if not can_build():
         return KernelReport("impossible", f"{why}; there is no g++ to build them", keys, targets)
     return KernelReport("missing", f"{why}; a start builds them (a minute or so)", keys, targets)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 import server
 from tests.architecture.source_tree import ROOT
@@ -19,10 +20,13 @@ def _toml(path: str) -> dict[str, Any]:
     return tomllib.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
-def _lock(name: str) -> dict[str, str]:
+def _lines(name: str) -> list[str]:
     lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
-    pins = [line for line in lines if line and not line.startswith(("#", "--"))]
-    return dict(line.split("==") for line in pins)
+    return [line for line in lines if line and not line.startswith(("#", "--"))]
+
+
+def _lock(name: str) -> dict[str, str]:
+    return dict(line.split()[0].split("==") for line in _lines(name))
 
 
 def _normal(name: str) -> str:
@@ -46,6 +50,20 @@ def test_vllm_finds_the_platform_plugin() -> None:
 def test_what_is_installed_is_what_is_locked(name: str) -> None:
     pins = _lock(name)
     assert {package: importlib.metadata.version(package) for package in pins} == pins
+
+
+@pytest.mark.parametrize("name", ["torch.txt", "cpu.lock", "dev.lock"])
+def test_a_lock_names_one_file_of_each_package_by_its_hash(name: str) -> None:
+    whole = re.compile(r"[\w.-]+==[\w.+-]+ --hash=sha256:[0-9a-f]{64}")
+    assert [line for line in _lines(name) if not whole.fullmatch(line)] == []
+
+
+@pytest.mark.parametrize("path", ["pyproject.toml", "deploy/vllm-metadata/pyproject.toml"])
+def test_what_is_locked_builds_the_project(path: str) -> None:
+    """Nothing is fetched to build it: `install_project.sh` takes the environment's setuptools."""
+    (required,) = _toml(path)["build-system"]["requires"]
+    assert required == "setuptools>=78.1.1"
+    assert Version(_lock("cpu.lock")["setuptools"]) >= Version("78.1.1")
 
 
 def test_the_lock_holds_every_direct_dependency() -> None:

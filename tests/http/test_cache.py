@@ -71,6 +71,32 @@ def test_what_is_exported_is_imported_once(run: Run, root: Path, tmp_path: Path)
     assert listed["kernels"][0]["target"] == "avx2"
 
 
+def test_what_others_could_have_written_is_not_exported(
+    run: Run, root: Path, tmp_path: Path
+) -> None:
+    """A bundle's digest would vouch for it."""
+    root.chmod(0o2775)
+    bundle = tmp_path / "b.tar"
+    code, _, err = run("export", bundle, "--cache-root", root)
+    assert code == 1
+    assert f"{KERNEL} is not exported: others may write {root} (mode 2775)" in err
+    assert not bundle.exists()
+    code, _, err = run("export", bundle, "--cache-root", root, "--no-kernels")
+    assert (code, err) == (0, "3 graphs, 0 kernel libraries\n")
+
+
+def test_an_import_says_that_others_may_write_there(run: Run, root: Path, tmp_path: Path) -> None:
+    bundle, shared = tmp_path / "b.tar", tmp_path / "shared"
+    digest = run("export", bundle, "--cache-root", root)[1].split()[0]
+    shared.mkdir()
+    shared.chmod(0o2775)
+    code, out, _ = run("import", bundle, "--digest", digest, "--cache-root", shared)
+    assert code == 0
+    assert out.splitlines()[-1] == (
+        f"servers will not run them: others may write {shared} (mode 2775)"
+    )
+
+
 def test_another_digest_is_refused_and_nothing_written(
     run: Run, root: Path, tmp_path: Path
 ) -> None:

@@ -9,8 +9,8 @@ from server import errors
 from server.errors import TABLE, OverloadedError, ServerError, describe
 from server.frontend import Endpoint
 from server.last_words import error_frame
+from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
-from server.observability.metrics import OUTCOMES
 
 
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:

@@ -135,5 +135,30 @@ def test_labels_say_what_the_image_is(name: str) -> None:
     assert f"org.opencontainers.image.{name}=" in " ".join(words_of("LABEL"))
 
 
+def test_what_nobody_says_of_its_origin_stays_empty() -> None:
+    assert {"REVISION=", "CREATED=", "SOURCE="} <= set(words_of("ARG"))
+
+
+def test_make_image_says_what_it_is_made_from(tmp_path: Path) -> None:
+    """`docker` is a stand-in that writes down its arguments."""
+    docker, said = tmp_path / "docker", tmp_path / "said"
+    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n')
+    docker.chmod(0o755)
+    source = "https://example.org/rbln-serve"
+    subprocess.run(
+        ["make", "image", f"SOURCE={source}", "ARGS=--target npu"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=True,
+    )
+    words = said.read_text().splitlines()
+    assert words[:3] == ["build", "--tag", "rbln-serve"]
+    assert words[-3:] == ["--target", "npu", "."]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert re.fullmatch(r"[0-9a-f]{40}(-modified)?", given["REVISION"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["CREATED"])
+    assert given["SOURCE"] == source
+
+
 def test_the_version_is_the_projects() -> None:
     assert f"VERSION={__version__}" in words_of("ARG")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import ssl
 import subprocess
@@ -98,6 +99,34 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
             "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    make_wheel(tmp_path, "locked", "1.0")
+    wheel = next(tmp_path.glob("*.whl"))
+    lock = tmp_path / "test.lock"
+    options = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "HOME": str(tmp_path)}
+
+    def install(line: str) -> subprocess.CompletedProcess[str]:
+        lock.write_text(f"{line}\n")
+        return run("install_locked.sh", str(environment), str(lock), check=False, **options)
+
+    pinned = f"locked==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    locked = wheel.read_bytes()
+    wheel.write_bytes(locked + b"tampered with")
+    refused = install(pinned)
+    assert refused.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in refused.stderr
+    unpinned = install("locked==1.0")
+    assert unpinned.returncode != 0
+    assert "Hashes are required" in unpinned.stderr
+    packages = environment / "lib" / "python3.11" / "site-packages"
+    assert not list(packages.glob("locked*"))
+    wheel.write_bytes(locked)
+    assert install(pinned).returncode == 0
+    assert (packages / "locked-1.0.dist-info").is_dir()
 
 
 def _install_sdk(wheels: Path, environment: Path) -> subprocess.CompletedProcess[str]:

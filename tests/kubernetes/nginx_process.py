@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -16,11 +17,21 @@ from deploy.kubernetes.generate import CHART
 CONFIG = CHART.parents[1] / "nginx" / "nginx.conf"
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listened on a moment ago."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
 class Nginx:
     """One nginx; `replicas` are the ports behind it."""
 
     def __init__(self, port: int, replicas: Sequence[int], folder: Path) -> None:
-        folder.mkdir()
+        # Its workers, which are another user's where root starts it, pass through.
+        folder.mkdir(0o711)
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "access.log"
         command = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
         assert command, "nginx is missing: run deploy/scripts/install_test_tools.sh as root"
@@ -28,14 +39,23 @@ class Nginx:
         for old, new in zip((8001, 8002), replicas, strict=True):
             text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
         text = text.replace("listen 8080", f"listen 127.0.0.1:{port}")
-        text = re.sub(r"/tmp/(nginx-[\w.-]+)", rf"{folder}/\1", text)
         text = text.replace("/dev/stdout", str(self.log))
         config = folder / "nginx.conf"
         config.write_text(text, encoding="utf-8")
         self._errors = folder / "error.log"
         with self._errors.open("wb") as log:
             self._process = subprocess.Popen(
-                [command, "-c", str(config), "-e", "stderr", "-g", "daemon off;"],
+                [
+                    command,
+                    "-p",
+                    str(folder),
+                    "-c",
+                    str(config),
+                    "-e",
+                    "stderr",
+                    "-g",
+                    "daemon off;",
+                ],
                 stdout=log,
                 stderr=log,
             )

@@ -6,7 +6,6 @@ allows for covers what the processes took.
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -19,21 +18,13 @@ from tests.checkpoints import CheckpointCache
 from tests.http.real_server import FLAGS
 from tests.kernel_cache import share_kernels
 from tests.kubernetes.chart import Server, server
-from tests.kubernetes.nginx_process import Nginx
+from tests.kubernetes.nginx_process import Nginx, free_ports
 from tests.kubernetes.pod_process import PodProcess
 from tests.kubernetes.steady_load import SteadyLoad
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
 
 CLIENTS, TOKENS = 8, 150
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _rendered(checkpoint: Path, cache_import: dict[str, object] | None = None) -> Server:
@@ -102,7 +93,7 @@ def test_a_roll_under_load_loses_nothing_and_starts_warm(
         checkpoint, {"enabled": True, "file": bundle.name, "digest": digest, "volume": source}
     )
 
-    *ports, front = _free_ports(3)
+    *ports, front = free_ports(3)
     pods = []
     for number, port in enumerate(ports):
         pods.append(_replica(given, port, bundle, tmp_path / f"pod-{number}"))

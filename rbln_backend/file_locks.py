@@ -1,4 +1,4 @@
-"""Locks of the artifact store: advisory, held by open descriptors, gone with their process."""
+"""Locks of what is stored: advisory, held by open descriptors, gone with their process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -64,4 +67,35 @@ def remove_if_unlocked(path: Path) -> None:
         # Its writer lives.
         return
     finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def claimed_folder(parent: Path, prefix: str, leftovers: str) -> Iterator[Path]:
+    """Yield a new folder of this user alone in ``parent``, which is gone when the block ends.
+
+    Those of killed processes, whose names match the pattern ``leftovers``, are removed first.
+    Raises ``OSError``.
+    """
+    for path in parent.glob(leftovers):
+        with suppress(OSError):
+            if path.lstat().st_uid == os.geteuid():
+                remove_if_unlocked(path)
+    path, descriptor = _claim(parent, prefix)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _claim(parent: Path, prefix: str) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        if lock_in_place(path, descriptor):
+            return path, descriptor
         os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Writes what an environment is made of as CycloneDX JSON: a software bill of materials.
+
+Run it with the Python of that environment. The locks say which file of a package was installed;
+`--dpkg-status` is the list of a system's Debian packages. Nothing but what a run-time environment
+has is imported; the library that judges the result is one of the tests' tools. The same environment
+has the same bytes: there is neither a date nor a serial number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import email
+import json
+import platform
+import re
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from packaging.requirements import Requirement
+
+PROJECT = "rbln-serve"
+_LONGEST_LICENCE = 100
+
+Component = dict[str, Any]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _digests(locks: list[Path]) -> dict[tuple[str, str], str]:
+    """SHA-256 of the file of a locked package, by name and version."""
+    pin = re.compile(r"^([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
+    found = (match for lock in locks for match in pin.findall(lock.read_text(encoding="utf-8")))
+    return {(_normal(name), version): digest for name, version, digest in found}
+
+
+def _purl(kind: str, name: str, version: str, qualifiers: str = "") -> str:
+    return f"pkg:{kind}/{name}@{quote(version, safe=':~')}{qualifiers}"
+
+
+def _licences(package: Distribution) -> list[dict[str, Any]]:
+    """What the package says itself; whole texts are left out."""
+    about = package.metadata
+    if expression := about.get("License-Expression"):
+        return [{"expression": expression}]
+    said = (about.get("License") or "").strip()
+    if said and "\n" not in said and len(said) <= _LONGEST_LICENCE:
+        return [{"license": {"name": said}}]
+    classifiers = [line for line in about.get_all("Classifier") or [] if line.startswith("License")]
+    return [{"license": {"name": line.rpartition(" :: ")[2]}} for line in classifiers]
+
+
+def _python_component(package: Distribution, digests: dict[tuple[str, str], str]) -> Component:
+    name, version = _normal(package.metadata["Name"]), package.version
+    # What was built from a folder is on no index.
+    kind = "generic" if package.read_text("direct_url.json") else "pypi"
+    purl = _purl(kind, name, version)
+    component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+    if digest := digests.get((name, version)):
+        component["hashes"] = [{"alg": "SHA-256", "content": digest}]
+    if licences := _licences(package):
+        component["licenses"] = licences
+    return component
+
+
+def _debian_components(status: Path) -> list[Component]:
+    found = []
+    for paragraph in status.read_text(encoding="utf-8").split("\n\n"):
+        about = email.message_from_string(paragraph)
+        if about.get("Status") != "install ok installed":
+            continue
+        name, version, architecture = (about[key] for key in ("Package", "Version", "Architecture"))
+        purl = _purl("deb/debian", quote(name), version, f"?arch={architecture}")
+        found.append(
+            {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
+        )
+    return found
+
+
+def _dependencies(
+    packages: dict[str, Distribution], components: dict[str, Component]
+) -> list[dict[str, Any]]:
+    """Who asks for whom, of those that are installed."""
+    found = []
+    for name, package in packages.items():
+        wanted = [Requirement(line) for line in package.requires or []]
+        needed = {
+            _normal(one.name) for one in wanted if one.marker is None or one.marker.evaluate()
+        }
+        references = sorted(components[one]["bom-ref"] for one in needed & components.keys())
+        found.append({"ref": components[name]["bom-ref"], "dependsOn": references})
+    return sorted(found, key=lambda entry: str(entry["ref"]))
+
+
+def describe(locks: list[Path], status: Path | None) -> dict[str, Any]:
+    """The bill of this process's environment."""
+    digests = _digests(locks)
+    packages = {_normal(package.metadata["Name"]): package for package in distributions()}
+    components = {name: _python_component(one, digests) for name, one in packages.items()}
+    project = components[PROJECT] | {"type": "application"}
+    purl = _purl("generic", "python", platform.python_version())
+    interpreter = {"type": "platform", "bom-ref": purl, "name": "python", "purl": purl}
+    interpreter["version"] = platform.python_version()
+    others = [one for name, one in components.items() if name != PROJECT]
+    others += [interpreter, *(_debian_components(status) if status else ())]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": project},
+        "components": sorted(others, key=lambda one: str(one["bom-ref"])),
+        "dependencies": _dependencies(packages, components),
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("locks", type=Path, nargs="*", help="locks that were installed")
+    parser.add_argument("--dpkg-status", type=Path, help="a system's /var/lib/dpkg/status")
+    options = parser.parse_args()
+    bill = describe(options.locks, options.dpkg_status)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(bill, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
