@@ -159,7 +159,7 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
     prompt = body["prompt"]
     if prompt in ("", [], [""], [[]]) and body.get("prompt_embeds") is None:
         raise InvalidValueError("'prompt' must not be empty.", param="prompt")
-    if not isinstance(prompt, list):
+    if not isinstance(prompt, list) or not prompt:
         return
     if isinstance(prompt[0], int):
         # One prompt of token ids; its length is the context's concern.

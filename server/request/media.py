@@ -36,6 +36,7 @@ def _media(places: list[tuple[str, object]]) -> Iterator[str]:
         if isinstance(value, list):
             yield from _media([(f"{path}[{index}]", item) for index, item in enumerate(value)])
         elif isinstance(value, dict):
-            if value.get("type") in _MEDIA or not _MEDIA.isdisjoint(value):
+            kind = value.get("type")
+            if (isinstance(kind, str) and kind in _MEDIA) or not _MEDIA.isdisjoint(value):
                 yield path
             yield from _media([(f"{path}.content", value.get("content"))])

@@ -57,6 +57,7 @@ def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) ->
         {"messages": [said(TEXT), {"role": "user", "content": "an image_url in words"}]},
         {"messages": [said({"type": "refusal", "refusal": "no"}, 5), None, "x"]},
         {"input": "a", "images": None},
+        {"messages": [said({"type": ["image"]})], "n": 1},
         {"input": [[1, 2], [3]]},
         {"documents": ["a", {"content": [TEXT]}], "tools": [{"type": "image"}]},
     ],
