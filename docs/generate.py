@@ -34,12 +34,12 @@ from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
 from rbln_backend.stats import METRICS, MetricDecl
 from server.observability.declarations import SERVER_METRICS
-from server.route_table import OPENINGS, ROUTES, Scope
+from server.request.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
-ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/route_table.py. -->"
+ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/route_table.py. -->"
 ROUTES_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.cli import main
+from server.commands.cli import main
 
 # The engine process imports this module again under another name; it must not serve twice.
 if __name__ == "__main__":

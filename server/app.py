@@ -16,14 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
-from server.auth import Access
+from server.edge.auth import Access
+from server.edge.middleware import EdgeMiddleware, GateMiddleware
 from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundError, describe
 from server.frontend import Frontend
+from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
-from server.middleware import EdgeMiddleware, GateMiddleware
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
+from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router
 from server.routes.console import console_router
 from server.routes.health import health_router
@@ -35,8 +37,6 @@ from server.routes.openapi import openapi_router
 from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
-from server.shown_paths import ShownPaths
-from server.tasks import while_running
 
 
 def create_app(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from starlette.requests import Request
 
 if TYPE_CHECKING:
-    from server.job_counts import JobCounts
+    from server.host.job_counts import JobCounts
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate

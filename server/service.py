@@ -21,11 +21,11 @@ from server.admission import Admission
 from server.app import create_app
 from server.edge.connections import Connections
 from server.edge.listener import HttpServer, http_config
+from server.edge.tls import Tls
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
-from server.tls import Tls
 
 logger = logging.getLogger(__name__)
 

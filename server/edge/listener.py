@@ -11,8 +11,8 @@ import uvicorn
 
 from server.edge.connection import Connection
 from server.edge.connections import Connections
+from server.edge.tls import Tls
 from server.settings import ServerSettings
-from server.tls import Tls
 
 
 class HttpServer(uvicorn.Server):

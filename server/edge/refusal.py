@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable
 
 from server.errors import ServerError
-from server.request_id import HEADER
+from server.request.request_id import HEADER
 
 
 def refusal(error: ServerError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:

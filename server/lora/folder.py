@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from server.errors import InvalidAdapterError, describe
 from server.frontend import JsonObject
-from server.regular_files import read_regular
+from server.host.regular_files import read_regular
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

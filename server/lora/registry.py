@@ -27,12 +27,12 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
+from server.host.tasks import aside
 from server.lora.adapter import Adapter, State
 from server.lora.fit import BaseModel, check_fit
 from server.lora.folder import AdapterFolder, read_folder, refusal
 from server.lora.port import AdapterPort, EngineAdapter
 from server.lora.state_file import Remembered, StateFile
-from server.tasks import aside
 
 logger = logging.getLogger(__name__)
 

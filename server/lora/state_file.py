@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from server.regular_files import read_regular
+from server.host.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from rbln_backend.stats import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
-from server.job_counts import JobCounts
+from server.host.job_counts import JobCounts
 from server.lifecycle import Lifecycle, Phase
 from server.lora.adapter import State
 from server.observability.declarations import (

@@ -17,7 +17,6 @@ from server.errors import (
 )
 from server.frontend import JsonObject
 from server.settings import ServerSettings
-from server.streaming import ClientGoneError
 
 JSON_TYPE = "application/json"
 MAX_PLAIN_BYTES = 256 * 1024
@@ -25,6 +24,10 @@ MAX_PLAIN_BYTES = 256 * 1024
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _MAX_DIGITS = 400
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
 
 
 async def read_json_object(request: Request, settings: ServerSettings) -> JsonObject:

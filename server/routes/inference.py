@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Admission, Permit
-from server.deadline import deadline_of
+from server.edge.streaming import SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
 from server.frontend import Endpoint, Frontend
-from server.request.body import JSON_TYPE, read_body
-from server.request_record import record_of
+from server.request.body import JSON_TYPE, ClientGoneError, read_body
+from server.request.deadline import deadline_of
+from server.request.record import record_of
 from server.settings import ServerSettings
-from server.streaming import ClientGoneError, SseResponse, commit, until_disconnect
 
 _GONE = 499
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")

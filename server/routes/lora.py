@@ -22,9 +22,9 @@ from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody, parse_body
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
-from server.request_record import record_of
+from server.request.record import record_of
+from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
-from server.shown_paths import ShownPaths
 
 _ACCEPTED = 202
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 
 from server.errors import ModelNotFoundError, describe
 from server.frontend import Frontend, JsonObject
-from server.request_record import record_of
-from server.shown_paths import ShownPaths
+from server.request.record import record_of
+from server.request.shown_paths import ShownPaths
 
 
 def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRouter:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Response
 
+from server.edge.openapi import openapi_document
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
-from server.openapi import openapi_document
 
 
 def openapi_router(

@@ -17,9 +17,9 @@ from fastapi.responses import JSONResponse
 from rbln_backend.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
-from server.request_record import record_of
+from server.request.record import record_of
+from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
-from server.shown_paths import ShownPaths
 from server.structured_outputs.constraint import BACKEND
 
 SERVER_FIELDS: Mapping[str, str] = {

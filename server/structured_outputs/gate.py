@@ -20,8 +20,8 @@ from server.errors import (
     OverloadedError,
     RequestError,
 )
-from server.job_counts import JobCounts
-from server.job_pool import JobCrashedError, JobTimeoutError, PoolFullError, WorkerStartError
+from server.host.job_counts import JobCounts
+from server.host.job_pool import JobCrashedError, JobTimeoutError, PoolFullError, WorkerStartError
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
 from server.structured_outputs.trial_job import Verdict, job_bytes

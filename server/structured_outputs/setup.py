@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from server.job_pool import JobPool, process_starter
+from server.host.job_pool import JobPool, process_starter
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import SchemaLimits
 from server.structured_outputs.gate import GrammarGate

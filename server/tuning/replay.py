@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend.child_process import report
-from server.engine_config import engine_config
+from server.engine.config import engine_config
 from server.settings import ServerSettings
 from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
 
@@ -44,7 +44,7 @@ def main() -> int:
 
 def _config(argv: tuple[str, ...]) -> VllmConfig:
     settings = ServerSettings()
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
     if config.parallel_config.data_parallel_size > 1:

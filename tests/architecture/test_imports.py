@@ -43,7 +43,7 @@ def _importers(prefix: str, *folders: str) -> set[str]:
 def test_only_the_front_end_adapters_import_vllm_entrypoints() -> None:
     importers = _importers("vllm.entrypoints", *PACKAGES)
     assert importers
-    assert all(name.startswith("server/vllm_") for name in importers)
+    assert all(name.startswith("server/vllm/") for name in importers)
 
 
 def test_only_the_surface_imports_private_vllm_names() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 
-from tests.architecture.source_tree import PACKAGES, python_files, relative
+from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
 
 MAX_FILE_LINES = 400
 MAX_TEST_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+
+MAX_ROOT_FILES = 10
+MAX_FOLDER_FILES = 16
 
 # Path -> why it may be longer. A waiver whose file fits is an error, so the list cannot rot.
 FILE_WAIVERS: dict[str, str] = {}
@@ -45,3 +48,11 @@ def test_files_are_short_or_waived() -> None:
 
 def test_functions_are_short_or_waived() -> None:
     assert _long_functions() == set(FUNCTION_WAIVERS)
+
+
+def test_the_rooms_of_the_server_are_small_enough_to_know() -> None:
+    package = ROOT / "server"
+    folders = {path.parent for path in python_files("server")}
+    sizes = {relative(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert sizes.pop(relative(package)) <= MAX_ROOT_FILES
+    assert {name: size for name, size in sizes.items() if size > MAX_FOLDER_FILES} == {}

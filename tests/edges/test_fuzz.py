@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from server.errors import InternalError, ServerError
 from server.frontend import ReadRequest
-from server.request_reader import is_small
-from server.vllm_handlers import request_models
-from server.vllm_reading import BodyReader
+from server.vllm.handlers import request_models
+from server.vllm.reader import is_small
+from server.vllm.reading import BodyReader
 from tests.edges.corpus import BODIES, endpoint_of
 from tests.edges.test_reading import MODELS, RULES
 

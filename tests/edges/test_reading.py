@@ -20,15 +20,15 @@ from server.errors import (
     UnsupportedOperationError,
 )
 from server.frontend import Endpoint, ReadRequest
-from server.job_pool import JobPool, process_starter
-from server.reading_process import answer_of, job_bytes, serve_reading
+from server.host.job_pool import JobPool, process_starter
 from server.request.budget import Budget
 from server.request.limits import Limits
 from server.request.pooling import PoolingLimits
-from server.request_reader import RequestReader, is_small
 from server.settings import ServerSettings
-from server.vllm_handlers import request_models
-from server.vllm_reading import BodyReader, Rules
+from server.vllm.handlers import request_models
+from server.vllm.reader import RequestReader, is_small
+from server.vllm.reading import BodyReader, Rules
+from server.vllm.reading_process import answer_of, job_bytes, serve_reading
 from tests.edges.corpus import BODIES, USER, endpoint_of
 
 pytestmark = pytest.mark.engine

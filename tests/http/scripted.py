@@ -25,12 +25,12 @@ from server.frontend import (
     ReadRequest,
     WireSchemas,
 )
-from server.job_counts import JobCounts
+from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
-from server.request_record import record_of
+from server.request.record import record_of
 from server.service import serve
 from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate

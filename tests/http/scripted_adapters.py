@@ -16,7 +16,7 @@ from server.lora.fit import BaseModel
 from server.lora.port import EngineAdapter, LinearShape
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
-from server.request_record import record_of
+from server.request.record import record_of
 from tests.http.adapter_folders import TARGETS
 from tests.http.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from server.auth import Access, KeyRing
+from server.edge.auth import Access, KeyRing
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.frontend import Endpoint
-from server.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
+from server.request.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.http.scripted import ScriptedLauncher, running
 
@@ -273,7 +273,7 @@ async def test_a_key_file_that_becomes_a_pipe_holds_nobody_up(
 
 _HANG = """
 import asyncio, threading, time
-from server.tasks import aside
+from server.host.tasks import aside
 async def main():
     asyncio.ensure_future(aside(threading.Event().wait))
     await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ import pytest
 from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
 from rbln_backend.compiler.cache_key import CacheKey
 from rbln_backend.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
-from server.cli import main
+from server.commands.cli import main
 
 KEYS = [
     CacheKey({"architecture": "LlamaForCausalLM", "phase": "decode", "bucket": size})

@@ -153,7 +153,7 @@ def test_metrics_count_the_same_tokens(client: openai.OpenAI, server: RealServer
 )
 def test_vllms_flag_can_switch_it_off(flags: list[str], told: bool) -> None:
     from server.settings import ServerSettings
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     args = parse_arguments(["some/model", *flags], ServerSettings())
     assert args.enable_prompt_tokens_details is told

@@ -138,7 +138,7 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(folder: Any
 
 MANY = """
 import sys
-from server.cli import main
+from server.commands.cli import main
 
 for folder in sys.argv[1:]:
     code = main(["check", folder, "--json"])

@@ -29,8 +29,9 @@ def rbln_serve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_nothing_heavy_is_imported_before_listening() -> None:
     code = (
-        "import sys, server.cli, server.service, server.engine, server.engine_process, uvloop\n"
-        "import server.check\n"
+        "import sys, uvloop, server.commands.cli, server.service\n"
+        "import server.engine.launch, server.engine.process\n"
+        "import server.commands.check\n"
         f"print(sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -83,7 +84,7 @@ def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) 
 _HIDE = """
 import sys
 from pathlib import Path
-from server.cli import _hide_secrets
+from server.commands.cli import _hide_secrets
 _hide_secrets(sys.argv[2:])
 print(Path("/proc/self/cmdline").read_text(), Path("/proc/self/comm").read_text())
 """
@@ -163,7 +164,7 @@ def test_settings_are_frozen_and_described() -> None:
 
 
 def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
-    from server.cli import _config_file
+    from server.commands.cli import _config_file
 
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1234\nssl-keyfile: k\nmax-model-len: 5\n")

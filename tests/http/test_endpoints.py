@@ -6,7 +6,7 @@ import pytest
 
 from server.frontend import Endpoint
 from server.request.endpoints import KINDS, PROMPTS, Kind, forms_of, kind_of_field
-from server.vllm_handlers import request_models
+from server.vllm.handlers import request_models
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
 
 pytestmark = pytest.mark.engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.engine_config import engine_config
+from server.engine.config import engine_config
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 from tests.checkpoints import CheckpointCache
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 def configured(model: Path, run_dir: Path, *flags: str, **settings: Any) -> Any:
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     ours = ServerSettings(**settings)
     return engine_config(parse_arguments([str(model), *FLAGS, *flags], ours), ours, run_dir)[1]
@@ -54,7 +54,7 @@ def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Pa
 
 
 def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> None:
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     os.mkfifo(pipe := tmp_path / "template.jinja")
     with pytest.raises(LaunchError, match=r"--chat-template: .* is not a regular file") as caught:

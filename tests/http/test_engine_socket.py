@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine_socket import EngineSocket
+from server.engine.socket import EngineSocket
 
 TIMEOUT_S = 20
 

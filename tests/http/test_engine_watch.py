@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from server.engine_watch import HangWatch
+from server.engine.watch import HangWatch
 
 
 class Engine:

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from server.job_pool import JobCrashedError, JobPool, JobTimeoutError, PoolFullError
+from server.host.job_pool import JobCrashedError, JobPool, JobTimeoutError, PoolFullError
 
 
 def answer_jobs(pipe: Connection) -> None:

@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from starlette._utils import get_route_path
 
-from server.route_table import route_path
+from server.request.route_table import route_path
 from tests.http.scripted import Running, ScriptedLauncher, running
 
 CHAT = "/v1/chat/completions"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from server.edge.middleware import EdgeMiddleware
 from server.lifecycle import Lifecycle
-from server.middleware import EdgeMiddleware
 from server.observability.metrics import ServerMetrics
-from server.request_record import record_of
+from server.request.record import record_of
 
 
 async def test_an_end_that_fails_keeps_nothing_from_the_others(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from server.edge.streaming import HeldStream, commit, until_disconnect
 from server.errors import InvalidValueError
-from server.streaming import ClientGoneError, HeldStream, commit, until_disconnect
+from server.request.body import ClientGoneError
 
 
 def prelude(frame: str) -> bool:

@@ -19,7 +19,7 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.frontend import Endpoint
-from server.job_pool import JobCrashedError, JobTimeoutError, PoolFullError
+from server.host.job_pool import JobCrashedError, JobTimeoutError, PoolFullError
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate

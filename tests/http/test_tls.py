@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from server.edge.tls import Tls
 from server.settings import ServerSettings, SettingsError
-from server.tls import Tls
 from tests.http.certificates import Authority, make_authority
 from tests.http.scripted import Running, running
 

@@ -13,8 +13,8 @@ import pytest
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
 from server.lora.port import EngineAdapter
-from server.request_record import RequestRecord, record_var
-from server.route_table import route_of
+from server.request.record import RequestRecord, record_var
+from server.request.route_table import route_of
 from server.settings import ServerSettings
 from tests.http.adapter_folders import TARGETS, write_adapter
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 @dataclass
 class Engine:
-    """What `server.vllm_adapters` asks of AsyncLLM, for two workers."""
+    """What `server.vllm.adapters` asks of AsyncLLM, for two workers."""
 
     lora_config: Any = field(default_factory=lambda: SimpleNamespace(max_loras=2, max_lora_rank=8))
     in_slots: dict[int, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def a_request() -> RequestRecord:
 
 
 async def opened(engine: Engine, models: Any, static: list[Any], **settings: Any) -> Any:
-    from server.vllm_adapters import open_adapters
+    from server.vllm.adapters import open_adapters
 
     return await open_adapters(engine, models, static, ServerSettings(**settings))  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ async def test_adapters_of_the_command_line_and_of_before_a_restart(tmp_path: Pa
 
 
 async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> None:
-    from server.vllm_adapters import lease
+    from server.vllm.adapters import lease
 
     write_adapter(tmp_path / "a")
     models = served()
@@ -153,7 +153,7 @@ async def test_where_the_state_is_kept(tmp_path: Path, caplog: pytest.LogCapture
 async def test_faults_of_the_engine_are_translated() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from server.vllm_adapters import EngineAdapters
+    from server.vllm.adapters import EngineAdapters
 
     engine = Engine()
     port = EngineAdapters(engine)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ async def test_faults_of_the_engine_are_translated() -> None:
 def test_flags_without_effect_are_refused(
     argv: list[str], settings: dict[str, Any], words: str
 ) -> None:
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     with pytest.raises(LaunchError) as caught:
         parse_arguments(["m", *argv], ServerSettings(**settings))

@@ -1,4 +1,4 @@
-"""What `server.vllm_frontend` and `server.engine` use of vLLM, as it was when they were written.
+"""What `server.vllm` and `server.engine` use of vLLM, as it was when they were written.
 
 A failure here means that the vLLM pin moved: read what changed before adapting the server.
 """
@@ -22,7 +22,7 @@ def parameters(function: Any) -> list[str]:
 
 _IMPORTS = """
 import sys
-import server.vllm_frontend as frontend
+import server.vllm.frontend as frontend
 name = "vllm.entrypoints.launchers.api_server.app_state"
 assert name not in sys.modules
 frontend.import_serving()
@@ -99,7 +99,7 @@ def test_signatures_of_what_serves_adapters() -> None:
     fields = ["name", "path", "base_model_name", "is_3d_lora_weight"]
     assert parameters(LoRAModulePath) == fields
     assert {"max_loras", "max_lora_rank"} <= set(LoRAConfig.__dataclass_fields__)
-    # The lookups that `server.vllm_adapters.LeasedNames` answers; its other readers list names.
+    # The lookups that `server.vllm.adapters.LeasedNames` answers; its other readers list names.
     lookups = inspect.getsource(BaseServing._maybe_get_adapters)
     assert "self.models.lora_requests[request.model]" in lookups
     assert "self.lora_requests.values()" in inspect.getsource(
@@ -202,7 +202,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm_flags import _REFUSED_FLAGS
+    from server.vllm.flags import _REFUSED_FLAGS
 
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     assert set(_REFUSED_FLAGS) <= theirs
@@ -232,7 +232,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
 def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) -> None:
     from server.frontend import LaunchError
     from server.settings import ServerSettings
-    from server.vllm_flags import parse_arguments
+    from server.vllm.flags import parse_arguments
 
     with pytest.raises(LaunchError) as caught:
         parse_arguments(argv, ServerSettings())
@@ -244,7 +244,7 @@ def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch)
     from vllm import envs
     from vllm.utils.system_utils import get_mp_context
 
-    from server.engine_process import choose_start_method
+    from server.engine.process import choose_start_method
 
     # An engine in this process, as other tests make, freezes the variables' values.
     envs.disable_envs_cache()

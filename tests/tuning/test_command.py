@@ -11,7 +11,7 @@ import yaml
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.envs import resolve
-from server.cli import main
+from server.commands.cli import main
 
 
 @pytest.fixture

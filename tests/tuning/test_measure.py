@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import main
+from server.commands.cli import main
 from tests.checkpoints import CheckpointCache
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.wide, pytest.mark.timeout(900)]

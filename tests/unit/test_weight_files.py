@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from server.engine.weight_files import WeightFiles, check_weight_files, refuse_damaged_weights
 from server.frontend import LaunchError
-from server.weight_files import WeightFiles, check_weight_files, refuse_damaged_weights
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""The command line: `rbln-serve serve|check|compile|cache|tune`."""

@@ -1,0 +1,140 @@
+"""`rbln-serve cache list|inspect|verify|export|import|prune`: the flags of each.
+
+Exit codes: 0 done (inspect: warm), 1 failed or something is damaged, 2 the command line is wrong,
+3 (inspect, and export of a model) something that a start needs is not stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from server.settings import ServerSettings
+
+_PROG = "rbln-serve cache"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_SIZE = re.compile(r"(\d+)([KMG]i?B?|B)?", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+ModelFlags = Callable[[Sequence[str]], tuple[list[str], ServerSettings]]
+"""Takes MODEL and the flags of `serve`, gives vLLM's part and our settings."""
+
+
+def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
+    """Run one of the commands and return the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    takes_model = "model" in args
+    if rest and not (takes_model and args.model is not None):
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    from server.commands import cache_commands, cache_upkeep
+
+    if takes_model and args.model is not None:
+        args.model_argv, args.settings = model_flags([args.model, *rest])
+    args.root = args.cache_root or cache_commands.default_root()
+    run: dict[str, Callable[[argparse.Namespace], int]] = {
+        "list": cache_upkeep.list_entries,
+        "inspect": cache_commands.inspect,
+        "verify": cache_upkeep.verify,
+        "export": cache_commands.export,
+        "import": cache_commands.import_entries,
+        "prune": cache_upkeep.prune,
+    }
+    return run[args.command](args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG, description="List, check and move compiled graphs and kernels."
+    )
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, about, add_flags in (
+        ("list", "show what is stored", _list_flags),
+        ("inspect", "say whether a start of a model would be warm", _inspect_flags),
+        ("verify", "read every entry and check its sizes and SHA-256", _verify_flags),
+        ("export", "write graphs and kernels to one file", _export_flags),
+        ("import", "take over what an exported file holds", _import_flags),
+        ("prune", "remove entries by age, size or version", _prune_flags),
+    ):
+        # A prefix of one of these flags may be one of vLLM's.
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        command.set_defaults(command=name)
+        command.add_argument("--cache-root", type=_root, help="the servers' [VLLM_CACHE_ROOT]")
+        add_flags(command)
+    return parser
+
+
+def _list_flags(command: argparse.ArgumentParser) -> None:
+    _json_flag(command)
+
+
+def _inspect_flags(command: argparse.ArgumentParser) -> None:
+    _json_flag(command)
+    command.add_argument("--model", required=True, help="MODEL; flags of `serve` may follow")
+
+
+def _verify_flags(command: argparse.ArgumentParser) -> None:
+    _json_flag(command)
+    command.add_argument(
+        "--quarantine", action="store_true", help="move what is damaged out of the way"
+    )
+
+
+def _export_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="the file to write")
+    command.add_argument("--model", help="only what this MODEL needs; flags of `serve` may follow")
+    command.add_argument("--no-kernels", action="store_true", help="graphs alone")
+    command.add_argument("--directory", action="store_true", help="FILE is a folder to write")
+
+
+def _import_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", type=Path, metavar="FILE", help="an exported file or folder")
+    command.add_argument(
+        "--digest", type=_digest, metavar="sha256:HEX", help="refuse anything else; trusts kernels"
+    )
+    command.add_argument(
+        "--trust-kernels", action="store_true", help="take kernels, which are code, undigested"
+    )
+    command.add_argument("--max-bytes", type=_size, metavar="SIZE", help="bound of the content")
+
+
+def _prune_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--keep-days", type=float, metavar="N", help="remove what is unused longer"
+    )
+    command.add_argument(
+        "--max-bytes", type=_size, metavar="SIZE", help="least recently used first"
+    )
+    command.add_argument(
+        "--other-versions", action="store_true", help="remove what this version cannot use"
+    )
+    command.add_argument("--dry-run", action="store_true", help="only say what would go")
+    _json_flag(command)
+
+
+def _json_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _root(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _digest(text: str) -> str:
+    if not _DIGEST.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"must be sha256: and 64 hexadecimal digits, got {text!r}")
+    return text
+
+
+def _size(text: str) -> int:
+    """Bytes, or a number with K, M or G."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a size such as 500M or 2G, got {text!r}")
+    return int(match[1]) * _UNITS[(match[2] or "")[:1].upper()]

@@ -1,0 +1,138 @@
+"""`rbln-serve cache inspect|export|import`: what a start would find, and moving it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rbln_backend.bundle.archive import MAX_BYTES, read_archive, read_tree
+from rbln_backend.bundle.contents import Contents, collect
+from rbln_backend.bundle.output import write_bundle, write_folder
+from rbln_backend.bundle.unpack import Imported, unpack
+from rbln_backend.envs import resolve
+from rbln_backend.errors import BundleError
+from rbln_backend.kernel_files import kernel_store
+from rbln_backend.trusted_files import trusted_folder
+from server.commands.offline import answers_alone_on_stdout, ask_platform
+from server.frontend import LaunchError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rbln_backend.store_report import StoreReport
+
+COLD = 3
+"""Exit code: something that a start needs is not stored."""
+
+
+def default_root() -> Path:
+    """Return the servers' cache root."""
+    return Path(resolve(None).config.cache_root)
+
+
+def inspect(args: Namespace) -> int:
+    """Say whether a start would be warm, and what it would compile."""
+    with answers_alone_on_stdout() as out:
+        try:
+            report = _survey(args)
+        except LaunchError as error:
+            return _fail(str(error), error.exit_code)
+        if args.json:
+            out.write(json.dumps(report.to_dict()) + "\n")
+        else:
+            out.writelines(f"{line}\n" for line in report.lines())
+    return 0 if report.is_warm else COLD
+
+
+def export(args: Namespace) -> int:
+    """Write a bundle and print its digest."""
+    with answers_alone_on_stdout() as out:
+        try:
+            contents = _chosen(args)
+            if not contents.graphs and not contents.kernels:
+                raise BundleError(f"nothing is stored in {args.root}; see --cache-root")
+            write = write_folder if args.directory else write_bundle
+            digest = write(args.file, contents)
+        except LaunchError as error:
+            return _fail(str(error), error.exit_code)
+        except (BundleError, OSError) as error:
+            return _fail(str(error), 1)
+        out.write(f"sha256:{digest}  {args.file}\n")
+    sys.stderr.write(f"{len(contents.graphs)} graphs, {len(contents.kernels)} kernel libraries\n")
+    return 0
+
+
+def import_entries(args: Namespace) -> int:
+    """Take a bundle over, and say what of it is new."""
+    limit = args.max_bytes or MAX_BYTES
+    try:
+        read = read_tree if args.file.is_dir() else read_archive
+        files, digest = read(args.file, max_bytes=limit)
+        if args.digest not in (None, f"sha256:{digest}"):
+            raise BundleError(f"{args.file} has the digest sha256:{digest}, not {args.digest}")
+        contents = Contents.from_files(files)
+        imported = unpack(
+            contents,
+            args.root,
+            max_bytes=resolve(None).config.cache_max_bytes,
+            with_kernels=args.trust_kernels or args.digest is not None,
+        )
+    except (BundleError, OSError) as error:
+        return _fail(str(error), 1)
+    _tell_imported(imported, args.root, sys.stdout)
+    return 0
+
+
+def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
+    out.write(
+        f"{imported.graphs} graphs imported into {root}, {imported.graphs_present} were there\n"
+    )
+    if imported.kernels_left_out:
+        out.write(
+            f"{imported.kernels_left_out} kernel libraries left out: they are code; "
+            "--digest or --trust-kernels takes them, else the first start builds its own\n"
+        )
+    elif imported.kernels or imported.kernels_present:
+        out.write(
+            f"{imported.kernels} kernel libraries imported, {imported.kernels_present} were there\n"
+        )
+        try:
+            with trusted_folder(kernel_store(root)):
+                pass
+        except OSError as error:
+            out.write(f"servers will not run them: {error}\n")
+
+
+def _survey(args: Namespace) -> StoreReport:
+    """Raises `LaunchError`, also for a cache root that is not the configuration's."""
+
+    def ask(platform: type[Any], config: VllmConfig) -> StoreReport:
+        report: StoreReport = platform.survey_store(config, str(args.root))
+        return report
+
+    return ask_platform(args.model_argv, args.settings, ask)
+
+
+def _chosen(args: Namespace) -> Contents:
+    if args.model is None:
+        return collect(args.root, kernel_keys=() if args.no_kernels else None)
+    report = _survey(args)
+    if report.to_compile:
+        raise LaunchError(
+            f"{len(report.to_compile)} of {len(report.graphs)} graphs are not stored: "
+            f"{', '.join(report.to_compile)}; run `rbln-serve compile` with the same flags first",
+            exit_code=COLD,
+        )
+    return collect(
+        args.root,
+        digests={graph.digest for graph in report.graphs},
+        kernel_keys=() if args.no_kernels else report.kernels.keys,
+    )
+
+
+def _fail(reason: str, code: int) -> int:
+    sys.stderr.write(f"rbln-serve cache: error: {reason}\n")
+    return code

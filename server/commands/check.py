@@ -1,0 +1,96 @@
+"""`rbln-serve check`: whether a model can run here and how, without reading its weights.
+
+Both refuse the same models for the same reasons, see `server.commands.offline`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from server.commands.offline import answers_alone_on_stdout, ask_platform
+from server.engine.weight_files import WeightFiles, check_weight_files
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+    from rbln_backend.model_report import ModelReport
+
+_LABEL_WIDTH = 16
+
+
+def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> int:
+    """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
+    with answers_alone_on_stdout() as out:
+        try:
+            report, files = ask_platform(argv, settings, _inspect)
+        except LaunchError as error:
+            return _refuse(error, out, as_json=as_json)
+        problems = [*files.problems, *report.problems]
+        warnings = [*files.warnings, *report.warnings, *_port_warnings(settings)]
+        if as_json:
+            verdict = {"ok": not problems, "reason": "; ".join(problems) or None}
+            told = {**report.to_dict(), "problems": problems, "warnings": warnings}
+            out.write(json.dumps({**verdict, **told}) + "\n")
+        else:
+            _print(report, problems, warnings, out)
+    return 1 if problems else 0
+
+
+def _print(
+    report: ModelReport, problems: Sequence[str], warnings: Sequence[str], out: TextIO
+) -> None:
+    if problems:
+        out.write(f"This model cannot run: {'; '.join(problems)}\n")
+    else:
+        out.write("This model can run.\n")
+    out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
+    out.writelines(f"  {'warning':<{_LABEL_WIDTH}} {text}\n" for text in warnings)
+
+
+def _port_warnings(settings: ServerSettings) -> list[str]:
+    """Say that another server has the port; it may be gone by the time of the start."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            return [f"--port {settings.port} on {settings.host} cannot be taken now: {error}"]
+    return []
+
+
+def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
+    if as_json:
+        out.write(json.dumps({"ok": False, "reason": str(error)}) + "\n")
+    elif error.exit_code == 1:
+        out.write(f"This model cannot run: {error}\n")
+    else:
+        sys.stderr.write(f"rbln-serve check: error: {error}\n")
+    return error.exit_code
+
+
+def _inspect(platform: type[Any], config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
+    report: ModelReport = platform.inspect_model(config)
+    _check_tokenizer(config.model_config)
+    if config.load_config.load_format == "dummy":
+        return report, WeightFiles()
+    return report, check_weight_files(config.model_config.model, report.dtype)
+
+
+def _check_tokenizer(model_config: ModelConfig) -> None:
+    if model_config.skip_tokenizer_init:
+        return
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    try:
+        cached_tokenizer_from_config(model_config)
+    except Exception as error:
+        # Each tokenizer library raises errors of its own, and all mean the same here.
+        text = f"the tokenizer cannot be loaded: {type(error).__name__}: {error}"
+        raise LaunchError(" ".join(text.split())) from error

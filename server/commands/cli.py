@@ -1,0 +1,318 @@
+"""The command line: `rbln-serve serve|check|compile MODEL [our flags] [vLLM's flags, verbatim]`.
+
+`tune` and `cache` (`server.commands.cache_cli`) need no model.
+
+Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
+is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
+run, 1 failed or it cannot, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from server import __version__
+from server.settings import ENV_PREFIX, ServerSettings, SettingsError, load_settings
+
+_PROG = "rbln-serve"
+_ABOUT = {
+    "serve": "Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
+    "check": "Say whether MODEL can be served, and how, without reading its weights.",
+    "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
+}
+_EPILOG = """\
+Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted
+as well and means the same; --help=all lists them, --help=max-num-seqs explains one.
+"""
+# Settings that vLLM has under the same name, so that its --config file may hold them.
+_SHARED_WITH_VLLM = (
+    *("host", "port", "root_path", "api_key"),
+    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    "enable_ssl_refresh",
+    *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+)
+_SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password")
+_BACKLOG = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    started_at = _process_start()
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _top_parser()
+    if args[:1] == ["serve"]:
+        return _serve(args[1:], started_at)
+    commands = {"check": _check, "compile": _compile, "tune": _tune, "cache": _cache}
+    if args and args[0] in commands:
+        return commands[args[0]](args[1:])
+    parser.parse_args(args)
+    parser.print_help()
+    return 2
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROG, description="Serve a model over the OpenAI API on RBLN devices."
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
+    commands.add_parser("check", help="say whether a model can be served", add_help=False)
+    commands.add_parser("compile", help="fill the compile cache ahead of time", add_help=False)
+    commands.add_parser("cache", help="list, check and move the compile cache", add_help=False)
+    commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
+    return parser
+
+
+def _command_parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROG} {command}",
+        usage=f"{_PROG} {command} MODEL [options] [vLLM options]",
+        description=_ABOUT[command],
+        epilog=_EPILOG,
+        # A prefix of one of our flags may be one of vLLM's.
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="FLAG", help="show help")
+    for name, field in ServerSettings.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        about = f"{field.description} [{ENV_PREFIX}{name.upper()}, {field.default!r}]"
+        form = _form(field.default)
+        parser.add_argument(flag, **form, help=about.replace("%", "%%"))
+    return parser
+
+
+def _form(default: object) -> dict[str, Any]:
+    """Return how argparse takes a setting: a switch, a flag that may be repeated, or a value."""
+    if isinstance(default, bool):
+        return {"action": argparse.BooleanOptionalAction}
+    if isinstance(default, tuple):
+        return {"action": "append", "metavar": "X"}
+    return {"metavar": "X"}
+
+
+def _serve(argv: Sequence[str], started_at: float) -> int:
+    parser = _command_parser("serve")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    settings = _settings(parser, flags, rest)
+    _check_secrets(parser, settings)
+    _hide_secrets(argv)
+    return _run(settings, rest, started_at)
+
+
+def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
+    """End the process with 2 when keys or certificates are wrong, before anything listens."""
+    from server.edge.auth import Access
+    from server.edge.tls import Tls
+
+    try:
+        Access(settings)
+        if settings.ssl_certfile is not None:
+            Tls(settings)
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def _hide_secrets(argv: Sequence[str]) -> None:
+    """Take what secret flags say off the process's title, which every user of the host can read."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") not in _SECRET_FLAGS:
+            continue
+        if equals:
+            words[index] = f"{flag}=***"
+        elif index + 1 < len(words):
+            words[index + 1] = "***"
+    if words != list(argv):
+        import setproctitle
+
+        setproctitle.setproctitle(" ".join((_PROG, "serve", *words)))
+
+
+def _check(argv: Sequence[str]) -> int:
+    parser = _command_parser("check")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    as_json = bool(flags.pop("json", False))
+    settings = _settings(parser, flags, rest)
+    from server.commands.check import check
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    return check(rest, settings, as_json=as_json)
+
+
+def _compile(argv: Sequence[str]) -> int:
+    parser = _command_parser("compile")
+    about = (
+        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16 or all; "
+        "unset: for this host"
+    )
+    parser.add_argument("--isa", action="append", metavar="X", help=about)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
+    settings = _settings(parser, flags, rest)
+    from server.commands.compile import compile_ahead
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    assert isinstance(given, list)
+    targets = [name for names in given for name in names.split(",")]
+    return compile_ahead(rest, settings, targets, as_json=as_json)
+
+
+def _cache(argv: Sequence[str]) -> int:
+    from server.commands.cache_cli import cache
+
+    return cache(argv, _model_flags)
+
+
+def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
+    """Return what `serve` would make of MODEL and flags: vLLM's part, and our settings."""
+    parser = _command_parser("check")
+    flags, rest = _split(parser, argv)
+    settings = _settings(parser, flags, rest)
+    from server.observability.logging import configure
+
+    configure(settings.log_level, settings.log_format)
+    return rest, settings
+
+
+def _tune(argv: Sequence[str]) -> int:
+    from server.tuning.command import tune
+
+    return tune(argv)
+
+
+def _split(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[dict[str, object], list[str]]:
+    """Return our flags by name, and the words that are MODEL or vLLM's."""
+    ours, rest = parser.parse_known_args([_dashed(word) for word in argv])
+    return vars(ours), rest
+
+
+def _dashed(word: str) -> str:
+    """Return a flag of ours as it is spelt; vLLM's users may write `--api_key` as well."""
+    flag, equals, value = word.partition("=")
+    spelt = flag.replace("_", "-")
+    name = spelt.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    known = flag.startswith("--") and name in ServerSettings.model_fields
+    return f"{spelt}{equals}{value}" if known else word
+
+
+def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
+    """Print help if it was asked for."""
+    topic = flags.pop("help", None)
+    if topic is None:
+        return False
+    if topic == "":
+        parser.print_help()
+    else:
+        from server.vllm.flags import print_help
+
+        print_help(str(topic))
+    return True
+
+
+def _settings(
+    parser: argparse.ArgumentParser, flags: dict[str, object], rest: Sequence[str]
+) -> ServerSettings:
+    """Return the settings; ends the process with 2 when they or the command line are wrong."""
+    try:
+        settings = load_settings(flags, _config_file(rest))
+    except (SettingsError, OSError) as error:
+        parser.error(str(error))
+    if not rest:
+        parser.error("MODEL is missing: name a directory or a model on the Hugging Face hub")
+    return settings
+
+
+def _config_file(argv: Sequence[str]) -> dict[str, object]:
+    """Return what vLLM's --config file says about settings that are ours."""
+    probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    probe.add_argument("--config")
+    path = probe.parse_known_args(argv)[0].config
+    if path is None:
+        return {}
+    import yaml
+
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    named = {str(key).replace("-", "_"): value for key, value in content.items()}
+    return {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
+
+
+def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) -> int:
+    from rbln_backend.process_life import outlive_readers
+    from server.host.run_folder import run_folder
+    from server.observability.logging import configure
+
+    outlive_readers()
+    configure(settings.log_level, settings.log_format)
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise SystemExit(f"{_PROG}: cannot listen on {where}: {error}") from None
+    if settings.engine_start == "forkserver":
+        from server.engine.process import start_forkserver
+
+        start_forkserver()
+    with run_folder(settings.run_root) as run_dir:
+        from asyncio import Runner
+
+        import uvloop
+
+        from server.engine.launch import VllmLauncher
+        from server.service import serve
+
+        launcher = VllmLauncher(engine_argv, settings, run_dir)
+        with Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
+    if launcher.building:
+        # A thread is still deep in imports or waits for an engine that will not come; the
+        # interpreter's own end would run under its feet.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket: clients queue from now on instead of being refused."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _process_start() -> float:
+    """Return when this process began, on `time.monotonic`'s clock."""
+    stat = Path("/proc/self/stat").read_text(encoding="ascii")
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age

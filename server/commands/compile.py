@@ -1,0 +1,62 @@
+"""`rbln-serve compile`: fill the store with what a server would compile, ahead of time.
+
+No server, no weights: a folder with config.json and a tokenizer is enough. Progress goes to the
+standard error, the result to the standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from server.commands.offline import answers_alone_on_stdout, ask_platform
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from rbln_backend.store_report import CompileReport
+
+
+def compile_ahead(
+    argv: Sequence[str], settings: ServerSettings, targets: Sequence[str], *, as_json: bool
+) -> int:
+    """Compile for vLLM's `argv`; `targets` are the CPUs to build kernels for, by name.
+
+    Returns 0 when everything is stored, 1 when it is not, 2 for a wrong command line.
+    """
+
+    def ask(platform: type[Any], config: VllmConfig) -> CompileReport:
+        report: CompileReport = platform.compile_model(config, targets)
+        return report
+
+    with answers_alone_on_stdout() as out:
+        try:
+            report = ask_platform(argv, settings, ask)
+        except LaunchError as error:
+            sys.stderr.write(f"rbln-serve compile: error: {error}\n")
+            return error.exit_code
+        _tell(report, out, as_json=as_json)
+    return 1 if report.missing else 0
+
+
+def _tell(report: CompileReport, out: TextIO, *, as_json: bool) -> None:
+    if as_json:
+        out.write(json.dumps({"ok": not report.missing, **report.to_dict()}) + "\n")
+        return
+    total = len(report.compiled) + len(report.loaded)
+    out.write(
+        f"{total} graphs: {len(report.compiled)} compiled, {len(report.loaded)} were stored\n"
+    )
+    if report.kernels:
+        out.write(f"kernels: {', '.join(report.kernels)}\n")
+    if report.missing:
+        out.write(
+            f"not stored: {', '.join(report.missing)}; {report.cache_root} is full, cannot be "
+            "written, or is bounded too tightly (VLLM_RBLN_CACHE_MAX_BYTES)\n"
+        )
+    else:
+        out.write(f"stored in {report.cache_root}\n")

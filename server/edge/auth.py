@@ -1,0 +1,232 @@
+"""Who may call what: API keys, admin keys, and callers on this host.
+
+Only digests of keys are kept. Invariants: a request is judged by its head alone, before anything
+of its body is read; every configured key is compared, in constant time, whichever one fits; a key
+file that cannot be read as a whole, or holds no key, changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+from starlette.types import Scope as AsgiScope
+
+from server.errors import AuthenticationError, PermissionDeniedError
+from server.host.file_watch import FileWatch
+from server.host.regular_files import read_regular
+from server.host.tasks import aside, while_running
+from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
+from server.settings import ServerSettings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
+_DIGEST = "sha256:"
+_HEX = re.compile(r"[0-9a-f]{64}")
+_BEARER = b"bearer "
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+_MAX_OFFERS = 3
+"""A request names its key in one header, or by mistake in each of them."""
+_MAX_FILE_BYTES = 1024 * 1024
+_CHANGES = (Scope.ADAPTERS, Scope.ADMIN)
+_UNGUARDED = (
+    "This needs an admin key (--admin-key). Without one it is open to programs on the server's own "
+    "host alone, not through a proxy, and where --host is a loopback address; "
+    "--allow-unguarded-changes opens more."
+)
+_LOCAL = ("127.", "::1", "::ffff:127.")
+_THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
+"""Starts of headers that show that another host, or a page in a browser, is behind the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: the name that metrics and logs show, and the SHA-256 of the key itself."""
+
+    name: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the name of the key, None without one, and whether it may see and do everything."""
+
+    key: str | None
+    is_admin: bool
+
+
+class KeyRing:
+    """The keys of one kind, those of the settings and those of a file that may change."""
+
+    def __init__(self, kind: str, given: Sequence[SecretStr], file: Path | None) -> None:
+        """`kind` names unnamed keys. Raises `SettingsError` when the file is wrong."""
+        self._given = [
+            _key(secret.get_secret_value(), kind, number) for number, secret in enumerate(given, 1)
+        ]
+        self._file = file
+        self._watch = FileWatch([file] if file is not None else [])
+        self._keys = [*self._given, *self._of_file()]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def name_of(self, digests: Iterable[bytes]) -> str | None:
+        """Return the name of the key with one of the digests, None when no key has."""
+        found: str | None = None
+        for digest in digests:
+            for key in self._keys:
+                if hmac.compare_digest(key.digest, digest):
+                    found = key.name
+        return found
+
+    async def follow(self) -> None:
+        """Take the file's keys in again whenever it changes; never returns."""
+        if self._file is not None:
+            await self._watch.follow(self._reload)
+
+    async def _reload(self) -> None:
+        try:
+            self._keys = [*self._given, *await aside(self._of_file)]
+        except SettingsError as error:
+            logger.error("The keys stay as they were: %s", error)
+        else:
+            logger.info("Read the keys of %s again: %d", self._file, len(self._keys))
+
+    def _of_file(self) -> list[Key]:
+        if self._file is None:
+            return []
+        try:
+            text = read_regular(self._file, _MAX_FILE_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"key file {self._file} cannot be read: {error}") from None
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+        keys = [
+            _key_of_line(self._file, number, line)
+            for number, line in lines
+            if line and not line.startswith("#")
+        ]
+        if not keys:
+            raise SettingsError(f"key file {self._file} holds no key; remove the flag to have none")
+        return keys
+
+
+class Access:
+    """Decides from a request's head whether its route is open to it."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Raises `SettingsError` when a key file is wrong."""
+        self._api = KeyRing("api", settings.api_key, settings.api_key_file)
+        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file)
+        self._open_metrics = settings.open_metrics
+        self._unguarded = settings.allow_unguarded_changes
+        self._listens_locally = settings.listens_locally
+
+    @asynccontextmanager
+    async def following_files(self) -> AsyncIterator[None]:
+        """Keep up with the key files for the length of the block."""
+        async with while_running(self._api.follow()), while_running(self._admin.follow()):
+            yield
+
+    def admit(self, route: Route, scope: AsgiScope) -> Caller:
+        """Return who asks.
+
+        Raises `AuthenticationError` without a key or with a wrong one, `PermissionDeniedError`
+        with a key, or from a place, that does not open the route.
+        """
+        needed = scope_of(route, scope["method"])
+        if needed in NEVER_GUARDED:
+            return Caller(None, is_admin=False)
+        digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
+        if (admin := self._admin.name_of(digests)) is not None:
+            return Caller(admin, is_admin=True)
+        api, local = self._api.name_of(digests), _is_local(scope)
+        caller = Caller(api, is_admin=not self._admin and self._listens_locally and local)
+        if api is None and self._wants_key(needed):
+            raise _unauthenticated(bool(digests))
+        if needed in _CHANGES and not caller.is_admin:
+            if self._admin:
+                raise PermissionDeniedError("This needs an admin key.")
+            if not self._unguarded or (needed is Scope.ADMIN and not local):
+                raise PermissionDeniedError(_UNGUARDED)
+        return caller
+
+    def _wants_key(self, needed: Scope) -> bool:
+        if needed in _CHANGES and self._admin:
+            return True
+        if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
+            return False
+        return bool(self._api)
+
+
+def _unauthenticated(offered: bool) -> AuthenticationError:
+    message = (
+        "The API key is not valid."
+        if offered
+        else "An API key is needed: send it as `Authorization: Bearer KEY`."
+    )
+    return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
+
+
+def _key(text: str, kind: str, number: int) -> Key:
+    """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
+    text = text.strip()
+    name, equals, rest = text.partition("=")
+    if equals and not rest.startswith("=") and _NAME.fullmatch(name) and not _is_base64(text):
+        if not rest:
+            raise SettingsError(
+                f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY): the key of the name {name!r} is "
+                "empty"
+            )
+        return Key(name, _digest(rest))
+    return Key(f"{kind}-{number}", _digest(text))
+
+
+def _is_base64(text: str) -> bool:
+    """Whether what ends in one `=` is rather a random key than a name without its key."""
+    return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
+
+
+def _key_of_line(file: Path, number: int, line: str) -> Key:
+    name, _, rest = line.partition("=")
+    if not rest or not _NAME.fullmatch(name):
+        raise SettingsError(
+            f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
+            "the name of letters, digits and `._-`"
+        )
+    if rest.startswith(_DIGEST) and not _HEX.fullmatch(rest.removeprefix(_DIGEST).lower()):
+        raise SettingsError(f"key file {file}, line {number}: sha256: wants 64 hex digits")
+    return Key(name, _digest(rest))
+
+
+def _digest(key: str) -> bytes:
+    if key.startswith(_DIGEST) and _HEX.fullmatch(key.removeprefix(_DIGEST).lower()):
+        return bytes.fromhex(key.removeprefix(_DIGEST))
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _offers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the keys that a request's headers offer."""
+    offers: list[bytes] = []
+    for name, value in headers:
+        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            offers.append(value[len(_BEARER) :].strip())
+        elif name in _KEY_HEADERS:
+            offers.append(value.strip())
+    return [offer for offer in offers if offer][:_MAX_OFFERS]
+
+
+def _is_local(scope: AsgiScope) -> bool:
+    """Whether a request comes from a program on this host, as far as one can tell."""
+    client = scope.get("client")
+    if client is None or not str(client[0]).startswith(_LOCAL):
+        return False
+    return not any(name.startswith(_THROUGH) for name, _ in scope["headers"])

@@ -1,0 +1,51 @@
+"""How an answer ends that fails: with its own status, or where a stream has begun with a frame."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+
+from starlette.types import Send
+
+from server.errors import ServerError
+from server.frontend import Endpoint
+from server.request.record import RequestRecord
+
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+_MOST_S = 0.5
+
+
+async def send_error(error: ServerError, send: Send, record: RequestRecord) -> None:
+    """Say in the endpoint's manner why there is no answer, or no more of it; note the outcome."""
+    if record.complete:
+        return
+    record.note(error)
+    endpoint = _ENDPOINTS.get(record.route.template)
+    if not record.status:
+        await _send_envelope(error, endpoint, send)
+    elif record.stream and endpoint is not None:
+        frame = error_frame(error, endpoint).encode()
+        # A client that does not read any more does not get to hold the connection, either.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MOST_S):
+                await send({"type": "http.response.body", "body": frame, "more_body": False})
+
+
+async def _send_envelope(error: ServerError, endpoint: Endpoint | None, send: Send) -> None:
+    body = error.body(anthropic=endpoint is not None and endpoint.anthropic)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
+    status = error.row.status
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def error_frame(error: ServerError, endpoint: Endpoint) -> str:
+    """Return the frames that end a failed stream, in the endpoint's own manner."""
+    if endpoint is Endpoint.RESPONSES:
+        event = {"type": "error", "code": error.row.code, "message": error.message}
+        return f"event: error\ndata: {json.dumps(event | {'param': error.param})}\n\n"
+    if endpoint.anthropic:
+        return f"event: error\ndata: {error.body(anthropic=True).decode()}\n\n"
+    return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

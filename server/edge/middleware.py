@@ -1,0 +1,214 @@
+"""What happens around every request: its id, its outcome; who may ask, and when.
+
+Pure ASGI on purpose: Starlette's BaseHTTPMiddleware hides a client's disconnect from the
+handler, and then a request is not aborted. Invariants: every answer carries X-Request-Id; a
+request for the engine is refused unless the service is ready; each request is counted exactly
+once, with a bounded set of labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.admission import Admission
+from server.edge.auth import Access
+from server.edge.last_words import send_error
+from server.errors import InternalError, ServerError
+from server.lifecycle import Lifecycle
+from server.observability.logging import FIELDS, request_id_var
+from server.observability.metrics import ServerMetrics
+from server.request.record import RequestRecord, record_of, record_var
+from server.request.request_id import HEADER, request_id_of, with_request_id
+from server.request.route_table import Scope as KeyScope
+from server.request.route_table import route_of, route_path
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from server.observability.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+_CLIENT_GONE = 499
+# Polled by machines; their lines would drown the others.
+_QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
+
+
+class EdgeMiddleware:
+    """The outermost layer: request ids, and one line, one count and one span for each request."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        metrics: ServerMetrics,
+        tracing: Callable[[], Tracing | None],
+    ) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; other kinds of scope pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope["headers"])
+        scope["headers"] = with_request_id(scope["headers"], request_id)
+        record = RequestRecord(route_of(route_path(scope)), scope["method"], time.perf_counter())
+        scope.setdefault("state", {})["record"] = record
+        # Until the task ends, which is this request's alone.
+        request_id_var.set(request_id)
+        record_var.set(record)
+        tracing = self._tracing() if record.route.gated else None
+        span = _begin(tracing, scope, record, request_id) if tracing is not None else None
+        try:
+            await self._app(scope, receive, self._stamped(send, record, request_id))
+        finally:
+            # A stack, last in first out: one of them that fails keeps no permit or count from the
+            # others.
+            with ExitStack() as ending:
+                # They hold the engine's side of the request, which is looked up by weak references
+                # to it: what a record keeps would stay for ever.
+                ending.callback(record.meters.clear)
+                if tracing is not None and span is not None:
+                    ending.callback(_end, tracing, span, record)
+                ending.callback(self._finish, record)
+                for end in reversed(record.on_end):
+                    ending.callback(end)
+
+    def _stamped(self, send: Send, record: RequestRecord, request_id: str) -> Send:
+        """Return a `send` that notes the status and adds our headers."""
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [*message.get("headers", ()), (HEADER, request_id.encode("ascii"))]
+                headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
+                if not self._lifecycle.accepting and record.route.scope not in _QUIET:
+                    # Clients should come back over a new connection, to another server.
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers
+            else:
+                record.sent_bytes += len(message.get("body", b""))
+                record.complete = not message.get("more_body", False)
+            await send(message)
+
+        return stamped
+
+    def _finish(self, record: RequestRecord) -> None:
+        seconds = time.perf_counter() - record.started
+        outcome = record.final_outcome()
+        code = record.status or _CLIENT_GONE
+        route = record.route.template
+        self._metrics.observe_request(
+            route=route,
+            method=record.method if record.method in _METHODS else "other",
+            code=code,
+            outcome=outcome,
+            stream=record.stream,
+            seconds=seconds,
+        )
+        if record.guide is not None:
+            self._metrics.observe_guided(record.guide, outcome)
+        if record.rejection is not None:
+            self._metrics.observe_rejection(record.rejection)
+        prompt, completion = record.tokens()
+        if record.key is not None:
+            self._metrics.observe_key(record.key, outcome, prompt, completion)
+        level = logging.DEBUG if record.route.scope in _QUIET else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        fields = {
+            "method": record.method,
+            "route": route,
+            "code": code,
+            "outcome": outcome,
+            "seconds": round(seconds, 6),
+            "stream": record.stream,
+            "bytes": record.sent_bytes,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "key": record.key,
+        }
+        logger.log(
+            level,
+            "%s %s %d %s %.3f s",
+            *(record.method, route, code, outcome, seconds),
+            extra={FIELDS: fields},
+        )
+
+
+def _begin(tracing: Tracing, scope: Scope, record: RequestRecord, request_id: str) -> Span:
+    """Begin the request's span and have the engine's spans lie below it."""
+    attributes = {
+        "http.request.method": record.method,
+        "http.route": record.route.template,
+        "http.request.header.x-request-id": request_id,
+    }
+    name = f"{record.method} {record.route.template}"
+    span, scope["headers"] = tracing.begin(scope["headers"], name, attributes)
+    return span
+
+
+def _end(tracing: Tracing, span: Span, record: RequestRecord) -> None:
+    prompt, completion = record.tokens()
+    attributes: dict[str, str | int] = {
+        "rbln_serve.outcome": record.final_outcome(),
+        "gen_ai.usage.prompt_tokens": prompt,
+        "gen_ai.usage.completion_tokens": completion,
+    }
+    if record.key is not None:
+        attributes["rbln_serve.key"] = record.key
+    tracing.end(span, record.status or _CLIENT_GONE, attributes)
+
+
+class GateMiddleware:
+    """Lets a request through to its route, or answers why not; errors become answers here."""
+
+    def __init__(
+        self, app: ASGIApp, lifecycle: Lifecycle, admission: Admission, access: Access
+    ) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+        self._access = access
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; other kinds of scope pass through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = record_of(scope)
+        try:
+            await self._pass(record, scope, receive, send)
+        except ServerError as error:
+            await send_error(error, send, record)
+        except Exception:
+            # The boundary of a request: a fault here must not take the process down.
+            logger.exception("%s %s failed", record.method, record.route.template)
+            await send_error(InternalError("Internal error."), send, record)
+
+    async def _pass(
+        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        caller = self._access.admit(record.route, scope)
+        record.key, record.is_admin = caller.key, caller.is_admin
+        if not record.route.gated:
+            await self._app(scope, receive, send)
+            return
+        if (refusal := self._lifecycle.refusal()) is not None:
+            raise refusal
+        if record.route.admitted:
+            # Before the request is routed, read or parsed: most of an overload ends here.
+            self._admission.check()
+        with self._lifecycle.track():
+            await self._app(scope, receive, send)

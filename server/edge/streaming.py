@@ -1,0 +1,196 @@
+"""Answers over a live connection: SSE, and work that ends when the client goes away.
+
+Invariants: a client's disconnect cancels the work within one event-loop turn, so that the
+engine aborts the request; an error that is known before the first content frame raises, so
+that it gets its own status; a stream that fails later raises as well, and `server.edge.last_words`
+ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.request.body import ClientGoneError
+from server.request.deadline import Deadline
+from server.request.record import RequestRecord
+
+T = TypeVar("T")
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Tells nginx and its like not to collect a stream before passing it on.
+    (b"x-accel-buffering", b"no"),
+]
+_COMMENT = ": keep-alive\n\n"
+_END = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class StreamEndedError(Exception):
+    """The generator ended while a task waited for its next frame."""
+
+
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline | None = None
+) -> T:
+    """Run `work` to its end; cancel it and raise `ClientGoneError` when the client goes.
+
+    The request's body must have been read: everything that arrives now is a disconnect. Raises
+    the deadline's `DeadlineError` when that is over first.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_gone(receive))
+    try:
+        seconds = None if deadline is None else deadline.remaining_s
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=first)
+        if task.done():
+            return task.result()
+        if gone.done() or deadline is None:
+            raise ClientGoneError
+        raise deadline.error()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+        if not task.cancelled():
+            # Marks the error of work that lost the race as seen.
+            task.exception()
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def commit(
+    frames: AsyncGenerator[str, None], is_prelude: Callable[[str], bool], timeout_s: float
+) -> HeldStream:
+    """Wait for the first frame that is not prelude, then return the whole stream.
+
+    Raises what the generator raises until then. After `timeout_s` seconds the stream is
+    returned as it is: a request that waits long for its turn still gets its headers.
+    """
+    held: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            pending = asyncio.ensure_future(_next(frames))
+            await asyncio.wait({pending}, timeout=max(0.0, deadline - time.monotonic()))
+            if not pending.done():
+                break
+            done, pending = pending, None
+            held.append(done.result())
+            if not is_prelude(held[-1]):
+                break
+    except StreamEndedError:
+        pass
+    except BaseException:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
+        await frames.aclose()
+        raise
+    return HeldStream(held, pending, frames)
+
+
+async def _next(frames: AsyncGenerator[str, None]) -> str:
+    try:
+        return await anext(frames)
+    except StopAsyncIteration:
+        # A task cannot end with StopAsyncIteration by itself.
+        raise StreamEndedError from None
+
+
+class HeldStream:
+    """The frames that were held back, then the rest; closing it closes the source."""
+
+    def __init__(
+        self, held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
+    ) -> None:
+        self._held = held
+        self._pending = pending
+        self._frames = frames
+
+    def __aiter__(self) -> HeldStream:
+        """Return the stream itself: it can be read once."""
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next frame."""
+        if self._held:
+            return self._held.pop(0)
+        if self._pending is None:
+            return await anext(self._frames)
+        try:
+            return await self._pending
+        except StreamEndedError:
+            raise StopAsyncIteration from None
+        finally:
+            self._pending = None
+
+    async def aclose(self) -> None:
+        """Close the source, also when nothing was read yet."""
+        if self._pending is not None:
+            # A generator cannot be closed while a task is still inside it.
+            self._pending.cancel()
+            await asyncio.wait({self._pending})
+        await self._frames.aclose()
+
+
+class SseResponse(Response):
+    """An answer that sends SSE frames as they come."""
+
+    def __init__(
+        self,
+        frames: HeldStream,
+        record: RequestRecord,
+        keep_alive_s: float = 0.0,
+    ) -> None:
+        """`keep_alive_s` seconds of silence are broken by a comment; 0: never."""
+        super().__init__()
+        self._frames = frames
+        self._record = record
+        self._keep_alive_s = keep_alive_s
+        self._sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; a disconnect closes its source. What it raises is told afterwards."""
+        async with aclosing(self._frames):
+            try:
+                await until_disconnect(receive, self._pump(send), self._record.deadline)
+            except ClientGoneError:
+                self._record.outcome = "aborted"
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        comments = asyncio.ensure_future(self._break_silence(send)) if self._keep_alive_s else None
+        try:
+            async for frame in self._frames:
+                self._sent += 1
+                await send(_chunk(frame))
+        finally:
+            if comments is not None:
+                comments.cancel()
+                await asyncio.wait({comments})
+        await send(_END)
+
+    async def _break_silence(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent between two looks, half the time apart."""
+        while True:
+            seen = self._sent
+            await asyncio.sleep(self._keep_alive_s / 2)
+            if self._sent == seen:
+                await send(_chunk(_COMMENT))
+
+
+def _chunk(frame: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": frame.encode(), "more_body": True}

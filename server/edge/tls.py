@@ -1,0 +1,126 @@
+"""TLS: one context for the listener, kept up to date with the files it was made from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from server.host.file_watch import FileWatch
+from server.host.regular_files import read_regular
+from server.host.tasks import aside, while_running
+from server.settings import ServerSettings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_CERTIFICATES = {
+    "none": ssl.CERT_NONE,
+    "optional": ssl.CERT_OPTIONAL,
+    "required": ssl.CERT_REQUIRED,
+}
+_MAX_FILE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What the files held at one time; `authorities` is None where there are none."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None
+
+
+class Tls:
+    """The TLS context of `settings`, and its renewal."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Raises `SettingsError` naming the file or the flag that is wrong."""
+        self._settings = settings
+        files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+        self._watch = FileWatch([file for file in files if file is not None])
+        self.context = self._build(self._read())
+
+    @asynccontextmanager
+    async def following_files(self) -> AsyncIterator[None]:
+        """Take renewed certificates in for the length of the block, where that is asked for."""
+        if not self._settings.enable_ssl_refresh:
+            yield
+            return
+        async with while_running(self._watch.follow(self._renew)):
+            yield
+
+    def _read(self) -> _Contents:
+        settings = self._settings
+        assert settings.ssl_certfile is not None
+        assert settings.ssl_keyfile is not None
+        return _Contents(
+            _read("--ssl-certfile", settings.ssl_certfile),
+            _read("--ssl-keyfile", settings.ssl_keyfile),
+            None
+            if settings.ssl_ca_certs is None
+            else _read("--ssl-ca-certs", settings.ssl_ca_certs),
+        )
+
+    def _build(self, contents: _Contents) -> ssl.SSLContext:
+        settings = self._settings
+        # The library's own idea of what is safe: TLS 1.2 and up, no weak ciphers.
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.verify_mode = _CLIENT_CERTIFICATES[settings.ssl_cert_reqs]
+        try:
+            self._load(context, contents)
+            if settings.ssl_ciphers is not None:
+                context.set_ciphers(settings.ssl_ciphers)
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"TLS cannot be set up from --ssl-certfile {settings.ssl_certfile}, --ssl-keyfile "
+                f"{settings.ssl_keyfile}, --ssl-ca-certs {settings.ssl_ca_certs} and --ssl-ciphers "
+                f"{settings.ssl_ciphers}: {error}"
+            ) from None
+        return context
+
+    def _load(self, context: ssl.SSLContext, contents: _Contents) -> None:
+        secret = self._settings.ssl_keyfile_password
+        with ExitStack() as stack:
+            certificate = stack.enter_context(_at_a_path(contents.certificate))
+            key = stack.enter_context(_at_a_path(contents.key))
+            # A callable, so that OpenSSL never asks the terminal for a password that is not given.
+            context.load_cert_chain(
+                certificate, key, lambda: "" if secret is None else secret.get_secret_value()
+            )
+            if contents.authorities is not None:
+                context.load_verify_locations(stack.enter_context(_at_a_path(contents.authorities)))
+
+    async def _renew(self) -> None:
+        """Load the files into the live context, once a fresh one has shown that they fit.
+
+        OpenSSL drops the old key as soon as it sees a certificate that does not belong to it.
+        """
+        try:
+            contents = await aside(self._read)
+            self._build(contents)
+            # From memory, within this turn of the loop: no handshake sees a half of it.
+            self._load(self.context, contents)
+        except (SettingsError, OSError) as error:
+            logger.error("The TLS certificate stays as it was: %s", error)
+        else:
+            logger.info("Loaded the TLS certificate again")
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return read_regular(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise SettingsError(f"{flag} {path} cannot be read: {error}") from None
+
+
+@contextmanager
+def _at_a_path(content: bytes) -> Iterator[str]:
+    """Yield a path in memory where `content` can be read: OpenSSL takes certificates by path."""
+    with os.fdopen(os.memfd_create("tls"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

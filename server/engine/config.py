@@ -1,0 +1,99 @@
+"""vLLM's parsed flags to its configuration, the same for `serve` and `check`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rbln_backend.errors import RblnError
+from server.engine.model_files import check_model_folder
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+
+_BACKLOG_CONTEXTS = 4
+_LEAST_BACKLOG = 16384
+
+
+def engine_config(
+    args: Namespace, settings: ServerSettings, run_dir: Path | None
+) -> tuple[AsyncEngineArgs, VllmConfig]:
+    """Return the engine's arguments and configuration; slow, it asks the platform and the model.
+
+    Workers leave their progress and metrics in `run_dir`. Raises `LaunchError` and whatever vLLM
+    or the platform raise.
+    """
+    check_model_folder(args.model)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if run_dir is not None:
+        ours = {"run_dir": str(run_dir), "max_queue_ms": math.ceil(settings.max_queue_s * 1000)}
+        engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
+    # An engine that gets the signal together with us must drain as we do.
+    engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
+    context = UsageContext.OPENAI_API_SERVER
+    try:
+        config = engine_args.create_engine_config(usage_context=context)
+        _limit_backlog(config, settings)
+        return engine_args, config
+    except ValueError as error:
+        if not isinstance(error, RblnError):
+            _refuse_model(engine_args)
+        raise
+
+
+def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
+    """Bound the prompt tokens that wait for their prefill, through vLLM's own limit."""
+    scheduler = config.scheduler_config
+    given, wanted = scheduler.max_num_queued_tokens, settings.max_queued_tokens
+    if given is not None and wanted not in (None, given):
+        raise LaunchError(
+            f"--max-num-queued-tokens {given} and --max-queued-tokens {wanted} are the same limit; "
+            "give one of them",
+            exit_code=2,
+        )
+    if given is None:
+        scheduler.max_num_queued_tokens = wanted or _default_backlog(config)
+
+
+def _default_backlog(config: VllmConfig) -> int | None:
+    """A prompt that is pooled is short, and many of them come in one request."""
+    model, scheduler = config.model_config, config.scheduler_config
+    if model.runner_type == "pooling":
+        return None
+    chunks = scheduler.max_num_seqs * scheduler.max_num_batched_tokens
+    return max(_BACKLOG_CONTEXTS * model.max_model_len, chunks, _LEAST_BACKLOG)
+
+
+def _refuse_model(engine_args: AsyncEngineArgs) -> None:
+    """Raise the platform's own reason against the model, if that is what it comes down to."""
+    from vllm.platforms import current_platform
+
+    refuse = getattr(current_platform, "refuse_model", None)
+    if refuse is None:
+        return
+    try:
+        model_config = engine_args.create_model_config()
+    except (ValueError, OSError):
+        # The model's own configuration is at fault, as the caller is about to say.
+        return
+    refuse(model_config)
+
+
+def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    given = additional.get("rbln", {})
+    if not isinstance(given, dict):
+        raise LaunchError(
+            f"--additional-config: 'rbln' must be an object, got {given!r}", exit_code=2
+        )
+    return {**additional, "rbln": {**given, **ours}}

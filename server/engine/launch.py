@@ -1,0 +1,179 @@
+"""The engine: command line to AsyncLLM, its self-test, its death, its end.
+
+Everything slow happens in one daemon thread, so that the event loop answers probes meanwhile
+and a stop during start-up need not wait for it. Invariant: an engine that was handed out has
+answered a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rbln_backend.progress import ProgressReader
+from server import __version__
+from server.engine.config import engine_config
+from server.engine.launch_errors import launch_error
+from server.engine.process import (
+    choose_start_method,
+    end_engine_processes,
+    engine_processes,
+)
+from server.engine.self_test import self_test
+from server.engine.socket import EngineSocket, receive_directly
+from server.engine.watch import HangWatch
+from server.engine.weight_files import refuse_damaged_weights
+from server.frontend import Frontend
+from server.host.tasks import aside, in_daemon_thread
+from server.settings import ServerSettings
+from server.vllm.importing import allow_stop_strings, import_vllm
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from server.vllm.frontend import VllmFrontend
+    from server.vllm.gated_engine import GatedLLM
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """A running AsyncLLM with its front end."""
+
+    def __init__(self, engine: GatedLLM, frontend: VllmFrontend, watch: HangWatch) -> None:
+        self._engine = engine
+        self._frontend = frontend
+        self._watch = watch
+        self._hang: str | None = None
+        self._processes = engine_processes()
+        # After the processes that are the engine were counted; kept, so that it runs to its end.
+        self._warming = asyncio.ensure_future(frontend.warm_up())
+
+    @property
+    def frontend(self) -> Frontend:
+        """What answers requests."""
+        return self._frontend
+
+    def failure(self) -> str | None:
+        """Return why the engine is dead, None while it lives; one that hangs is killed first."""
+        if self._hang is not None:
+            return self._hang
+        for process in self._processes:
+            if process.exitcode is not None:
+                return f"engine process {process.name} ended with exit code {process.exitcode}"
+        if self._engine.errored:
+            return "the engine reported a fatal error"
+        if (silent_s := self._watch.hung_for_s()) is not None:
+            self._hang = (
+                f"the engine has hung for {silent_s:.0f} s, the limit of --step-timeout-s, and was "
+                "killed"
+            )
+            # Whoever waits for an answer of it learns of its end by its end.
+            self.kill()
+        return self._hang
+
+    async def shutdown(self, timeout_s: float) -> None:
+        """Stop the engine process; it is killed after `timeout_s` seconds."""
+        if (handler := self._engine.output_handler) is not None:
+            # It would take the end of the engine for its death and log a traceback.
+            handler.cancel()
+        await aside(partial(self._engine.shutdown, timeout=timeout_s))
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        for process in self._processes:
+            process.kill()
+
+
+class VllmLauncher:
+    """Builds the engine from vLLM's command line."""
+
+    def __init__(self, argv: Sequence[str], settings: ServerSettings, run_dir: Path) -> None:
+        self._argv = list(argv)
+        self._settings = settings
+        self._run_dir = run_dir
+        self._model = ""
+        self._built: Future[tuple[Namespace, GatedLLM, EngineSocket]] | None = None
+
+    @property
+    def building(self) -> bool:
+        """Whether the thread that builds the engine is still at work."""
+        return self._built is not None and not self._built.done()
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of what runs, without importing it."""
+        return {
+            "version": __version__,
+            "vllm": importlib.metadata.version("vllm"),
+            "torch": importlib.metadata.version("torch"),
+            "python": platform.python_version(),
+            "platform": f"{platform.system()}-{platform.machine()}".lower(),
+        }
+
+    async def launch(self) -> VllmEngine:
+        """Build the engine and prove it with one request. Raises `LaunchError`."""
+        # Modules and the engine's objects live until the end: collecting finds nothing.
+        gc.disable()
+        try:
+            self._built = in_daemon_thread(self._build)
+            args, engine, socket = await asyncio.wrap_future(self._built)
+            tasks = await engine.get_supported_tasks()
+            from server.vllm.frontend import build_frontend
+
+            frontend = await build_frontend(engine, args, tasks, self._settings)
+            await self_test(engine, tasks)
+            watch = HangWatch(
+                self._settings.step_timeout_s, lambda: socket.num_messages, engine.is_sleeping
+            )
+            return VllmEngine(engine, frontend, watch)
+        except Exception as error:
+            # The boundary of start-up: whatever failed in there ends the process with a reason.
+            logger.debug("Start-up failed", exc_info=True)
+            told = ProgressReader(self._run_dir).poll().failure
+            raise launch_error(error, self._model, told) from error
+        finally:
+            gc.freeze()
+            gc.enable()
+
+    async def abandon(self) -> None:
+        """End the engine processes of a launch that is under way."""
+        await aside(end_engine_processes)
+
+    def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
+        import_vllm()
+        allow_stop_strings(self._settings.max_stop)
+        from server.vllm.flags import parse_arguments
+        from server.vllm.frontend import import_serving
+
+        args = parse_arguments(self._argv, self._settings)
+        self._model = args.model
+        refuse_damaged_weights(args.model, args.load_format)
+        engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
+        from vllm.usage.usage_lib import UsageContext
+
+        from server.engine.outputs import tell_queue_timeouts
+        from server.vllm.gated_engine import GatedLLM
+
+        choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
+        # The engine process loads the model while this one imports what serves it.
+        serving = in_daemon_thread(import_serving)
+        engine = GatedLLM.from_vllm_config(
+            vllm_config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            enable_log_requests=engine_args.enable_log_requests,
+            aggregate_engine_logging=engine_args.aggregate_engine_logging,
+            disable_log_stats=engine_args.disable_log_stats,
+        )
+        assert isinstance(engine, GatedLLM)
+        socket = receive_directly(engine)
+        tell_queue_timeouts(engine, self._settings.max_queue_s)
+        serving.result()
+        return args, engine, socket

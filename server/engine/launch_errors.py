@@ -1,0 +1,111 @@
+"""Why an engine could not be built, in one line, whatever raised it.
+
+Our own refusals already are such lines. vLLM wraps errors of its configuration in pydantic's,
+lists all its architectures in one message, and says of an engine process only that it failed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import re
+
+from pydantic import ValidationError
+
+from rbln_backend.errors import RblnError
+from rbln_backend.unsupported import MULTIMODAL
+from server.engine.model_files import model_config_of
+from server.frontend import LaunchError
+
+_MAX_LENGTH = 600
+_UNKNOWN = re.compile(r"Model architectures \['(\w+)'.*\] are not supported for now\.(.*)", re.S)
+_BROKEN = re.compile(r"Model architectures \['(\w+)'.*\] failed to be inspected")
+_UNKNOWN_TYPE = re.compile(r"model type `([^`]+)` but Transformers does not recognize")
+_REMOTE_CODE = "contains custom code which must be executed"
+_ENGINE_FAILED = "Engine core initialization failed"
+# Errors of the hub's client, by name: it is not imported for this.
+_HUB_ERRORS = frozenset(
+    (
+        "EntryNotFoundError",
+        "GatedRepoError",
+        "HFValidationError",
+        "LocalEntryNotFoundError",
+        "OfflineModeIsEnabled",
+        "RepositoryNotFoundError",
+        "RevisionNotFoundError",
+    )
+)
+_OTHER_SENSES = ("vision_config", "audio_config", "speech_config")
+
+
+def launch_error(error: Exception, model: str, told: str | None = None) -> LaunchError:
+    """Return `error` as the reason why `model` cannot be served.
+
+    `told` is what a worker left behind as the cause of its failure.
+    """
+    cause = _unwrapped(error)
+    if isinstance(cause, LaunchError):
+        return cause
+    if told is not None and _ENGINE_FAILED in str(cause):
+        return LaunchError(_one_line(told))
+    return LaunchError(_one_line(_reason(cause, model)))
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """Return what was raised inside pydantic's validation, where that is how it got here."""
+    while isinstance(error, ValidationError):
+        inner = error.errors()[0].get("ctx", {}).get("error")
+        if not isinstance(inner, Exception):
+            break
+        error = inner
+    return error
+
+
+def _reason(cause: Exception, model: str) -> str:
+    text = str(cause)
+    if isinstance(cause, RblnError):
+        return text
+    if found := _UNKNOWN.search(text):
+        return _unknown_architecture(found[1], re.findall(r"'(\w+)'", found[2]))
+    if found := _BROKEN.search(text):
+        return _broken_architecture(found[1], model)
+    if found := _UNKNOWN_TYPE.search(text):
+        version = importlib.metadata.version("transformers")
+        return (
+            f"model_type {found[1]!r} of config.json is unknown to transformers {version}; "
+            "correct it, or use a model that this version knows"
+        )
+    if _REMOTE_CODE in text:
+        return (
+            f"MODEL {model!r} comes with Python code of its own; add --trust-remote-code if you "
+            "trust its author"
+        )
+    if type(cause).__name__.startswith("StrictDataclass") and cause.__cause__ is not None:
+        return f"config.json: {cause.__cause__}"
+    if type(cause).__name__ in _HUB_ERRORS:
+        return (
+            f"MODEL {model!r} is no directory here, and the Hugging Face hub did not give it: "
+            f"{text}"
+        )
+    # A plain ValueError is what vLLM tells its users; other kinds also say what went wrong.
+    return text if type(cause) is ValueError else f"{type(cause).__name__}: {text}"
+
+
+def _unknown_architecture(name: str, known: list[str]) -> str:
+    version = importlib.metadata.version("vllm")
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "use a model that it has"
+    return f"architecture {name!r} of config.json is unknown to vLLM {version}; {hint}"
+
+
+def _broken_architecture(name: str, model: str) -> str:
+    # vLLM imports a model's code to learn what it does, and a vision tower's code needs packages
+    # that a server without multimodal inputs does not have.
+    if any(key in model_config_of(model) for key in _OTHER_SENSES):
+        return str(MULTIMODAL.refusal(f"architecture {name!r}"))
+    return f"architecture {name!r} cannot be imported by vLLM; its log above says what is missing"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_LENGTH else f"{line[: _MAX_LENGTH - 3]}..."

@@ -1,0 +1,111 @@
+"""Requests that waited too long for their turn, told to those who asked.
+
+The scheduler ends such a request with an error and a stop reason of ours; what vLLM's serving
+classes make of an error depends on the endpoint, and some log a traceback. So the request's record
+is told the real reason, which the front end prefers over whatever comes out of those classes.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+
+from rbln_backend.config import QUEUE_TIMEOUT
+from server.errors import QueueTimeoutError
+from server.request.record import RequestRecord, record_var
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+    from vllm.v1.metrics.stats import IterationStats
+
+_SERVING_LOGGERS = (
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.entrypoints.openai.completion.serving",
+    "vllm.entrypoints.openai.responses.serving",
+)
+
+
+class QueueAwareOutputs(OutputProcessor):
+    """vLLM's output processor, which also knows who waits for which output."""
+
+    def __init__(self, engine: AsyncLLM, max_queue_s: float) -> None:
+        super().__init__(
+            engine.renderer.tokenizer,
+            log_stats=engine.log_stats,
+            stream_interval=engine.scheduler_config.stream_interval,
+            tracing_enabled=engine.output_processor.tracing_enabled,
+        )
+        self._max_queue_s = max_queue_s
+        self._askers: WeakKeyDictionary[RequestOutputCollector, RequestRecord] = WeakKeyDictionary()
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        super().add_request(request, prompt, parent_req, request_index, queue)
+        record = record_var.get()
+        if record is not None and queue is not None:
+            self._askers[queue] = record
+
+    def process_outputs(
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float | None = None,
+        iteration_stats: IterationStats | None = None,
+    ) -> OutputProcessorOutput:
+        late: list[str] = []
+        # The scheduler puts them first.
+        while engine_core_outputs and engine_core_outputs[0].stop_reason == QUEUE_TIMEOUT:
+            late += self._end(engine_core_outputs[0].request_id)
+            engine_core_outputs = engine_core_outputs[1:]
+        done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
+        done.reqs_to_abort.extend(late)
+        return done
+
+    def _end(self, request_id: str) -> list[str]:
+        """End a request with all its answers; return the ids that the engine may still have."""
+        state = self.request_states.get(request_id)
+        if state is None or (queue := state.queue) is None:
+            return []
+        if (record := self._askers.get(queue)) is not None:
+            record.failure = queue_timeout(self._max_queue_s)
+        whole = request_id if state.parent_req is None else state.parent_req.request_id
+        ended = self.abort_requests((whole,), internal=True)
+        # Takes the place of the last output: a stream fails before its first frame.
+        queue.put(GracefulHTTPError(QUEUE_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE))
+        return ended
+
+
+def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
+    """Return what a client is told whose request was not scheduled in time."""
+    return QueueTimeoutError(
+        f"The request waited {max_queue_s:g} s for its turn on the device, the limit of this "
+        "server (--max-queue-s)."
+    )
+
+
+def tell_queue_timeouts(engine: AsyncLLM, max_queue_s: float) -> None:
+    """Make a new engine tell them; before its first request."""
+    assert engine.output_handler is None, "outputs are processed already"
+    engine.output_processor = QueueAwareOutputs(engine, max_queue_s)
+    for name in _SERVING_LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(_line: logging.LogRecord) -> bool:
+    """Whether vLLM may complain of the current request: not about what is known to have ended."""
+    record = record_var.get()
+    return record is None or record.failure is None

@@ -1,0 +1,83 @@
+"""What is known of a request when it ends; handlers find it in `request.state.record`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from server.errors import ServerError
+from server.request.deadline import Deadline
+from server.request.route_table import Route
+
+Meter = Callable[[], tuple[int, int]]
+"""Tells what one of the engine's requests has used so far: prompt and completion tokens."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request from its head to the last byte of its answer.
+
+    `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys; an
+    admin may see more.
+    `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
+    sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
+    `complete` once its last byte was sent. Every request that
+    the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
+    vLLM's classes do not pass that on. `guide` is how the answer is guided, one of `GUIDES`.
+    """
+
+    route: Route
+    method: str
+    started: float
+    stream: bool = False
+    status: int = 0
+    outcome: str | None = None
+    key: str | None = None
+    is_admin: bool = False
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
+    deadline: Deadline | None = None
+    failure: ServerError | None = None
+    rejection: str | None = None
+    guide: str | None = None
+    sent_bytes: int = 0
+    complete: bool = False
+    meters: list[Meter] = field(default_factory=list)
+
+    def tokens(self) -> tuple[int, int]:
+        """Return how many prompt and completion tokens the engine has worked on for it."""
+        used = [meter() for meter in self.meters]
+        return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
+
+    def guided_by(self, kind: str) -> None:
+        """Remember how the answer is guided; what the request says comes before what is made."""
+        self.guide = self.guide or kind
+
+    def note(self, error: ServerError) -> None:
+        """Remember how the request failed."""
+        self.outcome, self.rejection = error.row.outcome, error.rejection
+
+    def final_outcome(self) -> str:
+        """Return the outcome that a handler gave, else what the status says."""
+        if self.outcome is not None:
+            return self.outcome
+        if not self.status:
+            return "aborted"
+        if self.status == 503:
+            return "rejected"
+        if self.status >= 500:
+            return "server_error"
+        return "client_error" if self.status >= 400 else "ok"
+
+
+record_var: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+"""The record of the request that the current task works for."""
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """Return the record that the outermost middleware made."""
+    record: RequestRecord = scope["state"]["record"]
+    return record

@@ -1,0 +1,109 @@
+"""Every route of the service: its label in metrics and logs, who may call it, and when.
+
+The middleware reads this table, so that a route that is missing here is guarded like the API and
+shares one label. Pure data.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.types import Scope as AsgiScope
+
+from server.frontend import Endpoint
+
+
+class Scope(enum.Enum):
+    """Which key opens a route, once there are keys."""
+
+    PROBE = "probe"
+    """No key: orchestrators have none."""
+    PAGE = "page"
+    """No key: the console's files hold no data, and its page asks for a key."""
+    METRICS = "metrics"
+    """An API or admin key, unless `open_metrics`."""
+    API = "api"
+    """An API key."""
+    ADAPTERS = "adapters"
+    """Changes what is served: an admin key, or what `UNGUARDED` says."""
+    ADMIN = "admin"
+    """Takes the server out of service: an admin key, or what `UNGUARDED` says."""
+
+
+NEVER_GUARDED = (Scope.PROBE, Scope.PAGE)
+OPEN, KEY, ADMIN_KEY = "open", "API or admin key", "admin key"
+UNGUARDED = "programs on this host"
+"""Who changes things on a loopback address where there are no admin keys."""
+
+OPENINGS: Mapping[Scope, tuple[str, str, str]] = {
+    Scope.PROBE: (OPEN, OPEN, OPEN),
+    Scope.PAGE: (OPEN, OPEN, OPEN),
+    Scope.METRICS: (OPEN, KEY, KEY),
+    Scope.API: (OPEN, KEY, KEY),
+    Scope.ADAPTERS: (UNGUARDED, f"{UNGUARDED}, with an API key", ADMIN_KEY),
+    Scope.ADMIN: (UNGUARDED, UNGUARDED, ADMIN_KEY),
+}
+"""What opens the routes of a scope: without keys, with API keys, with admin keys too. For the
+documents; `server.edge.auth` decides, and tests compare the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route; `template` is its label. A `gated` one is refused unless the service is ready."""
+
+    template: str
+    scope: Scope
+    gated: bool = True
+    prefix: str = ""
+    """What the paths of a template with a parameter start with."""
+    admitted: bool = False
+    """Whether it is refused while as many answers run and wait as may."""
+
+
+ROUTES: tuple[Route, ...] = (
+    *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
+    Route("/", Scope.PAGE, gated=False),
+    Route("/console/{file}", Scope.PAGE, gated=False, prefix="/console/"),
+    *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
+    *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
+    *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
+    Route("/v1/models", Scope.API),
+    Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
+    Route("/v1/structured_outputs/validate", Scope.API),
+    Route("/v1/lora_adapters", Scope.API),
+    Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
+    Route("/v1/load_lora_adapter", Scope.ADAPTERS),
+    Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
+    Route("/admin/drain", Scope.ADMIN, gated=False),
+    Route("/admin/undrain", Scope.ADMIN, gated=False),
+)
+OTHER = Route("other", Scope.API, gated=False)
+"""Paths that do not exist."""
+
+_BY_PATH = {route.template: route for route in ROUTES if not route.prefix}
+_BY_PREFIX = [route for route in ROUTES if route.prefix]
+
+
+def route_of(path: str) -> Route:
+    """Return the route of a path; unknown paths share one."""
+    found = _BY_PATH.get(path)
+    if found is None:
+        found = next((route for route in _BY_PREFIX if path.startswith(route.prefix)), OTHER)
+    return found
+
+
+def route_path(scope: AsgiScope) -> str:
+    """Return the path that the router goes by: a proxy may have left `root_path` in front."""
+    path: str = scope["path"]
+    root_path: str = scope.get("root_path", "")
+    rest = path.removeprefix(root_path)
+    return rest if rest == "" or rest.startswith("/") else path
+
+
+def scope_of(route: Route, method: str) -> Scope:
+    """Return which key opens a route for a method: to remove an adapter is more than to look."""
+    if route.template == "/v1/lora_adapters/{name}" and method not in ("GET", "HEAD"):
+        return Scope.ADAPTERS
+    return route.scope

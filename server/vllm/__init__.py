@@ -1,0 +1,1 @@
+"""vLLM's front end behind our port: the only importer of vllm.entrypoints."""

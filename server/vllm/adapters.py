@@ -1,0 +1,194 @@
+"""The registry of LoRA adapters over vLLM's engine, and what vLLM's serving classes see of it.
+
+A request finds the adapter that it has a lease of and no other: between its lease and vLLM's lookup
+the name may be taken away or given to another load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.lora.request import LoRARequest
+
+from server.errors import ServerError
+from server.frontend import LaunchError
+from server.host.tasks import aside
+from server.lora.adapter import Adapter
+from server.lora.fit import BaseModel
+from server.lora.port import EngineAdapter, LinearShape
+from server.lora.registry import AdapterRegistry, RegistryLimits
+from server.lora.state_file import StateFile
+from server.request.record import record_var
+from server.settings import ServerSettings
+from server.vllm.errors import Asked, from_exception
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_leased: ContextVar[Adapter | None] = ContextVar("leased", default=None)
+"""The adapter that the current request has a lease of."""
+
+_STATE_FILE = "adapters.json"
+
+
+def lease(adapters: AdapterRegistry, name: str) -> bool:
+    """Let the current request have an adapter until its end; False if there is none to have."""
+    record, adapter = record_var.get(), adapters.lease(name)
+    if adapter is None:
+        return False
+    assert record is not None, "a request outside of the middleware"
+    record.on_end.append(partial(adapters.release, adapter))
+    _leased.set(adapter)
+    return True
+
+
+class EngineAdapters:
+    """`server.lora.port.AdapterPort` over the engine and its workers."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def targets(self) -> Mapping[str, LinearShape]:
+        """Return the layers that adapters may change; every worker has the same."""
+        told = await self._workers("lora_targets")
+        return {name: LinearShape(*shape) for name, shape in told[0].items()}
+
+    async def stage(self, adapter: EngineAdapter) -> None:
+        """Let every worker begin to read the adapter."""
+        await self._workers("stage_lora", _request(adapter))
+
+    async def staged(self, adapter_id: int) -> tuple[str, str]:
+        """Return how far the slowest worker is."""
+        states = [tuple(state) for state in await self._workers("staged_lora", adapter_id)]
+        for stage in ("failed", "reading"):
+            for state, message in states:
+                if state == stage:
+                    return state, message
+        return "ready", ""
+
+    async def add(self, adapter: EngineAdapter) -> None:
+        """Copy the staged adapter into a slot."""
+        await self._call(self._engine.add_lora(_request(adapter)))
+
+    async def remove(self, adapter_id: int) -> None:
+        """Free the adapter's slot."""
+        await self._call(self._engine.remove_lora(adapter_id))
+
+    async def slots(self) -> Mapping[int, int]:
+        """Return the slot of each adapter."""
+        return {int(k): int(v) for k, v in (await self._workers("lora_slots"))[0].items()}
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        results: list[Any] = await self._call(self._engine.collective_rpc(method, args=arguments))
+        return results
+
+    async def _call(self, work: Awaitable[Any]) -> Any:
+        try:
+            return await work
+        except Exception as error:
+            # The boundary to the engine: it reports whatever happened there in its own classes.
+            raise from_exception(error, Asked({}, None)) from error
+
+
+def _request(adapter: EngineAdapter) -> LoRARequest:
+    return LoRARequest(adapter.name, adapter.id, adapter.path)
+
+
+class LeasedNames(Mapping[str, LoRARequest]):
+    """Stands in for `lora_requests` of vLLM's models: names to what the engine is told."""
+
+    def __init__(self, adapters: AdapterRegistry) -> None:
+        self._adapters = adapters
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        """Return the adapter that the current request has a lease of, if that is its name."""
+        adapter = _leased.get()
+        if adapter is None or adapter.name != name:
+            raise KeyError(name)
+        return _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names that a request can have now."""
+        return (adapter.name for adapter in self._adapters.ready())
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return sum(1 for _ in self)
+
+    def values(self) -> Any:
+        """Return every ready adapter as the engine knows it; this is what is listed."""
+        return [
+            _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
+            for adapter in self._adapters.ready()
+        ]
+
+
+async def open_adapters(
+    engine: AsyncLLM,
+    models: OpenAIServingModels,
+    static: Sequence[LoRAModulePath] | None,
+    settings: ServerSettings,
+) -> AdapterRegistry | None:
+    """Return the registry with the command line's adapters and those of before a restart.
+
+    It takes the place of what vLLM's `models` know of adapters. None without --enable-lora. Raises
+    `LaunchError` for an adapter of the command line that cannot be loaded.
+    """
+    config = engine.vllm_config.lora_config
+    if config is None:
+        return None
+    port = EngineAdapters(engine)
+    served = [path.name for path in models.base_model_paths]
+    names = [engine.model_config.model, *served, *settings.lora_base_names]
+    base = BaseModel.of(names, await port.targets(), config.max_lora_rank)
+    limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
+    state_file = await aside(partial(_state_file, settings))
+    adapters = AdapterRegistry(port, base, limits, state_file)
+    await _load_static(adapters, static or ())
+    await adapters.restore()
+    models.lora_requests = LeasedNames(adapters)  # type: ignore[assignment]  # a dict to read
+    return adapters
+
+
+async def _load_static(adapters: AdapterRegistry, modules: Sequence[LoRAModulePath]) -> None:
+    for module in modules:
+        if module.is_3d_lora_weight:
+            raise LaunchError(
+                f"--lora-modules {module.name}: is_3d_lora_weight is for experts, which adapters "
+                "cannot change here"
+            )
+        base = module.base_model_name
+        if base is not None and base not in adapters.limits.reserved_names:
+            raise LaunchError(
+                f"--lora-modules {module.name}: base_model_name is {base!r}, and the served model "
+                f"is {' or '.join(map(repr, sorted(adapters.limits.reserved_names)))}"
+            )
+        try:
+            await adapters.load_static(module.name, module.path, base)
+        except ServerError as error:
+            raise LaunchError(f"--lora-modules {module.name}: {error.message}") from error
+
+
+def _state_file(settings: ServerSettings) -> StateFile | None:
+    if settings.lora_root is None:
+        return None
+    asked = settings.lora_state_file
+    file = StateFile(asked or settings.lora_root / _STATE_FILE)
+    if file.writable():
+        return file
+    if asked is not None:
+        raise LaunchError(f"--lora-state-file: {str(asked)!r} cannot be written")
+    logger.warning(
+        "%s cannot be written: adapters that are loaded over HTTP are forgotten at a restart; "
+        "--lora-state-file names another place",
+        file.path,
+    )
+    return None

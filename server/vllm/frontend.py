@@ -1,0 +1,358 @@
+"""vLLM's front end behind our port; with its neighbours `vllm_*`, all that knows vLLM's.
+
+vLLM's serving classes render prompts, drive the engine and shape the answers. Everything
+around them is ours: which fields are taken, limits, and errors, which all leave here
+as `ServerError`. What is used of vLLM is pinned by tests/http/test_vllm_contract.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import Response
+from vllm import envs
+
+from server.errors import (
+    InternalError,
+    ModelNotFoundError,
+    ServerError,
+    describe,
+)
+from server.frontend import Capacity, Endpoint, JsonObject, ReadRequest, WireSchemas
+from server.host.job_counts import JobCounts
+from server.host.job_pool import JobPool, WorkerStartError, process_starter
+from server.request.budget import Budget
+from server.request.endpoints import forms_of
+from server.request.fields import never_taken, taken_anyway
+from server.request.limits import Limits, check_priority_header, check_rank_header
+from server.request.pooling import PoolingLimits
+from server.request.record import record_var
+from server.settings import ServerSettings
+from server.structured_outputs.guided_fields import DEPRECATION
+from server.structured_outputs.setup import make_gate
+from server.vllm import stream_chunks
+from server.vllm.adapters import lease, open_adapters
+from server.vllm.errors import Asked, engine_failed, from_exception, from_payload
+from server.vllm.handlers import Handler, handlers, request_models
+from server.vllm.messages import merges_inline_system
+from server.vllm.reader import RequestReader
+from server.vllm.reading import BodyReader, Rules, Told
+from server.vllm.reading_process import serve_reading
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.tasks import SupportedTask
+
+    from server.lora.registry import AdapterRegistry
+    from server.observability.tracing import Tracing
+    from server.structured_outputs.gate import GrammarGate
+    from server.vllm.gated_engine import GatedLLM
+
+logger = logging.getLogger(__name__)
+
+# By name: an import statement without a use looks like a leftover, and was once removed as one.
+_SERVING_MODULES = (
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.pooling.classify.protocol",
+    "vllm.entrypoints.pooling.embed.protocol",
+    "vllm.entrypoints.pooling.pooling.protocol",
+    "vllm.entrypoints.pooling.scoring.protocol",
+)
+
+
+def import_serving() -> None:
+    """Import what `build_frontend` needs, so that it does not hold up the event loop."""
+    for name in _SERVING_MODULES:
+        importlib.import_module(name)
+
+
+async def build_frontend(
+    engine: GatedLLM, args: Namespace, tasks: tuple[SupportedTask, ...], settings: ServerSettings
+) -> VllmFrontend:
+    """Build vLLM's serving classes around a running engine."""
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+    from vllm.entrypoints.openai.completion import serving as completion
+
+    from server.vllm.gated_engine import leave_tags_to_the_gate
+
+    stream_chunks.install_chat(chat)
+    stream_chunks.install_completion(completion)
+    leave_tags_to_the_gate(protocol)
+    engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
+    envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
+    state = State()
+    static, args.lora_modules = args.lora_modules, None
+    await init_app_state(engine, state, args, tasks)
+    state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)
+    tracing = None
+    if args.otlp_traces_endpoint is not None:
+        from server.observability.tracing import Tracing
+
+        tracing = Tracing()
+    keep_alive_s = float(args.sse_keep_alive_interval)
+    return VllmFrontend(engine, state, tasks, settings, keep_alive_s, tracing)
+
+
+class VllmFrontend:
+    """Answers requests with vLLM's serving classes; implements `server.frontend.Frontend`."""
+
+    def __init__(
+        self,
+        engine: GatedLLM,
+        state: State,
+        tasks: tuple[SupportedTask, ...],
+        settings: ServerSettings,
+        keep_alive_s: float,
+        tracing: Tracing | None,
+    ) -> None:
+        self.adapters: AdapterRegistry | None = state.adapters
+        self.grammars: GrammarGate | None = engine.grammars
+        self._engine = engine
+        self._models = state.openai_serving_models
+        self._policy = settings.unknown_fields
+        self._keep_alive_s = keep_alive_s
+        self._tracing = tracing
+        self._handlers = handlers(state)
+        offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
+        merges = merges_inline_system(getattr(state, "anthropic_serving_messages", None))
+        rules = make_rules(engine.vllm_config, settings, tasks, offered, merges)
+        self._limits = rules.limits
+        self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
+        self._reading = JobPool(
+            "reading requests",
+            process_starter(
+                settings.engine_start, serve_reading, "reading-requests", rules, settings
+            ),
+            settings.read_workers,
+            settings.read_timeout_s,
+        )
+        self._reader = RequestReader(BodyReader(rules, request_models()), self._reading)
+
+    async def warm_up(self) -> None:
+        """Have a process ready for large bodies; without one the first of them starts it."""
+        try:
+            await self._reading.start_one()
+        except WorkerStartError as error:
+            logger.warning("%s", error)
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine takes."""
+        scheduler = self._engine.vllm_config.scheduler_config
+        return Capacity(scheduler.max_num_seqs, scheduler.max_num_queued_tokens)
+
+    @property
+    def keep_alive_s(self) -> float:
+        """Seconds of silence after which a stream gets a comment."""
+        return self._keep_alive_s
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """What makes spans of requests, where vLLM sends its own somewhere."""
+        return self._tracing
+
+    def schemas(self) -> WireSchemas:
+        """Return what the offered endpoints take and answer."""
+        from server.vllm.schemas import wire_schemas
+
+        offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
+        forms = {
+            endpoint: [offered[form] for form in forms_of(endpoint, offered)]
+            for endpoint in Endpoint
+        }
+        return wire_schemas(
+            {endpoint: models for endpoint, models in forms.items() if models},
+            extra_fields=taken_anyway(),
+            without=never_taken(),
+            closed=self._policy == "reject",
+        )
+
+    async def models(self) -> list[JsonObject]:
+        """Return the served models and adapters as OpenAI's model objects."""
+        served = await self._models.show_available_models()
+        cards: list[JsonObject] = served.model_dump(mode="json")["data"]
+        return cards
+
+    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for; see `server.frontend.Frontend`."""
+        return await self._reader.read(endpoint, raw)
+
+    def take_reading(self) -> JobCounts:
+        """Return what was done with large bodies; see `server.frontend.Frontend`."""
+        return self._reader.take_counts()
+
+    async def handle(
+        self, endpoint: Endpoint, given: ReadRequest, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Answer one request; see `server.frontend.Frontend`."""
+        told: Told = given.told
+        record = record_var.get()
+        if told.deprecated and record is not None:
+            record.answer_headers.update(DEPRECATION)
+        await self._find_model(told.fields)
+        check_priority_header(request.headers, self._limits)
+        check_rank_header(request.headers, self._num_ranks)
+        if self.grammars is not None:
+            on_kind = None if record is None else record.guided_by
+            await self.grammars.check(told.constraints, on_kind)
+        handler = self._handlers[told.form]
+        asked = Asked(told.fields, told.blamed)
+        assert handler.serve is not None
+        try:
+            if given.large and endpoint in _WITHOUT_ENGINE:
+                # Texts of megabytes, and answers as large: on a loop in a thread of their own.
+                return await asyncio.to_thread(
+                    asyncio.run, self._serve_beside(handler, told.model, request, asked)
+                )
+            result = await handler.serve(told.model, request)
+        except Exception as error:
+            # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
+            raise self._translated(error, asked) from error
+        if isinstance(result, BaseModel):
+            return self._json(handler, result, asked)
+        if isinstance(result, Response):
+            return bytes(result.body)
+        return self._frames(endpoint, result, asked)
+
+    async def _serve_beside(
+        self, handler: Handler, model: BaseModel, request: Request, asked: Asked
+    ) -> bytes:
+        assert handler.serve is not None
+        return self._json(handler, await handler.serve(model, request), asked)
+
+    async def _find_model(self, fields: JsonObject) -> None:
+        name = fields.get("model")
+        if not isinstance(name, str) or self._models.is_base_model(name):
+            return
+        if self.adapters is not None and lease(self.adapters, name):
+            return
+        served = ", ".join(repr(card["id"]) for card in await self.models())
+        raise ModelNotFoundError(
+            f"The model {describe(name)} does not exist; this server has {served}.", param="model"
+        )
+
+    def _json(self, handler: Handler, result: BaseModel, asked: Asked) -> bytes:
+        error = getattr(result, "error", None)
+        if error is not None and type(result).__name__ == "ErrorResponse":
+            raise from_payload(error.model_dump(), asked)
+        text = result.model_dump_json(by_alias=handler.by_alias, exclude_none=handler.exclude_none)
+        return text.encode()
+
+    async def _frames(
+        self, endpoint: Endpoint, events: AsyncGenerator[Any, None], asked: Asked
+    ) -> AsyncGenerator[str, None]:
+        frames = _named(events) if endpoint is Endpoint.RESPONSES else events
+        try:
+            async with aclosing(frames) as stream:
+                async for frame in stream:
+                    if frame.startswith(_ERROR_STARTS):
+                        raise from_payload(_error_of(frame), asked)
+                    yield frame
+        except Exception as error:
+            # The boundary to vLLM, as in `handle`.
+            raise self._translated(error, asked) from error
+
+    def _translated(self, error: Exception, asked: Asked) -> ServerError:
+        record = record_var.get()
+        if record is not None and record.failure is not None:
+            # vLLM's classes know only that there was an error.
+            return record.failure
+        ours = from_exception(error, asked)
+        if isinstance(ours, InternalError) and self._engine.errored:
+            # vLLM reports a dead engine as a fault of each request that met it.
+            return engine_failed()
+        return ours
+
+
+def make_rules(
+    config: VllmConfig,
+    settings: ServerSettings,
+    tasks: tuple[SupportedTask, ...],
+    offered: frozenset[str],
+    merge_inline_system: bool,
+) -> Rules:
+    """Return what this server takes of the forms that the served model offers."""
+    model, scheduler = config.model_config, config.scheduler_config
+    max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
+    return Rules(
+        budget=Budget(
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_tools=settings.max_tools,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_text_chars=settings.max_text_chars,
+        ),
+        limits=Limits(
+            # More answers than sequences would wait for each other.
+            max_n=min(settings.max_n, scheduler.max_num_seqs),
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_stop=settings.max_stop,
+            max_logit_bias=settings.max_logit_bias,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_queued_tokens=scheduler.max_num_queued_tokens,
+            has_priorities=scheduler.policy == "priority",
+        ),
+        pooling=PoolingLimits(
+            max_prompts=settings.max_prompts,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            dimensions=_dimensions(model),
+        ),
+        unknown_fields=settings.unknown_fields,
+        max_json_depth=settings.max_json_depth,
+        text_only=not model.is_multimodal_model,
+        merge_inline_system=merge_inline_system,
+        guided="generate" in tasks,
+        offered=offered,
+        does=_in_words(tasks, model),
+    )
+
+
+_WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+_ERROR_STARTS = ('data: {"error"', "event: error")
+
+
+def _error_of(frame: str) -> JsonObject:
+    """Return vLLM's error object of an SSE frame, in the OpenAI form."""
+    error: JsonObject = json.loads(frame.partition("data: ")[2])["error"]
+    # Anthropic's events carry no status; vLLM sends them for faults only.
+    return {"code": 500, "param": None, **error}
+
+
+async def _named(events: AsyncIterator[BaseModel]) -> AsyncGenerator[str, None]:
+    """Turn the Responses API's event objects into SSE frames."""
+    async for event in events:
+        data = event.model_dump_json(by_alias=True)
+        yield f"event: {getattr(event, 'type', 'unknown')}\ndata: {data}\n\n"
+
+
+def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
+    """What the model does, for those who ask for something else."""
+    if "generate" in tasks:
+        return "generates text; one that pools is served with --runner pooling"
+    task = model.get_pooling_task(tasks)
+    if task in ("classify", "token_classify"):
+        return f"pools for the task {task!r} with {model.hf_config.num_labels} labels"
+    return f"pools for the task {task!r}"
+
+
+def _dimensions(model: ModelConfig) -> Sequence[int]:
+    every = range(1, model.embedding_size + 1)
+    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()

@@ -1,0 +1,72 @@
+"""vLLM's engine client behind the grammar gate.
+
+vLLM's classes make grammars of their own from tools; every grammar is known only when the engine
+gets it. Upstream would validate it there, on the event loop; here it waits for the gate instead.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.request import get_structured_output_key
+
+from server.errors import ServerError
+from server.request.record import record_var
+from server.structured_outputs.constraint import Constraint, Kind
+from server.structured_outputs.request_constraints import TOOLS
+from server.vllm.metered_engine import MeteredLLM
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+
+    from server.structured_outputs.gate import GrammarGate
+
+
+class GatedLLM(MeteredLLM):
+    """Lets no grammar into the engine that `grammars`, its gate, has not seen."""
+
+    grammars: GrammarGate | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Without it, upstream has nothing to validate against, and does not.
+        self.input_processor.structured_outputs_config = None  # type: ignore[assignment]
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        """Add a request to the engine as AsyncLLM does; raises what the gate raises."""
+        if self.grammars is not None and getattr(params, "structured_outputs", None) is not None:
+            await self._pass(params, self.grammars)
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    async def _pass(self, params: SamplingParams, grammars: GrammarGate) -> None:
+        assert params.structured_outputs is not None
+        option, text = get_structured_output_key(params.structured_outputs)
+        if option is StructuredOutputOptions.JSON_OBJECT:
+            return
+        record = record_var.get()
+        if record is not None:
+            record.guided_by(TOOLS)
+        made = Constraint(Kind[option.name], text, "tools", exact=False, derived=True)
+        try:
+            await grammars.check_job([made])
+        except ServerError as error:
+            if record is not None:
+                record.failure = error
+            raise
+
+
+def leave_tags_to_the_gate(protocol: ModuleType) -> None:
+    """Keep vLLM's request models, in `protocol`, from parsing structural tags; idempotent.
+
+    They would do it on the event loop, for as long as it takes; the gate has done it before.
+    """
+    protocol.validate_structural_tag_payload = _pass_any_tag  # type: ignore[attr-defined]
+
+
+def _pass_any_tag(payload: object, *, parameter: str) -> None:
+    """Stand in for a validation that is done."""

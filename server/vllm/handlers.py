@@ -1,0 +1,113 @@
+"""vLLM's request models by form, and which of its serving classes answers which."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.datastructures import State
+from starlette.requests import Request
+
+from server.vllm.messages import over_chat_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """One form of requests: its model, what serves it if anything, how answers are shaped."""
+
+    model: type[BaseModel]
+    serve: Callable[[Any, Request], Awaitable[Any]] | None
+    by_alias: bool = False
+    exclude_none: bool = False
+
+
+def request_models() -> dict[str, type[BaseModel]]:
+    """Return vLLM's request models by the form (`server.request.endpoints`) of a request."""
+    from vllm.entrypoints.anthropic import protocol as anthropic
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.classify import protocol as classify
+    from vllm.entrypoints.pooling.embed import protocol as embed
+    from vllm.entrypoints.pooling.pooling import protocol as pooling
+    from vllm.entrypoints.pooling.scoring import protocol as scoring
+    from vllm.entrypoints.serve.tokenize import protocol as tokenize
+
+    return {
+        "chat": ChatCompletionRequest,
+        "completion": CompletionRequest,
+        "responses": ResponsesRequest,
+        "messages": anthropic.AnthropicMessagesRequest,
+        "count_tokens": anthropic.AnthropicCountTokensRequest,
+        "tokenize": tokenize.TokenizeCompletionRequest,
+        "tokenize_chat": tokenize.TokenizeChatRequest,
+        "detokenize": tokenize.DetokenizeRequest,
+        "embeddings": embed.EmbeddingCompletionRequest,
+        "embeddings_chat": embed.EmbeddingChatRequest,
+        "embeddings_chats": embed.EmbeddingBatchChatRequest,
+        "embeddings_chat_input": embed.EmbeddingChatInputRequest,
+        "embeddings_chats_input": embed.EmbeddingBatchChatInputRequest,
+        "cohere_embed": embed.CohereEmbedRequest,
+        "pooling": pooling.PoolingCompletionRequest,
+        "pooling_chat": pooling.PoolingChatRequest,
+        "classify": classify.ClassificationCompletionRequest,
+        "classify_chat": classify.ClassificationChatRequest,
+        "score": scoring.ScoreQueriesDocumentsRequest,
+        "score_items": scoring.ScoreQueriesItemsRequest,
+        "score_data": scoring.ScoreDataRequest,
+        "score_text": scoring.ScoreTextRequest,
+        "rerank": scoring.RerankRequest,
+    }
+
+
+_ANTHROPIC = "anthropic_serving_messages"
+_SERVED_BY = {
+    "chat": ("openai_serving_chat", "create_chat_completion"),
+    "completion": ("openai_serving_completion", "create_completion"),
+    "responses": ("openai_serving_responses", "create_responses"),
+    "messages": (_ANTHROPIC, "create_messages"),
+    "count_tokens": (_ANTHROPIC, "count_tokens"),
+    "tokenize": ("serving_tokenization", "create_tokenize"),
+    "tokenize_chat": ("serving_tokenization", "create_tokenize"),
+    "detokenize": ("serving_tokenization", "create_detokenize"),
+    "embeddings": ("serving_embedding", "__call__"),
+    "embeddings_chat": ("serving_embedding", "__call__"),
+    "embeddings_chats": ("serving_embedding", "__call__"),
+    "embeddings_chat_input": ("serving_embedding", "__call__"),
+    "embeddings_chats_input": ("serving_embedding", "__call__"),
+    "cohere_embed": ("serving_embedding", "__call__"),
+    "pooling": ("serving_pooling", "__call__"),
+    "pooling_chat": ("serving_pooling", "__call__"),
+    "classify": ("serving_classification", "__call__"),
+    "classify_chat": ("serving_classification", "__call__"),
+    "score": ("serving_scores", "__call__"),
+    "score_items": ("serving_scores", "__call__"),
+    "score_data": ("serving_scores", "__call__"),
+    "score_text": ("serving_scores", "__call__"),
+    "rerank": ("serving_scores", "__call__"),
+}
+"""Which attribute of vLLM's application state serves a form, by which method."""
+
+_BY_ALIAS = frozenset(("responses",))
+_WITHOUT_NONE = frozenset(("messages", "count_tokens"))
+
+
+def handlers(state: State) -> dict[str, Handler]:
+    """Return what answers each form; a served model offers those of its tasks alone."""
+    return {
+        form: Handler(model, _serving(state, form), form in _BY_ALIAS, form in _WITHOUT_NONE)
+        for form, model in request_models().items()
+    }
+
+
+def _serving(state: State, form: str) -> Callable[[Any, Request], Awaitable[Any]] | None:
+    name, method = _SERVED_BY[form]
+    # A model that generates has none of those that pool, and one that pools those of its task.
+    serving = getattr(state, name, None)
+    if serving is None:
+        return None
+    if name == _ANTHROPIC:
+        serving = over_chat_requests(serving)
+    return getattr(serving, method)  # type: ignore[no-any-return]

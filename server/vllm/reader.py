@@ -1,0 +1,93 @@
+"""Reads bodies: small ones at once, large ones in a process of their own, beside the event loop."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from server.errors import InternalError, OverloadedError, RequestError
+from server.frontend import Endpoint, ReadRequest
+from server.host.job_counts import JobCounts
+from server.host.job_pool import (
+    JobCrashedError,
+    JobPool,
+    JobTimeoutError,
+    PoolFullError,
+    WorkerStartError,
+)
+from server.observability.logging import request_id_var
+from server.vllm.reading_process import answer_of, job_bytes
+
+SMALL_BYTES = 32 * 1024
+SMALL_CONTAINERS = 160
+"""Objects and arrays, or brackets in texts: a body of so few is read within milliseconds."""
+_RETRY_S = 2.0
+
+
+class Reader(Protocol):
+    """Reads a body on the spot."""
+
+    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
+        ...
+
+
+def is_small(raw: bytes) -> bool:
+    """Whether a body can be read on the event loop."""
+    return len(raw) <= SMALL_BYTES and raw.count(b"{") + raw.count(b"[") <= SMALL_CONTAINERS
+
+
+class RequestReader:
+    """Used from one event loop. Invariant: what is read on it is small."""
+
+    def __init__(self, here: Reader, pool: JobPool) -> None:
+        self._here = here
+        self._pool = pool
+        self._counts = JobCounts()
+
+    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for.
+
+        Raises the `ServerError` of what is wrong with it; `OverloadedError` where too many large
+        ones wait, or one takes longer than it may.
+        """
+        if is_small(raw):
+            return self._here.read(endpoint, raw)
+        began = time.perf_counter()
+        try:
+            answer = await self._exchange(job_bytes(endpoint, raw, request_id_var.get()))
+            given = answer_of(answer)
+        except RequestError:
+            self._counts.note("refused", time.perf_counter() - began)
+            raise
+        self._counts.note("ok", time.perf_counter() - began)
+        given.large = True
+        return given
+
+    def take_counts(self) -> JobCounts:
+        """Return what was done with large bodies since the last call."""
+        counts, self._counts = self._counts, JobCounts()
+        return counts
+
+    async def _exchange(self, job: bytes) -> bytes:
+        try:
+            return await self._pool.run(job)
+        except PoolFullError:
+            self._counts.note("overloaded")
+            raise _overloaded("Too many large requests wait to be read.") from None
+        except JobTimeoutError:
+            self._counts.note("timeout", self._pool.timeout_s)
+            raise _overloaded(
+                f"The request took longer than {self._pool.timeout_s:g} s to read "
+                "(--read-timeout-s)."
+            ) from None
+        except JobCrashedError:
+            self._counts.note("crashed")
+            raise _overloaded("The request needed more memory to be read than it may.") from None
+        except WorkerStartError as error:
+            self._counts.note("not_started")
+            raise InternalError(f"Large requests cannot be read: {error}.") from None
+
+
+def _overloaded(message: str) -> OverloadedError:
+    return OverloadedError(message, rejection="reading", retry_after_s=_RETRY_S)

@@ -1,0 +1,205 @@
+"""A request's body, from bytes to one of vLLM's request models: every check that needs no engine.
+
+Pure work over plain data, so that it can be done in this process or, where a body is large, in
+one that may be killed (`server.vllm.reading_process`). Invariant: the work is linear in the size
+of the body, also where everything in it is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import SchemaValidator, to_json
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+
+from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
+from server.frontend import Endpoint, JsonObject, ReadRequest
+from server.request.body import parse_json_object
+from server.request.budget import Budget, check_budget
+from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
+from server.request.fields import UnknownPolicy, accepted_fields, check_nested, model_field_names
+from server.request.limits import Limits, check_limits
+from server.request.media import refuse_media
+from server.request.pooling import PoolingLimits, check_pooling_limits
+from server.structured_outputs.constraint import Constraint
+from server.structured_outputs.guided_fields import without_guided_fields
+from server.structured_outputs.request_constraints import constraints_of
+from server.vllm.errors import Asked, from_exception, from_validation
+from server.vllm.messages import as_chat_request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What one server takes.
+
+    `offered` are the forms of requests that the served model answers; `does` says in words what it
+    does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
+    how Anthropic's system messages become those of a chat.
+    """
+
+    budget: Budget
+    limits: Limits
+    pooling: PoolingLimits
+    unknown_fields: UnknownPolicy
+    max_json_depth: int
+    text_only: bool
+    merge_inline_system: bool
+    guided: bool
+    offered: frozenset[str]
+    does: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Told:
+    """What the front end needs of a request that was read.
+
+    `fields` are those that hold one value each: no prompts, tools or grammars. `blamed` is the
+    field to name where the prompt is too long, `constraints` what the answer is to obey,
+    `deprecated` whether fields of the past were translated.
+    """
+
+    form: str
+    model: BaseModel
+    fields: JsonObject
+    blamed: str | None
+    constraints: list[list[Constraint]]
+    deprecated: bool
+
+
+class BodyReader:
+    """Reads bodies by the rules of one server."""
+
+    def __init__(self, rules: Rules, models: Mapping[str, type[BaseModel]]) -> None:
+        """`models` are vLLM's request models by form."""
+        self._rules = rules
+        self._models = models
+        self._validators = {
+            form: _hasty_validator(model) for form, model in models.items() if form in rules.offered
+        }
+
+    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+        """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
+        rules = self._rules
+        body = parse_json_object(raw, rules.max_json_depth)
+        form = request_form(endpoint, body)
+        if form not in rules.offered:
+            raise UnsupportedOperationError(
+                f"{endpoint.value} is not offered: the served model {rules.does}."
+            )
+        check_budget(endpoint, body, rules.budget)
+        known = model_field_names(self._models[form])
+        body, old = without_guided_fields(body, known)
+        fields = accepted_fields(endpoint, body, known, rules.unknown_fields)
+        self._check_values(endpoint, fields)
+        constraints = constraints_of(endpoint, fields) if rules.guided else []
+        told = Told(
+            form=form,
+            model=self._model(endpoint, form, fields),
+            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
+            blamed=blamed_field(endpoint, fields),
+            constraints=constraints,
+            deprecated=bool(old),
+        )
+        return ReadRequest(answers=answers_in(endpoint, fields), told=told)
+
+    def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
+        rules = self._rules
+        check_limits(fields, rules.limits)
+        if rules.text_only:
+            refuse_media(endpoint, fields)
+        if endpoint.pools:
+            check_pooling_limits(endpoint, fields, rules.pooling)
+
+    def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
+        """Return the request as what serves it takes it."""
+        with self._blamed_on_request(endpoint, form, fields):
+            # JSON's own rules and no coercion: a string is not a number, and true is not 1.
+            model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
+        _read_lazy_parts(model, fields)
+        check_nested(model, fields, self._rules.unknown_fields)
+        if endpoint.anthropic:
+            with self._blamed_on_request(endpoint, form, fields):
+                return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
+        return model
+
+    @contextmanager
+    def _blamed_on_request(
+        self, endpoint: Endpoint, form: str, fields: JsonObject
+    ) -> Iterator[None]:
+        try:
+            yield
+        except ValidationError as error:
+            raise from_validation(error, fields) from None
+        except (VLLMValidationError, VLLMClientError) as error:
+            raise from_exception(error, Asked(fields, blamed_field(endpoint, fields))) from None
+        except Exception as error:
+            # vLLM's own checks come before those of types, and trip over what they did not expect.
+            raise self._refusal(form, fields, error) from error
+
+    def _refusal(self, form: str, fields: JsonObject, error: Exception) -> RequestError:
+        try:
+            _types_validator(self._models[form]).validate_json(to_json(fields), strict=True)
+        except ValidationError as complaint:
+            return from_validation(complaint, fields)
+        except Exception:
+            # They trip over it further inside, too.
+            logger.debug("Taken as the request's fault", exc_info=True)
+        logger.info("Taken as the request's fault", exc_info=error)
+        return InvalidValueError("The request cannot be understood; one of its values is wrong.")
+
+
+def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
+    """Read to the end what pydantic reads as it is iterated over: content parts of messages.
+
+    They would be read on the event loop, and cannot be sent from one process to another.
+    """
+    for index, message in enumerate(model.__dict__.get("messages") or ()):
+        for name, value in message.items() if isinstance(message, dict) else ():
+            if isinstance(value, Iterator):
+                try:
+                    message[name] = list(value)
+                except ValidationError as error:
+                    given = fields["messages"][index][name]
+                    place = f"messages[{index}].{name}"
+                    raise from_validation(error, given, place) from None
+
+
+def _is_plain(endpoint: Endpoint, name: str) -> bool:
+    return kind_of_field(endpoint, name) in (Kind.NAME, Kind.OPTIONS)
+
+
+def _hasty_validator(model: type[BaseModel]) -> SchemaValidator:
+    """Return a model's validator, made to stop at the first wrong entry of each list.
+
+    Every branch of a union complains about an entry, hundreds of them in the Responses API: about
+    thousands of entries that is more than memory holds.
+    """
+    return SchemaValidator(_hasty(model.__pydantic_core_schema__), _use_prebuilt=False)
+
+
+def _hasty(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        made = {key: _hasty(value) for key, value in schema.items()}
+        if made.get("type") in ("list", "tuple", "set", "frozenset"):
+            made["fail_fast"] = True
+        return made
+    if isinstance(schema, list | tuple):
+        return type(schema)(_hasty(item) for item in schema)
+    return schema
+
+
+def _types_validator(model: type[BaseModel]) -> SchemaValidator:
+    """Return the validator of a model's fields without the model's own checks around them."""
+    whole = _hasty(model.__pydantic_core_schema__)
+    inner = whole["schema"] if whole["type"] == "definitions" else whole
+    while inner["type"] != "model-fields":
+        inner = inner["schema"]
+    schema = {**whole, "schema": inner} if whole["type"] == "definitions" else inner
+    return SchemaValidator(schema, _use_prebuilt=False)

@@ -1,0 +1,93 @@
+"""The process that reads large bodies: it may take long, grow or be killed without harm to anyone.
+
+What it sends back is unpickled: both ends are this service's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import resource
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from server.errors import InternalError, ServerError
+from server.frontend import Endpoint, ReadRequest
+from server.observability.logging import configure, request_id_var
+from server.settings import ServerSettings
+from server.vllm.reading import BodyReader, Rules
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 5
+_MEMORY_BYTES = 2 << 30
+_KEPT_BYTES = 64 << 20
+"""What the process may keep of its growth; beyond it, freed memory is given back at once."""
+
+
+def job_bytes(endpoint: Endpoint, raw: bytes, request_id: str | None) -> bytes:
+    """Return a job: which endpoint's body this is, and the body."""
+    return f"{endpoint.name} {request_id or ''}\n".encode() + raw
+
+
+def answer_of(data: bytes) -> ReadRequest:
+    """Return what a job's body asks for. Raises the `ServerError` of what is wrong with it."""
+    answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
+    if isinstance(answer, ServerError):
+        raise answer
+    assert isinstance(answer, ReadRequest)
+    return answer
+
+
+def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> None:
+    """Answer jobs until the pipe ends; the first message says that the process is ready."""
+    import setproctitle
+
+    setproctitle.setproctitle("rbln-serve: reading requests")
+    os.nice(_NICENESS)
+    configure(settings.log_level, settings.log_format)
+    from server.vllm.importing import allow_stop_strings
+
+    allow_stop_strings(settings.max_stop)
+    from server.vllm.handlers import request_models
+
+    reader = BodyReader(rules, request_models())
+    before = _resident_bytes()
+    _limit_growth()
+    pipe.send_bytes(b"ready")
+    with suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(reader, pipe.recv_bytes()))
+            if _resident_bytes() - before > _KEPT_BYTES:
+                ctypes.CDLL(None).malloc_trim(0)
+
+
+def _answer(reader: BodyReader, job: bytes) -> bytes:
+    head, _, raw = job.partition(b"\n")
+    endpoint, _, request_id = head.decode().partition(" ")
+    request_id_var.set(request_id or None)
+    answer: ReadRequest | ServerError
+    try:
+        answer = reader.read(Endpoint[endpoint], raw)
+    except ServerError as error:
+        answer = error
+    except Exception:
+        # The boundary of the process: one request's fault must not end it.
+        logger.exception("A request could not be read")
+        answer = InternalError("Internal error; the server's log has it under the request id.")
+    return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+
+
+def _limit_growth() -> None:
+    """Let this process grow by 2 GiB; a job that needs more fails here, not in the engine."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(statm[1]) * resource.getpagesize()
