@@ -45,7 +45,10 @@ def recorders() -> list[tuple[type, str]]:
     from rbln_backend.worker.step_metrics import StepMetrics
     from server.observability.metrics import ServerMetrics
 
-    server = ("request", "rejection", "key", "guided", "loop_lag", "adapter_load")
+    server = (
+        *("request", "rejection", "key", "guided", "loop_lag", "adapter_load", "reading"),
+        *("connection_end", "open_connections"),
+    )
     return [
         (StepMetrics, "record"),
         (KvMetrics, "update"),

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import Admission, Permit
+from server.admission import Admission
 from server.edge.streaming import SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
 from server.frontend import Endpoint, Frontend
@@ -40,7 +40,11 @@ def _handler(
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(raw: bytes, permit: Permit, request: Request) -> Response:
+    async def respond(raw: bytes, request: Request) -> Response:
+        # From here to the last byte of the answer, whatever it will be. A small body is read at
+        # once, so that nobody gets in between one permit and all that it asks for.
+        permit = admission.acquire()
+        record_of(request.scope).on_end.append(permit.release)
         given = await frontend().read(endpoint, raw)
         permit.grow(given.answers)
         result = await frontend().handle(endpoint, given, request)
@@ -51,19 +55,11 @@ def _handler(
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
         return SseResponse(frames, record, frontend().keep_alive_s)
 
-    async def admit(request: Request) -> tuple[bytes, Permit]:
-        raw = await read_body(request, settings)
-        # From here to the last byte of the answer, whatever it will be.
-        permit = admission.acquire()
-        record_of(request.scope).on_end.append(permit.release)
-        return raw, permit
-
     async def handle(request: Request) -> Response:
         record = record_of(request.scope)
         record.deadline = deadline_of(request.headers, record.started, settings.max_request_s)
         try:
-            raw, permit = await admit(request)
-            work = respond(raw, permit, request)
+            work = respond(await read_body(request, settings), request)
             return await until_disconnect(request.receive, work, record.deadline)
         except ClientGoneError:
             record.outcome = "aborted"

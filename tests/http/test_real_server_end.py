@@ -142,10 +142,11 @@ def test_the_end_of_who_reads_the_log_is_not_the_servers(
     begun = threading.Event()
 
     def read_a_line() -> None:
-        # As `| head -1` does.
+        # As `| grep -m 1 'listening on'` does.
         with log.open() as pipe:
-            (tmp_path / "server.log").write_text(pipe.readline())
-            begun.set()
+            line = next(line for line in pipe if "listening on" in line)
+        (tmp_path / "server.log").write_text(line)
+        begun.set()
 
     threading.Thread(target=read_a_line).start()
     checkpoint = checkpoints("llama", dtype="float32")

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def test_it_has_what_is_installed_with_the_hash_of_what_is_locked(
     assert hashed == _pins()
     installed = {
         (re.sub(r"[-_.]+", "-", package.metadata["Name"]).lower(), package.version)
-        for package in importlib.metadata.distributions()
+        # Not of `sys.path`, to which a test may have added what setuptools brings along.
+        for package in importlib.metadata.distributions(path=[sysconfig.get_path("purelib")])
     }
     named = {(one["name"], one["version"]) for one in components.values()}
     assert installed <= named

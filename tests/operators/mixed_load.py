@@ -30,7 +30,7 @@ class MixedLoad:
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(clients)]
         self._kinds: tuple[Callable[[httpx.Client, random.Random], None], ...] = (
             *(self._free, self._streamed, self._same_prefix, self._faulty),
-            *(self._structured, self._adapted, self._abandoned),
+            *(self._structured, self._adapted, self._abandoned, self._large),
         )
         self.statuses: list[int] = []
 
@@ -86,6 +86,10 @@ class MixedLoad:
     def _faulty(self, client: httpx.Client, choice: random.Random) -> None:
         self._post(client, COMPLETIONS, prompt=_PREFIX, temperature=-1)
         self._post(client, COMPLETIONS, prompt=_PREFIX, model="nobody")
+
+    def _large(self, client: httpx.Client, _: random.Random) -> None:
+        body = {"model": "tiny", "prompt": "large " * 8000}
+        self.statuses.append(client.post("/tokenize", json=body).status_code)
 
     def _structured(self, client: httpx.Client, choice: random.Random) -> None:
         name = f"n{choice.randrange(1000)}"

@@ -34,7 +34,8 @@ MAY_BE_EMPTY = {
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "pod"}
 # What may fire on a machine that is busy with other tests.
 SLOWNESS = {
-    *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag")
+    *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag"),
+    "RblnEventLoopHeld",
 }
 
 

@@ -29,6 +29,7 @@ def test_the_pages_are_not_stale() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+SOURCES = ("models_page.py", "observability_page.py", "models.json", "security.md")
 PAGES = ["configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"]
 
 
@@ -39,7 +40,7 @@ def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> Non
     # The alerts are read from beside the pages' folder.
     shutil.copytree(DOCS.parent / "deploy" / "prometheus", tmp_path / "deploy" / "prometheus")
     script = Path(shutil.copy(DOCS / "generate.py", docs))
-    for name in ("models_page.py", "observability_page.py", "models.json", *PAGES):
+    for name in (*SOURCES, *PAGES):
         shutil.copy(DOCS / name, docs)
     (docs / page).write_text("edited by hand")
     check = generate(script, "--check")
