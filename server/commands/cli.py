@@ -40,6 +40,7 @@ _SHARED_WITH_VLLM = (
 )
 _SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password")
 _BACKLOG = 2048
+_SWITCH_S = 0.001
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,6 +286,8 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         from server.service import serve
 
         launcher = VllmLauncher(engine_argv, settings, run_dir)
+        # Conversations are rendered in threads; the event loop gets its turn a millisecond later.
+        sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
     if launcher.building:

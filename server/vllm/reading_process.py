@@ -22,7 +22,7 @@ from server.vllm.reading import BodyReader, Rules
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 5
+_NICENESS = 10
 _MEMORY_BYTES = 2 << 30
 _KEPT_BYTES = 64 << 20
 """What the process may keep of its growth; beyond it, freed memory is given back at once."""
