@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,12 +16,14 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 _WAITING_PER_PROCESS = 8
+_MEMORY_BYTES = 2 << 30
 _PROCESSES: dict[str, type[BaseProcess]] = {
     "forkserver": ForkServerProcess,
     "spawn": SpawnProcess,
@@ -181,3 +184,10 @@ class _Place:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+
+def limit_growth() -> None:
+    """Let the calling worker process grow by 2 GiB; a job that needs more fails there alone."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -195,8 +196,12 @@ def _hasty(schema: Any) -> Any:
     return schema
 
 
+@cache
 def _types_validator(model: type[BaseModel]) -> SchemaValidator:
-    """Return the validator of a model's fields without the model's own checks around them."""
+    """Return the validator of a model's fields without the model's own checks around them.
+
+    Kept: to build one takes ten milliseconds, and whoever made it needed may ask again.
+    """
     whole = _hasty(model.__pydantic_core_schema__)
     inner = whole["schema"] if whole["type"] == "definitions" else whole
     while inner["type"] != "model-fields":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from server.errors import InternalError, ServerError
 from server.frontend import Endpoint, ReadRequest
+from server.host.job_pool import limit_growth
 from server.observability.logging import configure, request_id_var
 from server.settings import ServerSettings
 from server.vllm.reading import BodyReader, Rules
@@ -23,7 +24,6 @@ from server.vllm.reading import BodyReader, Rules
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10
-_MEMORY_BYTES = 2 << 30
 _KEPT_BYTES = 64 << 20
 """What the process may keep of its growth; beyond it, freed memory is given back at once."""
 
@@ -56,7 +56,7 @@ def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> N
 
     reader = BodyReader(rules, request_models())
     before = _resident_bytes()
-    _limit_growth()
+    limit_growth()
     pipe.send_bytes(b"ready")
     with suppress(EOFError):
         while True:
@@ -79,13 +79,6 @@ def _answer(reader: BodyReader, job: bytes) -> bytes:
         logger.exception("A request could not be read")
         answer = InternalError("Internal error; the server's log has it under the request id.")
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-
-
-def _limit_growth() -> None:
-    """Let this process grow by 2 GiB; a job that needs more fails here, not in the engine."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _resident_bytes() -> int:
