@@ -40,9 +40,9 @@ class Switch:
 
 def recorders() -> list[tuple[type, str]]:
     """Return every method of the product that records a metric while it serves."""
-    from rbln_backend.metric_cells import HistogramHandle
+    from rbln_backend.reporting.metric_cells import HistogramHandle
     from rbln_backend.scheduler.kv_metrics import KvMetrics
-    from rbln_backend.worker.step_metrics import StepMetrics
+    from rbln_backend.worker.step.metrics import StepMetrics
     from server.observability.metrics import ServerMetrics
 
     server = (

@@ -30,9 +30,9 @@ from pydantic import SecretStr
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.config_values import CHOICES
-from rbln_backend.description import SECTIONS, KvGroupInfo
 from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
-from rbln_backend.stats import METRICS, MetricDecl
+from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
+from rbln_backend.reporting.stats import METRICS, MetricDecl
 from server.observability.declarations import SERVER_METRICS
 from server.request.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS

@@ -203,7 +203,7 @@ def _generate(llm: Any, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) 
 
 
 def _kv_caches(llm: Any) -> list[str]:
-    from rbln_backend.worker.preflight import cache_groups
+    from rbln_backend.worker.startup.preflight import cache_groups
 
     (specs,) = llm.collective_rpc("get_kv_cache_spec")
     return [f"{group.num_layers} x {group.kind}" for group in cache_groups(specs)]

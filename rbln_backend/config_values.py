@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias, get_args
 
-from rbln_backend.cores import parse_cores
 from rbln_backend.errors import ConfigError
+from rbln_backend.host.cores import parse_cores
 
 Device: TypeAlias = Literal["auto", "emulated", "rebel"]
 Kernels: TypeAlias = Literal["auto", "native", "aten"]

@@ -12,12 +12,12 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.config import RblnConfig
-from rbln_backend.cores import LOCAL_ENGINES
 from rbln_backend.envs import resolve
 from rbln_backend.errors import ConfigError
-from rbln_backend.model_report import ModelReport
+from rbln_backend.host.cores import LOCAL_ENGINES
 from rbln_backend.refusals import model_config, refuse_first, refuse_model, refuse_unsupported
-from rbln_backend.store_report import CompileReport, StoreReport
+from rbln_backend.reporting.model_report import ModelReport
+from rbln_backend.reporting.store_report import CompileReport, StoreReport
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -76,7 +76,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        from rbln_backend.host_memory import host_memory
+        from rbln_backend.host.memory import host_memory
 
         return host_memory().total_bytes
 
@@ -113,7 +113,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from rbln_backend.kv_cache.managers import register_specs
+        from rbln_backend.kv_cache.group_managers import register_specs
 
         register_specs()
 
@@ -173,28 +173,28 @@ class RblnPlatform(Platform):
     @classmethod
     def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
         """Describe a model that can run; asked by the server, not by vLLM."""
-        from rbln_backend.worker.model_inspection import inspect_model
+        from rbln_backend.worker.check.model_inspection import inspect_model
 
         return inspect_model(vllm_config)
 
     @classmethod
     def compile_model(cls, vllm_config: VllmConfig, targets: Sequence[str]) -> CompileReport:
         """Fill the store with a model's graphs; asked by the server. See ``precompile``."""
-        from rbln_backend.worker.precompile import compile_model
+        from rbln_backend.worker.check.precompile import compile_model
 
         return compile_model(vllm_config, targets)
 
     @classmethod
     def survey_store(cls, vllm_config: VllmConfig, cache_root: str | None = None) -> StoreReport:
         """Say what the store has of a model's graphs; asked by the server."""
-        from rbln_backend.worker.store_survey import survey_store
+        from rbln_backend.worker.check.store_survey import survey_store
 
         return survey_store(vllm_config, cache_root)
 
     @classmethod
     def store_versions(cls) -> tuple[dict[str, object], tuple[str, ...]]:
         """What tells this version's graphs from others', and its kernel libraries' keys."""
-        from rbln_backend.worker.store_survey import store_versions
+        from rbln_backend.worker.check.store_survey import store_versions
 
         return store_versions()
 

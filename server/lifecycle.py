@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rbln_backend.progress import GraphProgress, ProgressSnapshot
+from rbln_backend.reporting.progress import GraphProgress, ProgressSnapshot
 from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
 
 _DEFAULT_RETRY_S = 5

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
+from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk, npu_name
+from rbln_backend.compiler.rebel_compiler import RebelCompiler, find_sdk, npu_name
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import (
     KernelSet,

@@ -35,8 +35,9 @@ from rbln_backend.emulator import fallback, ops
 from rbln_backend.emulator.replay import Recording
 from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, cpu_lines
 from rbln_backend.errors import ArtifactError, CompileError
-from rbln_backend.file_locks import claimed_folder
-from rbln_backend.kernel_files import (
+from rbln_backend.host.file_locks import claimed_folder
+from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.store.kernel_files import (
     LIBRARY,
     RECORD,
     State,
@@ -48,7 +49,6 @@ from rbln_backend.kernel_files import (
     private_stores,
     staging,
 )
-from rbln_backend.trusted_files import make_trusted_folder
 
 logger = logging.getLogger(__name__)
 

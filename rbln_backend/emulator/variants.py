@@ -14,8 +14,8 @@ from pathlib import Path
 from rbln_backend.emulator.build import build_key, find_or_build
 from rbln_backend.emulator.targets import LEVELS
 from rbln_backend.errors import CompileError
-from rbln_backend.kernel_files import kernel_store
-from rbln_backend.trusted_files import make_trusted_folder
+from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.store.kernel_files import kernel_store
 
 logger = logging.getLogger(__name__)
 

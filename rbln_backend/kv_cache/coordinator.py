@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rbln_backend.kv_cache.managers import PagedManager, WindowManager
+from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
 from rbln_backend.kv_cache.transfers import WindowTransfers
 from rbln_backend.vllm_compat.surface import BlockHash, KVCacheBlock, KVCacheCoordinator
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.description import ExpertsInfo
 from rbln_backend.moe.choice import Choice, PathName, choose_path
 from rbln_backend.moe.custom import run_custom
 from rbln_backend.moe.experts import Experts, hold_experts
@@ -24,6 +23,7 @@ from rbln_backend.moe.native import run_native
 from rbln_backend.moe.opt import run_opt
 from rbln_backend.moe.paths import ExpertPath, RoutedTokens
 from rbln_backend.moe.routing import SCORINGS, Routing
+from rbln_backend.reporting.description import ExpertsInfo
 from rbln_backend.unsupported import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
 from rbln_backend.vllm_compat.surface import (
     CustomOp,

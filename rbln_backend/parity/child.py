@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rbln_backend.child_process import report
 from rbln_backend.parity.job import Job
+from rbln_backend.reporting.child_process import report
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rbln_backend.child_process import ChildError
 from rbln_backend.errors import ConfigError
 from rbln_backend.parity.options import Options, parse
 from rbln_backend.parity.report.html import html_report
@@ -14,6 +13,7 @@ from rbln_backend.parity.report.json_report import json_report
 from rbln_backend.parity.report.junit import junit_report
 from rbln_backend.parity.report.text import text_report
 from rbln_backend.parity.run import Outcome, run_parity
+from rbln_backend.reporting.child_process import ChildError
 
 OUT_OF_LIMITS = 1
 WRONG_ARGUMENTS = 2

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rbln_backend.compiler.port import CompiledGraph, Phase
 from rbln_backend.parity.layers import tapped
-from rbln_backend.worker.graph_functions import GraphFunction, graph_function
-from rbln_backend.worker.graph_set import StepGraph
+from rbln_backend.worker.graphs.functions import GraphFunction, graph_function
+from rbln_backend.worker.step.graph_set import StepGraph
 from rbln_backend.worker.worker import RblnWorker
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rbln_backend.child_process import ChildJob
 from rbln_backend.parity.job import Job, SideResult
+from rbln_backend.reporting.child_process import ChildJob
 
 
 def run_side(job: Job, environ: Mapping[str, str], timeout: float) -> SideResult:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.sdk_environment import announce_quant_bits
 from rbln_backend.emulator.quantized_packing import (
     pack_scales,
     pack_transposed_words,
@@ -13,7 +14,6 @@ from rbln_backend.emulator.quantized_packing import (
     unpack_fields,
 )
 from rbln_backend.quantization.schemes import CHANNEL, Weights
-from rbln_backend.sdk_environment import announce_quant_bits
 from rbln_backend.vllm_compat.quantization import MPLinearKernel, MPLinearLayerConfig
 from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.kv_cache.managers import WindowManager
-from rbln_backend.stats import MetricsBoard
+from rbln_backend.kv_cache.group_managers import WindowManager
+from rbln_backend.reporting.stats import MetricsBoard
 
 
 class KvMetrics:

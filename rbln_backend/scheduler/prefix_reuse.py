@@ -8,9 +8,9 @@ from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import WindowSpec
+from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.kv_metrics import KvMetrics
 from rbln_backend.scheduler.output import with_transfers
-from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     BlockHash,
     KVCacheConfig,

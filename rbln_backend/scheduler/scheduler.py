@@ -12,6 +12,7 @@ from typing import Any
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import prefill_chunk_table
 from rbln_backend.grammar.backend import pin_backend
+from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.constraints import (
     adapter_fits,
     decode_share,
@@ -21,7 +22,6 @@ from rbln_backend.scheduler.constraints import (
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.output import forget_known_tokens
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,

@@ -1,1 +1,1 @@
-"""One rank: the device, the weights, the graphs and the step loop."""
+"""One rank: its process, what it is put together from, and its runners."""

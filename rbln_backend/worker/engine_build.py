@@ -15,7 +15,6 @@ from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
@@ -26,9 +25,10 @@ from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
-from rbln_backend.progress import ProgressWriter
-from rbln_backend.ranks import RankPlace
-from rbln_backend.stats import MetricsBoard
+from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.reporting.ranks import RankPlace
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.store.artifacts import ArtifactStore, graph_store
 from rbln_backend.vllm_compat.surface import (
     InputBatch,
     KVCacheConfig,
@@ -38,32 +38,32 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
     set_forward_context,
 )
-from rbln_backend.worker.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
-from rbln_backend.worker.cache_fields import cache_fields
-from rbln_backend.worker.grammar_mask import GrammarMask
-from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
-from rbln_backend.worker.graph_functions import GraphFunction
-from rbln_backend.worker.graph_set import GraphSet, StepGraph
-from rbln_backend.worker.group_inputs import kv_groups
-from rbln_backend.worker.host_pooler import HostPooler
-from rbln_backend.worker.lm_head import LmHead
+from rbln_backend.worker.graphs.dispatch import GraphDispatch
+from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
+from rbln_backend.worker.graphs.functions import GraphFunction
+from rbln_backend.worker.graphs.lm_head import LmHead
+from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
-from rbln_backend.worker.preflight import bucket_tables, largest_decode
-from rbln_backend.worker.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.relay_runner import RelayRunner
-from rbln_backend.worker.request_batches import RequestBatches
-from rbln_backend.worker.sampler import GreedySampler
-from rbln_backend.worker.stage import handed_buffers, make_stage
-from rbln_backend.worker.step_agreement import DataRanks, SoleRank, StepAgreement
-from rbln_backend.worker.step_metrics import StepMetrics
-from rbln_backend.worker.step_runner import StepRunner
-from rbln_backend.worker.store_metrics import report_store_size, store_event_recorder
-from rbln_backend.worker.token_types import TokenTypes
-from rbln_backend.worker.usage_recorder import UsageRecorder, open_recorder
-from rbln_backend.worker.warmup import WarmUp
-from rbln_backend.worker.warmup_plan import plan
+from rbln_backend.worker.startup.cache_fields import cache_fields
+from rbln_backend.worker.startup.preflight import bucket_tables, largest_decode
+from rbln_backend.worker.startup.store_metrics import report_store_size, store_event_recorder
+from rbln_backend.worker.startup.warmup import WarmUp
+from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
+from rbln_backend.worker.step.agreement import DataRanks, SoleRank, StepAgreement
+from rbln_backend.worker.step.batches import RequestBatches
+from rbln_backend.worker.step.grammar_mask import GrammarMask
+from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
+from rbln_backend.worker.step.group_inputs import kv_groups
+from rbln_backend.worker.step.host_pooler import HostPooler
+from rbln_backend.worker.step.metrics import StepMetrics
+from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.step.runner import StepRunner
+from rbln_backend.worker.step.sampler import GreedySampler
+from rbln_backend.worker.step.stage import handed_buffers, make_stage
+from rbln_backend.worker.step.token_types import TokenTypes
+from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
 
 logger = init_logger(__name__)
 

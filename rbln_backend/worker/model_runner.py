@@ -22,10 +22,10 @@ from rbln_backend.vllm_compat.surface import (
     SamplerOutput,
     SchedulerOutput,
 )
-from rbln_backend.worker.grammar_mask import GrammarMask
-from rbln_backend.worker.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.request_batches import StepWork
-from rbln_backend.worker.step_runner import StepRunner
+from rbln_backend.worker.step.batches import StepWork
+from rbln_backend.worker.step.grammar_mask import GrammarMask
+from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.step.runner import StepRunner
 
 
 class _PendingStep(NamedTuple):

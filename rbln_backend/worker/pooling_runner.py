@@ -11,10 +11,10 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from rbln_backend.worker.host_pooler import HostPooler
-from rbln_backend.worker.request_batches import StepWork
-from rbln_backend.worker.step_runner import StepRunner
-from rbln_backend.worker.token_types import TokenTypes
+from rbln_backend.worker.step.batches import StepWork
+from rbln_backend.worker.step.host_pooler import HostPooler
+from rbln_backend.worker.step.runner import StepRunner
+from rbln_backend.worker.step.token_types import TokenTypes
 
 
 class PoolingRunner:

@@ -10,7 +10,7 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from rbln_backend.worker.step_runner import StepRunner
+from rbln_backend.worker.step.runner import StepRunner
 
 
 class RelayRunner:

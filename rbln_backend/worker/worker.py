@@ -20,11 +20,12 @@ from rbln_backend.compiler.device import (
     make_rebel_compiler,
 )
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_adapter import find_sdk
-from rbln_backend.description import DescriptionWriter
+from rbln_backend.compiler.rebel_compiler import find_sdk
+from rbln_backend.compiler.sdk_environment import announce_ranks
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
-from rbln_backend.host_memory import host_memory
+from rbln_backend.host.memory import host_memory
+from rbln_backend.host.process_life import end_with_parent, outlive_readers
 from rbln_backend.kv_cache.layout import (
     explicit_budget_bytes,
     kv_budget_bytes,
@@ -34,10 +35,9 @@ from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import is_parallel
-from rbln_backend.process_life import end_with_parent, outlive_readers
-from rbln_backend.progress import ProgressWriter
-from rbln_backend.sdk_environment import announce_ranks
-from rbln_backend.stats import MetricsBoard
+from rbln_backend.reporting.description import DescriptionWriter
+from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
@@ -61,15 +61,15 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
-from rbln_backend.worker.host_pooler import pooling_tasks
-from rbln_backend.worker.phase_timer import timed_phase
-from rbln_backend.worker.preflight import check_layers, kv_limits
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
-from rbln_backend.worker.quantized_model import quantized_summary, register_quantization
-from rbln_backend.worker.rank_place import rank_place
-from rbln_backend.worker.runtime import set_up_runtime
-from rbln_backend.worker.self_description import SelfDescription
-from rbln_backend.worker.skeleton import Skeleton, kv_cache_specs
+from rbln_backend.worker.startup.phase_timer import timed_phase
+from rbln_backend.worker.startup.preflight import check_layers, kv_limits
+from rbln_backend.worker.startup.quantized_model import quantized_summary, register_quantization
+from rbln_backend.worker.startup.rank_place import rank_place
+from rbln_backend.worker.startup.runtime import set_up_runtime
+from rbln_backend.worker.startup.self_description import SelfDescription
+from rbln_backend.worker.startup.skeleton import Skeleton, kv_cache_specs
+from rbln_backend.worker.step.host_pooler import pooling_tasks
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters

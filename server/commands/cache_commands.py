@@ -8,21 +8,21 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rbln_backend.bundle.archive import MAX_BYTES, read_archive, read_tree
-from rbln_backend.bundle.contents import Contents, collect
-from rbln_backend.bundle.output import write_bundle, write_folder
-from rbln_backend.bundle.unpack import Imported, unpack
 from rbln_backend.envs import resolve
 from rbln_backend.errors import BundleError
-from rbln_backend.kernel_files import kernel_store
-from rbln_backend.trusted_files import trusted_folder
+from rbln_backend.host.trusted_files import trusted_folder
+from rbln_backend.store.archive import MAX_BYTES, read_archive, read_tree
+from rbln_backend.store.bundle_contents import Contents, collect
+from rbln_backend.store.bundle_output import write_bundle, write_folder
+from rbln_backend.store.kernel_files import kernel_store
+from rbln_backend.store.unpack import Imported, unpack
 from server.commands.offline import answers_alone_on_stdout, ask_platform
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from rbln_backend.store_report import StoreReport
+    from rbln_backend.reporting.store_report import StoreReport
 
 COLD = 3
 """Exit code: something that a start needs is not stored."""

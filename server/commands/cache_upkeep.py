@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.compiler.artifact_store import ArtifactStore, Entry, graph_store
-from rbln_backend.compiler.store_audit import above_bound, audit, of_other_versions, unused_since
-from rbln_backend.kernel_files import KernelFiles, is_intact, kernel_store, libraries
+from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
+from rbln_backend.store.audit import above_bound, audit, of_other_versions, unused_since
+from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
 from server.commands.offline import answers_alone_on_stdout
 
 _ROW = "{:<32}  {:<12}  {:<28}  {:>9}  {:>10}\n"

@@ -19,7 +19,7 @@ from server.settings import ServerSettings
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-    from rbln_backend.model_report import ModelReport
+    from rbln_backend.reporting.model_report import ModelReport
 
 _LABEL_WIDTH = 16
 

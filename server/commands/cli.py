@@ -262,7 +262,7 @@ def _config_file(argv: Sequence[str]) -> dict[str, object]:
 
 
 def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) -> int:
-    from rbln_backend.process_life import outlive_readers
+    from rbln_backend.host.process_life import outlive_readers
     from server.host.run_folder import run_folder
     from server.observability.logging import configure
 

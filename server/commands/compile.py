@@ -18,7 +18,7 @@ from server.settings import ServerSettings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from rbln_backend.store_report import CompileReport
+    from rbln_backend.reporting.store_report import CompileReport
 
 
 def compile_ahead(

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rbln_backend.progress import ProgressReader
+from rbln_backend.reporting.progress import ProgressReader
 from server import __version__
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error

@@ -12,7 +12,7 @@ import importlib
 import os
 import signal
 
-from rbln_backend.process_life import outlive_readers
+from rbln_backend.host.process_life import outlive_readers
 from server.vllm.importing import import_vllm
 
 _PR_SET_PDEATHSIG = 1

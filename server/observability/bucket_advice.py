@@ -11,7 +11,7 @@ from typing import Any
 
 from rbln_backend.bucketing.advice import advise
 from rbln_backend.bucketing.usage import UsageFile
-from rbln_backend.description import read_descriptions
+from rbln_backend.reporting.description import read_descriptions
 from server.host.tasks import aside
 
 _PERIOD_S = 60.0

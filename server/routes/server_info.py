@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from rbln_backend.description import SECTIONS, read_descriptions
+from rbln_backend.reporting.description import SECTIONS, read_descriptions
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.request.record import record_of

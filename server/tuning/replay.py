@@ -11,7 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rbln_backend.child_process import report
+from rbln_backend.reporting.child_process import report
 from server.engine.config import engine_config
 from server.settings import ServerSettings
 from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes, padding_share, suggest_buckets
 from rbln_backend.bucketing.usage import PHASES, Usage
-from rbln_backend.simulator import Arrival, Schedule, Shapes, simulate
+from rbln_backend.scheduler.simulator import Arrival, Schedule, Shapes, simulate
 from server.tuning.compare import compare_sizes, compare_trace
 from server.tuning.measure import Replayer, Tables, measure_times
 from server.tuning.replay_job import Request

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.simulator import Arrival
+from rbln_backend.scheduler.simulator import Arrival
 
 
 @dataclass(frozen=True, slots=True)

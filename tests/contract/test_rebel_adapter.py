@@ -19,7 +19,7 @@ from torch import fx
 from rbln_backend.compiler.device import choose_device, make_rebel_compiler
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.program import Program
-from rbln_backend.compiler.rebel_adapter import RebelCompiler, find_sdk
+from rbln_backend.compiler.rebel_compiler import RebelCompiler, find_sdk
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import CompileError, ConfigError
 

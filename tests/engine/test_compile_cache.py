@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from rbln_backend.bundle.contents import collect
-from rbln_backend.bundle.output import write_folder
 from rbln_backend.errors import UncompiledShapeError
+from rbln_backend.store.bundle_contents import collect
+from rbln_backend.store.bundle_output import write_folder
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate

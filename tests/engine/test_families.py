@@ -13,7 +13,7 @@ import pytest
 from vllm import ModelRegistry, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
-from rbln_backend.worker.graph_factory import PROGRAM_FILE
+from rbln_backend.worker.graphs.factory import PROGRAM_FILE
 from tests.checkpoint_families import OTHERS, REQUIRED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts

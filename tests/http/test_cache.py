@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
-from rbln_backend.compiler.cache_key import CacheKey
-from rbln_backend.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
+from rbln_backend.store.artifacts import ArtifactStore, graph_store
+from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.store.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
 from server.commands.cli import main
 
 KEYS = [

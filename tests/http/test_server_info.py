@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from rbln_backend.description import SECTIONS, DescriptionWriter, LimitsInfo
-from rbln_backend.progress import ProgressWriter
+from rbln_backend.reporting.description import SECTIONS, DescriptionWriter, LimitsInfo
+from rbln_backend.reporting.progress import ProgressWriter
 from server.routes.server_info import SERVER_FIELDS
 from tests.http.real_server import RealServer
 from tests.http.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running

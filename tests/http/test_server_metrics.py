@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
-from rbln_backend.description import BucketsInfo, DescriptionWriter
+from rbln_backend.reporting.description import BucketsInfo, DescriptionWriter
 from server.frontend import Endpoint
 from server.host.tasks import while_running
 from server.observability.bucket_advice import BucketAdvice

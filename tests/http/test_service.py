@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rbln_backend.progress import ProgressWriter
+from rbln_backend.reporting.progress import ProgressWriter
 from server.frontend import LaunchError
 from tests.http.scripted import Running, ScriptedLauncher, running
 
@@ -51,7 +51,7 @@ async def test_probes_tell_the_progress_while_the_engine_starts(tmp_path: Path) 
 
 
 async def test_engine_boards_are_on_the_metrics_page(tmp_path: Path) -> None:
-    from rbln_backend.stats import MetricsBoard
+    from rbln_backend.reporting.stats import MetricsBoard
 
     async with running(tmp_path) as service:
         board = MetricsBoard(tmp_path, 0)

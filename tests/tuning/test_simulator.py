@@ -8,7 +8,7 @@ import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
-from rbln_backend.simulator import Arrival, Shapes, simulate
+from rbln_backend.scheduler.simulator import Arrival, Shapes, simulate
 from server.tuning.measure import Replayer, sizes_of
 from server.tuning.replay_job import Request, Round
 from tests.checkpoints import CheckpointCache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.simulator import Arrival
+from rbln_backend.scheduler.simulator import Arrival
 from server.tuning.trace import read_trace
 
 WANTED = [Arrival(0.0, 10, 5), Arrival(1.5, 20, 7)]

@@ -9,14 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.bundle.archive import read_archive, read_tree, write_archive
-from rbln_backend.bundle.contents import Contents, collect
-from rbln_backend.bundle.output import write_bundle, write_folder
-from rbln_backend.bundle.unpack import unpack
-from rbln_backend.compiler.artifact_store import ArtifactStore, graph_store
-from rbln_backend.compiler.cache_key import CacheKey
 from rbln_backend.errors import BundleError
-from rbln_backend.kernel_files import LIBRARY, RECORD, is_intact, kernel_store, make_record, publish
+from rbln_backend.store.archive import read_archive, read_tree, write_archive
+from rbln_backend.store.artifacts import ArtifactStore, graph_store
+from rbln_backend.store.bundle_contents import Contents, collect
+from rbln_backend.store.bundle_output import write_bundle, write_folder
+from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.store.kernel_files import (
+    LIBRARY,
+    RECORD,
+    is_intact,
+    kernel_store,
+    make_record,
+    publish,
+)
+from rbln_backend.store.unpack import unpack
 
 KEYS = [CacheKey({"model": {"hidden": 8}, "phase": "decode", "bucket": size}) for size in (1, 2)]
 KERNEL = "0123456789abcdef" * 2

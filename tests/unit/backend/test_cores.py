@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.cores import (
+from rbln_backend.errors import ConfigError
+from rbln_backend.host.cores import (
     CoreBudget,
     chosen_cores,
     core_budget,
     format_cores,
     parse_cores,
 )
-from rbln_backend.errors import ConfigError
 
 V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "32 31 0:29 {root} /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.artifact_store import ArtifactStore, StoreEvent
-from rbln_backend.compiler.emulated_adapter import EmulatedCompiler
+from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
+from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
+from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 
 THIS = os.getpid()
 SPECS = [GraphSpec.of(Phase.LOGITS, rows) for rows in (1, 2, 4)]

@@ -8,8 +8,8 @@ import torch
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.worker.graph_dispatch import GraphDispatch
-from rbln_backend.worker.graph_set import GraphSet
+from rbln_backend.worker.graphs.dispatch import GraphDispatch
+from rbln_backend.worker.step.graph_set import GraphSet
 
 TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4, 8))}
 

@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
+from rbln_backend.kv_cache.group_managers import register_specs
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.managers import register_specs
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.kv_cache.tensors import KvCaches
 

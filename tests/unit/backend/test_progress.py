@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.progress import GraphProgress, ProgressReader, ProgressWriter
+from rbln_backend.reporting.progress import GraphProgress, ProgressReader, ProgressWriter
 
 
 class Terminal(io.StringIO):

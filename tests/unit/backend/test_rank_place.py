@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.config import ParallelConfig, VllmConfig
 
-from rbln_backend.cores import LOCAL_ENGINES
-from rbln_backend.worker.rank_place import rank_place
+from rbln_backend.host.cores import LOCAL_ENGINES
+from rbln_backend.worker.startup.rank_place import rank_place
 
 
 def config(engine: int = 0, *, engines: int = 1, **sizes: int) -> VllmConfig:

@@ -9,12 +9,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.description import DescriptionWriter, read_descriptions
-from rbln_backend.progress import ProgressReader, ProgressWriter
-from rbln_backend.ranks import RankPlace
-from rbln_backend.stats import MetricsBoard
-from rbln_backend.worker.grammar_mask import GrammarMask
-from rbln_backend.worker.step_metrics import StepMetrics
+from rbln_backend.reporting.description import DescriptionWriter, read_descriptions
+from rbln_backend.reporting.progress import ProgressReader, ProgressWriter
+from rbln_backend.reporting.ranks import RankPlace
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.worker.step.grammar_mask import GrammarMask
+from rbln_backend.worker.step.metrics import StepMetrics
 
 ENGINES, STAGES, TENSOR = 2, 2, 2
 RANKS = STAGES * TENSOR

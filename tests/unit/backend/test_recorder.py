@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.compiler.emulated_adapter import EmulatedGraph
+from rbln_backend.compiler.emulated_compiler import EmulatedGraph
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.emulator.build import load_kernels, set_threads, start_recording
 from tests.kernel_cache import share_kernels

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.stats import METRICS, MetricDecl, MetricsBoard
+from rbln_backend.reporting.stats import METRICS, MetricDecl, MetricsBoard
 
 SURFACE = {
     "rbln_compile_seconds": ("histogram", ("kind", "result")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rbln_backend.compiler.port import Phase
-from rbln_backend.worker.step_agreement import Round, SoleRank, agreed
+from rbln_backend.worker.step.agreement import Round, SoleRank, agreed
 
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 

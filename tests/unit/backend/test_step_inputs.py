@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.worker.group_inputs import KvGroup, PagedInputs, WindowInputs
-from rbln_backend.worker.step_inputs import StepInputs
+from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs
+from rbln_backend.worker.step.inputs import StepInputs
 
 PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
 WINDOW = KvGroup(layer_names=("b", "c"), block_size=24, width=1, is_window=True, one_block=False)

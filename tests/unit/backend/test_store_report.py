@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 
-from rbln_backend.compiler.artifact_store import ArtifactStore, Entry
-from rbln_backend.compiler.cache_key import CacheKey
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.store_report import CompileReport, KernelReport, PlannedGraph, StoreReport
-from rbln_backend.worker.store_survey import differences
+from rbln_backend.reporting.store_report import (
+    CompileReport,
+    KernelReport,
+    PlannedGraph,
+    StoreReport,
+)
+from rbln_backend.store.artifacts import ArtifactStore, Entry
+from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.worker.check.store_survey import differences
 
 FIELDS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rbln_backend.bucketing.usage import UsageFile
-from rbln_backend.worker.usage_recorder import UsageRecorder
+from rbln_backend.worker.step.usage_recorder import UsageRecorder
 
 
 def recorded(file: UsageFile) -> dict[int, int]:

@@ -14,8 +14,8 @@ from benchmarks.metrics_calls import A_GAUGE, A_STEP, time_calls
 from benchmarks.metrics_report import Pairs, Run, markdown, to_json
 from benchmarks.unmetered import Switch, install, plugin_folder, recorders
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.stats import MetricsBoard
-from rbln_backend.worker.step_metrics import StepMetrics
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.worker.step.metrics import StepMetrics
 from server.observability.metrics import ServerMetrics
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend import kernel_files
 from rbln_backend.emulator import build, targets, variants
 from rbln_backend.emulator.targets import LEVELS
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import CompileError
-from rbln_backend.kernel_files import kernel_store, make_record, publish
+from rbln_backend.store import kernel_files
+from rbln_backend.store.kernel_files import kernel_store, make_record, publish
 from tests.kernel_cache import SHARED
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend import kernel_files
 from rbln_backend.emulator import build
 from rbln_backend.emulator.targets import LEVELS
-from rbln_backend.kernel_files import LIBRARY, RECORD, kernel_store, make_record, private_stores
+from rbln_backend.store import kernel_files
+from rbln_backend.store.kernel_files import (
+    LIBRARY,
+    RECORD,
+    kernel_store,
+    make_record,
+    private_stores,
+)
 
 PLANTED = b"code of somebody else"
 

@@ -1,0 +1,127 @@
+"""Which processor cores this process may keep busy: its affinity mask, SMT and cgroup quotas.
+
+Only files below ``root`` and the mask are looked at, so that a test can describe another machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rbln_backend.errors import ConfigError
+from rbln_backend.host.cgroups import cgroup_folders
+
+LOCAL_ENGINES = "rbln_local_engines"
+"""Key of vLLM's ``additional_config``: how many data-parallel engines share this host."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreBudget:
+    """What the operating system grants this process."""
+
+    cores: tuple[int, ...]
+    """One processor number of every core in the mask: the siblings of an SMT core count once."""
+    quota: float | None
+    """Processors' worth of time that the cgroups allow; None: no limit."""
+
+    def share(self, local_rank: int, num_ranks: int) -> tuple[int, ...]:
+        """The cores of one of the ranks on this host; ranks share only if there are too few."""
+        count = len(self.cores)
+        if num_ranks >= count:
+            return (self.cores[local_rank % count],)
+        return self.cores[local_rank * count // num_ranks : (local_rank + 1) * count // num_ranks]
+
+    def threads(self, local_rank: int, num_ranks: int) -> int:
+        """How many threads of one rank can run all the time.
+
+        A quota is rounded down: with more threads than it pays for, the kernel stops all of them
+        for the rest of each period.
+        """
+        cores = len(self.share(local_rank, num_ranks))
+        paid = cores if self.quota is None else math.floor(self.quota / num_ranks)
+        return max(1, min(cores, paid))
+
+
+def core_budget(mask: Collection[int] | None = None, root: Path = Path("/")) -> CoreBudget:
+    """The budget of this process; ``mask`` defaults to its affinity mask."""
+    allowed = os.sched_getaffinity(0) if mask is None else mask
+    return CoreBudget(_one_per_core(allowed, root), _cpu_quota(root))
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """The processors of a list like ``0-3,8``, ascending; ``ValueError`` for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        low = int(first)
+        high = int(last) if dash else low
+        if not 0 <= low <= high < 1 << 16:
+            raise ValueError(f"{part.strip()!r} is no range of processors")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """The shortest list that ``parse_cores`` reads back."""
+    ranges: list[list[int]] = []
+    for core in sorted(set(cores)):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def chosen_cores(field: str, text: str, allowed: Collection[int]) -> tuple[int, ...]:
+    """``parse_cores`` within this process's mask; raises ``ConfigError`` naming ``field``."""
+    cores = parse_cores(text)
+    outside = [core for core in cores if core not in allowed]
+    if outside:
+        raise ConfigError(
+            f"{field}={text!r} names processor {outside[0]}, which this process may not use; "
+            f"it may use {format_cores(allowed)}"
+        )
+    return cores
+
+
+def _one_per_core(allowed: Collection[int], root: Path) -> tuple[int, ...]:
+    """The lowest allowed processor of each core; one without a topology is a core by itself."""
+    seen: set[int] = set()
+    cores = []
+    for cpu in sorted(allowed):
+        if cpu in seen:
+            continue
+        cores.append(cpu)
+        folder = root / "sys/devices/system/cpu" / f"cpu{cpu}" / "topology"
+        try:
+            seen.update(parse_cores((folder / "thread_siblings_list").read_text()))
+        except (OSError, ValueError):
+            continue
+    return tuple(cores)
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """The least of the quotas of this process's cgroups and of those around them."""
+    quotas = [_quota_in(folder) for folder in cgroup_folders("cpu", root)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_in(folder: Path) -> float | None:
+    """Of version 2 ``cpu.max`` holds quota and period, of version 1 each has a file."""
+    try:
+        fields = (folder / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            fields = [(folder / name).read_text().strip() for name in names]
+        except OSError:
+            return None
+    try:
+        quota, period = (int(value) for value in fields)
+    except ValueError:
+        # "max": no limit at this level.
+        return None
+    return quota / period if quota > 0 and period > 0 else None

@@ -1,0 +1,1 @@
+"""What the engine says of itself: progress, numbers, who its workers are, what `check` tells."""

@@ -1,0 +1,88 @@
+"""A job in a process of its own: files for the job and the result, progress on standard output."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rbln_backend.errors import RblnError
+from rbln_backend.reporting.progress_line import ProgressLine
+
+T = TypeVar("T")
+Report = Callable[[str, int, int], None]
+"""What is done, how much of it, of how much."""
+
+_PROGRESS = "@progress "
+# Lines of a failed job's log that are shown.
+_LOG_TAIL = 25
+
+
+class ChildError(RblnError):
+    """A job ended without a result."""
+
+
+def report(what: str, done: int, total: int) -> None:
+    """Tell the parent of progress, from the child."""
+    print(_PROGRESS + json.dumps([what, done, total]), flush=True)  # noqa: T201
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildJob:
+    """`python -m module JOB RESULT` with no environment but `variables`, for `timeout` seconds."""
+
+    label: str
+    module: str
+    variables: Mapping[str, str]
+    timeout: float
+
+    def run(self, write_job: Callable[[Path], None], read_result: Callable[[Path], T]) -> T:
+        """Return the result; raises `ChildError` with the end of the job's log."""
+        with tempfile.TemporaryDirectory(prefix="rbln-job-") as name:
+            folder = Path(name)
+            job, result, log = folder / "job.json", folder / "result.npz", folder / "log.txt"
+            write_job(job)
+            with log.open("wb") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", self.module, str(job), str(result)],
+                    env=dict(self.variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    # Its own session: what it has started ends with it.
+                    start_new_session=True,
+                )
+                status = self._follow(process)
+            if status != 0 or not result.is_file():
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+                raise ChildError(f"the {self.label} ended with status {status}:\n{tail}")
+            return read_result(result)
+
+    def _follow(self, process: subprocess.Popen[str]) -> int:
+        timer = threading.Timer(self.timeout, process.kill)
+        timer.start()
+        line = ProgressLine(self.label)
+        try:
+            for what, done, total in _progress(process):
+                line.show(what, done, total)
+            return process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                process.kill()
+            line.end()
+
+
+def _progress(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, int]]:
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith(_PROGRESS):
+            what, done, total = json.loads(text.removeprefix(_PROGRESS))
+            yield what, done, total

@@ -1,0 +1,140 @@
+"""What `rbln-serve check` tells of a model that can run; plain data, no torch, no vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from rbln_backend.reporting.memory_report import MemoryReport
+from rbln_backend.reporting.store_report import StoreReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Attention layers whose caches are alike; `window` in tokens, None for full attention."""
+
+    num_layers: int
+    window: int | None
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of cache in words."""
+        return "full attention" if self.window is None else f"sliding window of {self.window}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """A model as this backend would run it. Sizes are in bytes, contexts and chunks in tokens."""
+
+    architecture: str
+    task: str
+    device: str
+    dtype: str
+    quantization: str | None
+    quantized_layers: str | None
+    num_parameters: int
+    weight_bytes: int
+    kv_groups: tuple[CacheGroup, ...]
+    max_model_len: int
+    block_size: int
+    prefill_chunks: tuple[int, ...]
+    decode_buckets: tuple[int, ...]
+    num_graphs: int
+    prefix_caching: bool
+    prefix_caching_reason: str
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    memory: MemoryReport | None = None
+    store: StoreReport | None = None
+    """None where the graphs depend on the memory of the host that serves."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it cannot run here although the model itself could, with what to change."""
+        return self.memory.problems if self.memory is not None else ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What works, but perhaps not as expected."""
+        return tuple(self.memory.warnings()) if self.memory is not None else ()
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers; each has a KV cache."""
+        return sum(group.num_layers for group in self.kv_groups)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields as JSON values."""
+        groups = [dataclasses.asdict(group) | {"kind": group.kind} for group in self.kv_groups]
+        return {
+            **dataclasses.asdict(self),
+            "num_layers": self.num_layers,
+            "kv_groups": groups,
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "store": None if self.store is None else self.store.to_dict(),
+            "warnings": list(self.warnings),
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return names and values to print, one per line."""
+        return [
+            ("architecture", f"{self.architecture} ({self.task})"),
+            ("weights", self._weights()),
+            *self._quantization(),
+            *self._caches(),
+            ("prefill chunks", _sizes(self.prefill_chunks)),
+            ("decode buckets", _sizes(self.decode_buckets)),
+            ("graphs", str(self.num_graphs)),
+            ("prefix caching", self._prefix_caching()),
+            *self._adapters(),
+            ("device", self.device),
+            *(self.memory.lines() if self.memory is not None else ()),
+            *self._stored(),
+        ]
+
+    def _stored(self) -> list[tuple[str, str]]:
+        if self.store is None:
+            return [("compile cache", "unknown: --max-model-len auto follows the host's memory")]
+        verdict, *lines = self.store.lines()
+        return [("compile cache", verdict), *(("", line.removeprefix("  ")) for line in lines)]
+
+    def _caches(self) -> list[tuple[str, str]]:
+        if not self.kv_groups:
+            none = "none: every token sees the whole prompt, which is one run"
+            return [("KV cache", none), ("context", f"{self.max_model_len} tokens")]
+        return [
+            ("layers", str(self.num_layers)),
+            *(("KV cache", self._group(group)) for group in self.kv_groups),
+            ("context", f"{self.max_model_len} tokens in blocks of {self.block_size}"),
+        ]
+
+    def _adapters(self) -> list[tuple[str, str]]:
+        if not self.max_loras:
+            return []
+        return [("adapters", f"{self.max_loras} slots for ranks up to {self.max_lora_rank}")]
+
+    def _weights(self) -> str:
+        # Words of packed weights are no parameters in the usual sense.
+        counted = "parameters and words" if self.quantization else "parameters"
+        return (
+            f"{self.num_parameters / 1e6:,.1f}M {counted}, {self.dtype}, "
+            f"{self.weight_bytes / 2**20:,.0f} MiB"
+        )
+
+    def _quantization(self) -> list[tuple[str, str]]:
+        if not self.quantization:
+            return []
+        return [("quantization", f"{self.quantization}: {self.quantized_layers or 'no layer'}")]
+
+    def _group(self, group: CacheGroup) -> str:
+        layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"
+        return f"{layers}, {group.kind}, {group.num_kv_heads} KV heads of {group.head_size}"
+
+    def _prefix_caching(self) -> str:
+        return f"{'on' if self.prefix_caching else 'off'}: {self.prefix_caching_reason}"
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes)) or "none"

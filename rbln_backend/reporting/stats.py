@@ -1,0 +1,318 @@
+"""The engine's metrics: one declaration, and the board on which a worker keeps them.
+
+A worker writes its values into memory-mapped files of prometheus_client's own multiprocess
+format under `<run_dir>/metrics`; the API process exports them with
+`prometheus_client.multiprocess.MultiProcessCollector(registry, path=...)`, without asking the
+worker. Invariants (tests/unit/backend/test_stats.py): a collector never meets a half-made
+file; a restarted rank starts from zero; counters and histograms of all ranks add up, so that of
+the ranks of one engine only one counts its steps (`reporting.ranks`), while each counts what it
+does for itself, such as compiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.mmap_dict import mmap_key
+from prometheus_client.utils import floatToGoString
+
+from rbln_backend.reporting.metric_cells import CounterHandle, GaugeHandle, HistogramHandle, Sink
+
+_COMPILE_BUCKETS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
+_LOCK_BUCKETS = (0.001, 0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0)
+_STEP_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06),
+    *(0.12, 0.25, 0.5, 1.0, 2.0, 5.0, 15.0),
+)
+_MASK_BUCKETS = (
+    *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
+    *(0.01, 0.02, 0.05, 0.1, 0.5),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDecl:
+    """One metric: `kind` is counter, gauge or histogram; `buckets` are a histogram's bounds.
+
+    `across_ranks` says what several ranks' gauges with the same labels become: mostrecent,
+    sum or max.
+    """
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    across_ranks: str = "mostrecent"
+
+
+METRICS: tuple[MetricDecl, ...] = (
+    MetricDecl(
+        "rbln_compile_seconds",
+        "histogram",
+        "Seconds to compile a graph or load it from the store, "
+        "by kind (prefill, decode, logits, pooling) and result (compiled, loaded). Each rank "
+        "compiles its own.",
+        ("kind", "result"),
+        _COMPILE_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_graphs",
+        "gauge",
+        "Graphs in memory, by kind and by whether they were compiled or loaded.",
+        ("kind", "result"),
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_compile_cache_requests_total",
+        "counter",
+        "Look-ups in the artifact store, by result (hit, miss, corrupt, bypass).",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_compile_cache_writes_total",
+        "counter",
+        "Artifacts offered to the store, by result (stored, failed, read_only).",
+        ("result",),
+    ),
+    MetricDecl("rbln_compile_cache_size_bytes", "gauge", "Bytes of all artifacts in the store."),
+    MetricDecl("rbln_compile_cache_entries", "gauge", "Artifacts in the store."),
+    MetricDecl(
+        "rbln_compile_cache_lock_wait_seconds",
+        "histogram",
+        "Seconds spent waiting for another process that compiled the same graph.",
+        (),
+        _LOCK_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_recompiles_after_warmup_total",
+        "counter",
+        "Hot-path compiles: shapes that a step needed and warm-up had left out. Must stay 0. Each "
+        "rank counts its own.",
+        ("kind",),
+    ),
+    MetricDecl(
+        "rbln_bucket_steps_total",
+        "counter",
+        "Steps run, by phase (prefill, decode, pooling) and bucket (tokens of a chunk, rows of a "
+        "batch); one of an engine, however many ranks it has.",
+        ("phase", "bucket"),
+    ),
+    MetricDecl(
+        "rbln_bucket_step_seconds",
+        "histogram",
+        "Seconds of one step on the device, by phase and bucket; of several ranks the first's.",
+        ("phase", "bucket"),
+        _STEP_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_bucket_useful_rows_total",
+        "counter",
+        "Rows of steps that held a request, by phase and bucket.",
+        ("phase", "bucket"),
+    ),
+    MetricDecl(
+        "rbln_bucket_padded_rows_total",
+        "counter",
+        "Rows of steps that were padding, by phase and bucket.",
+        ("phase", "bucket"),
+    ),
+    MetricDecl(
+        "rbln_prefill_useful_tokens_total",
+        "counter",
+        "Prompt tokens computed in prefill steps, by chunk size.",
+        ("chunk",),
+    ),
+    MetricDecl(
+        "rbln_prefill_padded_tokens_total",
+        "counter",
+        "Tokens of prefill steps that were padding, by chunk size.",
+        ("chunk",),
+    ),
+    MetricDecl(
+        "rbln_prefix_hit_tokens_total",
+        "counter",
+        "Tokens not computed thanks to the prefix cache: in shared blocks (block), in copied heads "
+        "of blocks (sub_block), in models of window layers only (window).",
+        ("kind",),
+    ),
+    MetricDecl(
+        "rbln_kv_blocks",
+        "gauge",
+        "KV blocks that requests can have, by KV cache group and its kind (paged, window).",
+        ("group", "kind"),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_kv_blocks_used",
+        "gauge",
+        "KV blocks that requests hold, by KV cache group and its kind (paged, window).",
+        ("group", "kind"),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_window_log_pages",
+        "gauge",
+        "Pages of the prefix log of a sliding window, by KV cache group.",
+        ("group",),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_window_log_pages_used",
+        "gauge",
+        "Pages of the prefix log that hold a prefix, by KV cache group.",
+        ("group",),
+        across_ranks="sum",
+    ),
+    MetricDecl(
+        "rbln_startup_phase_seconds",
+        "gauge",
+        "Seconds that a start-up phase took (init, load, compile, warmup), slowest rank.",
+        ("phase",),
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_engine_last_step_timestamp_seconds",
+        "gauge",
+        "Unix time at which the latest step of an engine ended; before the first step, at which "
+        "it became ready.",
+        ("engine",),
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_grammar_mask_seconds",
+        "histogram",
+        "Seconds of a step that grammars took, by part: fill (find the tokens that they allow) "
+        "and apply (mask the logits).",
+        ("part",),
+        _MASK_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_lora_slots",
+        "gauge",
+        "LoRA adapters that an engine can hold at once.",
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_lora_slots_used",
+        "gauge",
+        "LoRA adapters that an engine holds; of several engines the most.",
+        across_ranks="max",
+    ),
+    MetricDecl(
+        "rbln_device_memory_bytes",
+        "gauge",
+        "Device memory in use by kind (weights, kv, lora), all ranks together.",
+        ("kind",),
+        across_ranks="sum",
+    ),
+)
+"""Every metric of the engine. Names, labels and buckets are an interface of dashboards."""
+
+_BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+class MetricsBoard:
+    """One rank's values. With `run_dir` None they stay in memory, for `value` to read.
+
+    Handles are cached; the hot path keeps its own and pays one or two writes to memory.
+    `rank` must be unique among the boards that share `run_dir`: a number, or another part's name.
+    """
+
+    def __init__(self, run_dir: Path | None, rank: int | str) -> None:
+        self._lock = threading.Lock()
+        self._sinks: dict[str, Sink] = {}
+        self._handles: dict[tuple[str, ...], CounterHandle | GaugeHandle | HistogramHandle] = {}
+        directory = None if run_dir is None else run_dir / "metrics"
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+        for stem in sorted({_file_stem(metric) for metric in METRICS}):
+            path = None if directory is None else directory / f"{stem}_{rank}.db"
+            self._sinks[stem] = Sink(path)
+
+    def only_if(self, counts: bool) -> MetricsBoard:
+        """Return this board, or one that nobody reads: where another rank counts the same."""
+        return self if counts else MetricsBoard(None, 0)
+
+    def counter(self, name: str, **labels: object) -> CounterHandle:
+        """Return the counter; `ValueError` for an undeclared name, kind or set of labels."""
+        handle = self._handle("counter", name, labels)
+        assert isinstance(handle, CounterHandle)
+        return handle
+
+    def gauge(self, name: str, **labels: object) -> GaugeHandle:
+        """Return the gauge; `ValueError` for an undeclared name, kind or set of labels."""
+        handle = self._handle("gauge", name, labels)
+        assert isinstance(handle, GaugeHandle)
+        return handle
+
+    def histogram(self, name: str, **labels: object) -> HistogramHandle:
+        """Return the histogram; `ValueError` for an undeclared name, kind or set of labels."""
+        handle = self._handle("histogram", name, labels)
+        assert isinstance(handle, HistogramHandle)
+        return handle
+
+    def value(self, name: str, **labels: object) -> float:
+        """Return the current value; of a histogram, the number of observations."""
+        metric, label_values = _declared(name, labels)
+        handle = self._handles.get((metric.name, *label_values))
+        return 0.0 if handle is None else handle.value
+
+    def close(self) -> None:
+        """Close the files; the values stay readable."""
+        for sink in self._sinks.values():
+            sink.close()
+
+    def _handle(
+        self, kind: str, name: str, labels: dict[str, object]
+    ) -> CounterHandle | GaugeHandle | HistogramHandle:
+        metric, label_values = _declared(name, labels)
+        if metric.kind != kind:
+            raise ValueError(f"{name} is a {metric.kind}, not a {kind}")
+        with self._lock:
+            handle = self._handles.get((name, *label_values))
+            if handle is None:
+                handle = self._make(metric, label_values)
+                self._handles[(name, *label_values)] = handle
+        return handle
+
+    def _make(
+        self, metric: MetricDecl, label_values: tuple[str, ...]
+    ) -> CounterHandle | GaugeHandle | HistogramHandle:
+        sink = self._sinks[_file_stem(metric)]
+        if metric.kind == "counter":
+            return CounterHandle(sink, self._lock, _key(metric, "", label_values))
+        if metric.kind == "gauge":
+            return GaugeHandle(sink, self._lock, _key(metric, "", label_values))
+        bounds = (*metric.buckets, float("inf"))
+        les = [floatToGoString(bound) for bound in bounds]  # type: ignore[no-untyped-call]
+        keys = [_key(metric, "_bucket", label_values, le) for le in les]
+        sum_key = _key(metric, "_sum", label_values)
+        return HistogramHandle(sink, self._lock, bounds, keys, sum_key)
+
+
+def _file_stem(metric: MetricDecl) -> str:
+    """Return the file's name up to the rank, in which the collector reads kind and mode."""
+    return f"gauge_{metric.across_ranks}" if metric.kind == "gauge" else metric.kind
+
+
+def _declared(name: str, labels: dict[str, object]) -> tuple[MetricDecl, tuple[str, ...]]:
+    metric = _BY_NAME.get(name)
+    if metric is None:
+        raise ValueError(f"Metric {name!r} is not declared in rbln_backend.reporting.stats.METRICS")
+    if set(labels) != set(metric.labels):
+        raise ValueError(f"{name} has the labels {metric.labels}, got {tuple(labels)}")
+    return metric, tuple(str(labels[label]) for label in metric.labels)
+
+
+def _key(
+    metric: MetricDecl, suffix: str, label_values: Sequence[str], bound: str | None = None
+) -> str:
+    """Return the key under which prometheus_client itself would keep this sample."""
+    names = [*metric.labels] if bound is None else [*metric.labels, "le"]
+    values = [*label_values] if bound is None else [*label_values, bound]
+    family = metric.name.removesuffix("_total")
+    return mmap_key(family, metric.name + suffix, names, values, metric.help)

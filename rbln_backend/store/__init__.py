@@ -1,0 +1,1 @@
+"""What is kept on disk: graphs and kernel libraries, their keys, locks and bundles."""

@@ -1,0 +1,381 @@
+"""`ArtifactStore`: compiled graphs on disk, shared by processes, trusted only once verified.
+
+Layout under the root: `<digest[:2]>/<digest>/` holds an entry's files and its `manifest.json`;
+`tmp/` entries being written or removed; `locks/` one file per digest; `quarantine/` damaged
+entries. Invariants (tests/unit/backend/test_artifact_store.py):
+
+- An entry appears whole, by one rename of a directory whose files were fsynced, or not at all.
+- `load` returns exactly the bytes that were stored, or None: any other byte is noticed.
+- Neither a full nor a read-only disk, nor a killed writer, raises or blocks another process.
+- The writer of a directory in `tmp/` holds a file lock on it; one without a lock is garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.host.file_locks import (
+    acquire,
+    lock_in_place,
+    open_lock,
+    remove_if_unlocked,
+)
+from rbln_backend.store.artifact_files import (
+    MANIFEST,
+    check_file_name,
+    read_entry,
+    read_manifest,
+    sync_directory,
+    write_entry,
+)
+from rbln_backend.store.cache_key import DIGEST_CHARS, CacheKey
+
+logger = logging.getLogger(__name__)
+
+QUARANTINE_KEPT = 8
+"""Damaged entries kept for a post-mortem; older ones are removed by `prune`."""
+
+_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def graph_store(cache_root: Path) -> Path:
+    """Where the graphs under a cache root lie."""
+    return cache_root / "rbln" / "graphs"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvent:
+    """Something that happened to an entry.
+
+    `kind` is hit, miss or corrupt of a load; stored, failed or read_only of a store; lock_wait
+    or evicted. `seconds` is how long the load, store or wait took; `num_bytes` the entry's size.
+    """
+
+    kind: str
+    digest: str
+    seconds: float = 0.0
+    num_bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored artifact, as its manifest describes it; times are Unix seconds."""
+
+    key: CacheKey
+    path: Path
+    files: Mapping[str, int]
+    size_bytes: int
+    created: float
+    last_used: float
+
+
+class ArtifactStore:
+    """Entries by `CacheKey`, bounded by `max_bytes`. Safe between processes and threads.
+
+    No method raises because of the state of the disk: `on_event` hears what happened and
+    the caller compiles as if the store were empty.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        max_bytes: int,
+        read_only: bool = False,
+        bundles: Sequence[Path] = (),
+        on_event: Callable[[StoreEvent], None],
+    ) -> None:
+        """``bundles`` are roots of other stores, searched for what this one lacks, never changed.
+
+        A root that cannot be written is read-only without saying so.
+        """
+        self.root = root
+        self._bundles = tuple(bundles)
+        self._max_bytes = max_bytes
+        self._read_only = read_only or not is_writable(root)
+        self._on_event = on_event
+        if not self._read_only:
+            self._remove_garbage()
+
+    def load(self, key: CacheKey) -> dict[str, bytes] | None:
+        """Return the verified files of an entry, or None: absent, unreadable or damaged.
+
+        A damaged entry moves to the quarantine, unless the store is read-only.
+        """
+        started = time.monotonic()
+        path = self._find(key.digest)
+        try:
+            files = read_entry(path, key)
+        except CorruptArtifactError as error:
+            self._report_damage(path, error)
+            # A bundle may have it whole.
+            return None if path.is_dir() or not self.has(key) else self.load(key)
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            if not absent:
+                logger.warning("Artifact %s is unreadable: %s", key.digest, error)
+            self._on_event(StoreEvent("miss", key.digest, detail="" if absent else str(error)))
+            return None
+        if not self._read_only:
+            with contextlib.suppress(OSError):
+                os.utime(path / MANIFEST)
+        seconds = time.monotonic() - started
+        num_bytes = sum(map(len, files.values()))
+        self._on_event(StoreEvent("hit", key.digest, seconds, num_bytes))
+        return files
+
+    def store(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
+        """Write an entry, unless the key has one, then evict what exceeds the bound.
+
+        Raises `ArtifactError` for a file name that is not plain; the disk raises nothing.
+        """
+        for name in files:
+            check_file_name(name)
+        num_bytes = sum(map(len, files.values()))
+        if self._read_only:
+            self._on_event(StoreEvent("read_only", key.digest, num_bytes=num_bytes))
+            return
+        if num_bytes > self._max_bytes:
+            detail = f"{num_bytes} bytes exceed the bound of {self._max_bytes}"
+            self._on_event(StoreEvent("failed", key.digest, num_bytes=num_bytes, detail=detail))
+            return
+        started = time.monotonic()
+        try:
+            self._write(key, files)
+        except OSError as error:
+            kind = "read_only" if error.errno in _NOT_WRITABLE else "failed"
+            logger.warning("Artifact %s was not stored: %s", key.digest, error)
+            self._on_event(StoreEvent(kind, key.digest, num_bytes=num_bytes, detail=str(error)))
+            return
+        seconds = time.monotonic() - started
+        self._on_event(StoreEvent("stored", key.digest, seconds, num_bytes))
+        self.prune()
+
+    def has(self, key: CacheKey) -> bool:
+        """Return whether there is an entry; only `load` tells that it is whole."""
+        return self._find(key.digest).is_dir()
+
+    def quarantine(self, digest: str, reason: str) -> None:
+        """Move away an entry that is damaged, or whole but makes no sense to the caller."""
+        logger.warning("Artifact %s is unusable: %s", digest, reason)
+        if self._condemn(self._entry_path(digest)):
+            self._on_event(StoreEvent("corrupt", digest, detail=reason))
+
+    def evict(self, digest: str) -> bool:
+        """Remove an entry; False if it is not there or cannot be removed."""
+        path = self._entry_path(digest)
+        size = _directory_bytes(path)
+        if self._read_only or not self._discard(path):
+            return False
+        self._on_event(StoreEvent("evicted", digest, num_bytes=size))
+        return True
+
+    @contextlib.contextmanager
+    def lock(self, key: CacheKey) -> Iterator[float]:
+        """Hold the key between processes, so that one compiles while the others wait.
+
+        Yields the seconds waited. Without a place to put a lock (read-only, full) it yields
+        0.0 at once: then two processes may do the same work, and nothing else goes wrong.
+        """
+        descriptor = None if self._read_only else open_lock(self.root / "locks" / key.digest)
+        if descriptor is None:
+            yield 0.0
+            return
+        try:
+            waited = acquire(descriptor, key.digest)
+            self._on_event(StoreEvent("lock_wait", key.digest, waited))
+            yield waited
+        finally:
+            os.close(descriptor)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries whose manifest is sound, least recently used first.
+
+        Files are not read: only `load` tells that they are sound too.
+        """
+        found = []
+        for path in entry_paths(self.root):
+            with contextlib.suppress(OSError, CorruptArtifactError):
+                found.append(_describe(path))
+        return sorted(found, key=lambda entry: (entry.last_used, entry.key.digest))
+
+    def size_bytes(self) -> int:
+        """Return the bytes of all entries' files, damaged ones included."""
+        return sum(map(_directory_bytes, entry_paths(self.root)))
+
+    def prune(self) -> None:
+        """Evict the least recently used entries above the bound, and remove garbage."""
+        if self._read_only:
+            return
+        self._remove_garbage()
+        sized = [(path, _directory_bytes(path)) for path in entry_paths(self.root)]
+        excess = sum(size for _, size in sized) - self._max_bytes
+        if excess <= 0:
+            return
+        for path, size in sorted(sized, key=lambda pair: (_last_used(pair[0]), pair[0])):
+            if excess <= 0:
+                break
+            if self._discard(path):
+                self._on_event(StoreEvent("evicted", path.name, num_bytes=size))
+            elif path.exists():
+                continue
+            # Evicted, here or by another process that prunes too.
+            excess -= size
+
+    def _report_damage(self, path: Path, error: CorruptArtifactError) -> None:
+        if self._condemn(path):
+            logger.warning("Artifact %s is damaged: %s", path.name, error)
+            self._on_event(StoreEvent("corrupt", path.name, detail=str(error)))
+        else:
+            detail = "removed by another process while it was read"
+            self._on_event(StoreEvent("miss", path.name, detail=detail))
+
+    def _entry_path(self, digest: str) -> Path:
+        return _path_in(self.root, digest)
+
+    def _find(self, digest: str) -> Path:
+        """Where an entry lies: in the root if it is there, else in a bundle."""
+        places = [_path_in(root, digest) for root in (self.root, *self._bundles)]
+        return next((path for path in places if path.is_dir()), places[0])
+
+    def _write(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
+        target = self._entry_path(key.digest)
+        if target.is_dir():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self._temporary_directory() as temporary:
+            write_entry(temporary, key, files)
+            try:
+                temporary.rename(target)
+            except OSError as error:
+                # Another process stored the same key first: its entry is as good.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        sync_directory(target.parent)
+        sync_directory(self.root)
+
+    @contextlib.contextmanager
+    def _temporary_directory(self) -> Iterator[Path]:
+        """Make a directory in `tmp/` and hold its lock; what is left there is removed."""
+        path, descriptor = self._claim_temporary()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
+
+    def _claim_temporary(self) -> tuple[Path, int]:
+        parent = self.root / "tmp"
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = parent / uuid.uuid4().hex
+            path.mkdir()
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                continue
+            if lock_in_place(path, descriptor):
+                return path, descriptor
+            os.close(descriptor)
+
+    def _remove_garbage(self) -> None:
+        with contextlib.suppress(OSError):
+            for path in list((self.root / "tmp").iterdir()):
+                remove_if_unlocked(path)
+        with contextlib.suppress(OSError):
+            damaged = sorted((self.root / "quarantine").iterdir(), key=_modified, reverse=True)
+            for path in damaged[QUARANTINE_KEPT:]:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _condemn(self, path: Path) -> bool:
+        """Move a damaged entry to the quarantine; False when another process moved it."""
+        if self._read_only or not path.is_relative_to(self.root):
+            return True
+        quarantine = self.root / "quarantine"
+        try:
+            quarantine.mkdir(exist_ok=True)
+            target = quarantine / f"{path.name}-{uuid.uuid4().hex[:8]}"
+            path.rename(target)
+            os.utime(target)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            logger.warning("Cannot quarantine %s: %s", path, error)
+        return True
+
+    def _discard(self, path: Path) -> bool:
+        """Remove an entry, out of sight of readers first; False if it could not be moved."""
+        garbage = self.root / "tmp" / uuid.uuid4().hex
+        try:
+            garbage.parent.mkdir(exist_ok=True)
+            path.rename(garbage)
+        except OSError:
+            return False
+        shutil.rmtree(garbage, ignore_errors=True)
+        return True
+
+
+def is_writable(root: Path) -> bool:
+    """Return whether files can be made in ``root``, or it can be made itself.
+
+    What is no directory is left to fail with a reason of its own.
+    """
+    there = next(path for path in (root, *root.parents) if path.exists())
+    return not there.is_dir() or os.access(there, os.W_OK | os.X_OK)
+
+
+def _path_in(root: Path, digest: str) -> Path:
+    return root / digest[:2] / digest
+
+
+def entry_paths(root: Path) -> list[Path]:
+    """Return where the entries below a store's root lie, whole or not."""
+    try:
+        found = root.glob("[0-9a-f][0-9a-f]/*")
+        return sorted(path for path in found if _DIGEST.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def _describe(path: Path) -> Entry:
+    manifest = read_manifest(path)
+    return Entry(
+        key=manifest.key,
+        path=path,
+        files={name: record.size for name, record in manifest.files.items()},
+        size_bytes=_directory_bytes(path),
+        created=manifest.created,
+        last_used=_last_used(path),
+    )
+
+
+def _directory_bytes(path: Path) -> int:
+    try:
+        return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(path))
+    except OSError:
+        return 0
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _last_used(path: Path) -> float:
+    """Return when the entry was last stored or loaded; 0.0 when it has no manifest."""
+    return _modified(path / MANIFEST)

@@ -1,0 +1,57 @@
+"""Which entries of a store are damaged, and which are no longer wanted. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.store.artifact_files import read_entry, read_manifest
+from rbln_backend.store.artifacts import Entry, entry_paths
+
+_DAY_S = 86400.0
+
+
+def audit(root: Path) -> Iterator[tuple[str, str | None]]:
+    """Read every entry whole; yields its digest, and what is wrong with it or None."""
+    for path in entry_paths(root):
+        yield path.name, _damage(path)
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        manifest = read_manifest(path)
+        if manifest.key.digest != path.name:
+            return "its manifest belongs to another key"
+        read_entry(path, manifest.key)
+    except CorruptArtifactError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def unused_since(entries: Sequence[Entry], days: float, now: float) -> list[Entry]:
+    """Entries that were neither stored nor loaded for ``days``; ``now`` in Unix seconds."""
+    return [entry for entry in entries if now - entry.last_used > days * _DAY_S]
+
+
+def of_other_versions(entries: Sequence[Entry], fields: Mapping[str, object]) -> list[Entry]:
+    """Entries whose keys differ from ``fields``, those of the versions in use."""
+    return [
+        entry
+        for entry in entries
+        if any(entry.key.fields.get(name) != value for name, value in fields.items())
+    ]
+
+
+def above_bound(entries: Sequence[Entry], max_bytes: int) -> list[Entry]:
+    """The least recently used entries without which the others take at most ``max_bytes``."""
+    excess = sum(entry.size_bytes for entry in entries) - max_bytes
+    gone = []
+    for entry in sorted(entries, key=lambda entry: (entry.last_used, entry.key.digest)):
+        if excess <= 0:
+            break
+        gone.append(entry)
+        excess -= entry.size_bytes
+    return gone

@@ -1,0 +1,67 @@
+"""Takes a bundle into a cache root, beside the servers that use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rbln_backend.errors import BundleError
+from rbln_backend.store.artifacts import ArtifactStore, StoreEvent, graph_store
+from rbln_backend.store.bundle_contents import Contents, Files
+from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.store.kernel_files import kernel_store, publish
+
+_REFUSED = ("failed", "read_only")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """How many graphs and libraries are new, were there, and were left out for want of trust."""
+
+    graphs: int
+    graphs_present: int
+    kernels: int
+    kernels_present: int
+    kernels_left_out: int
+
+
+def unpack(contents: Contents, cache_root: Path, *, max_bytes: int, with_kernels: bool) -> Imported:
+    """Store what a root lacks; entries that are there and whole stay as they are.
+
+    ``max_bytes`` bounds the graphs in the root, as for a server. Every entry was verified when
+    ``contents`` were made and appears by one rename. Raises ``BundleError`` when the disk refuses.
+    """
+    events: list[StoreEvent] = []
+    store = ArtifactStore(graph_store(cache_root), max_bytes=max_bytes, on_event=events.append)
+    new = sum(_store(store, events, key, files) for key, files in contents.graphs.items())
+    published = 0
+    if with_kernels:
+        published = _publish(cache_root, contents)
+    return Imported(
+        graphs=new,
+        graphs_present=len(contents.graphs) - new,
+        kernels=published,
+        kernels_present=len(contents.kernels) - published if with_kernels else 0,
+        kernels_left_out=0 if with_kernels else len(contents.kernels),
+    )
+
+
+def _store(store: ArtifactStore, events: list[StoreEvent], key: CacheKey, files: Files) -> bool:
+    """Whether the graph is new; one that is damaged is quarantined by reading it."""
+    with store.lock(key):
+        if store.load(key) is not None:
+            return False
+        store.store(key, files)
+    refused = next((event for event in events if event.kind in _REFUSED), None)
+    if refused is not None:
+        why = refused.detail or f"{store.root} cannot be written"
+        raise BundleError(f"graph {refused.digest} was not stored: {why}")
+    return True
+
+
+def _publish(cache_root: Path, contents: Contents) -> int:
+    folder = kernel_store(cache_root)
+    try:
+        return sum(publish(folder / key, files) for key, files in contents.kernels.items())
+    except OSError as error:
+        raise BundleError(f"the kernels were not stored: {error}") from error

@@ -1,0 +1,1 @@
+"""What is told, compiled or counted of a model without an engine."""

@@ -1,0 +1,191 @@
+"""What a server would do with the memory of this host, reckoned from a model's shapes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import psutil
+from torch import nn
+
+from rbln_backend.emulator.packing import can_pack, fits_in_place, packed_shape
+from rbln_backend.errors import DeviceMemoryError
+from rbln_backend.host.memory import HostMemory, host_memory
+from rbln_backend.kv_cache.layout import (
+    explicit_budget_bytes,
+    free_budget_bytes,
+    kv_budget_bytes,
+    num_partitions,
+)
+from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
+from rbln_backend.reporting.memory_report import MemoryReport
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.startup.preflight import Preflight
+
+_MIB = 1 << 20
+# Rows of the hidden and of the intermediate size that a step's tensors hold at once.
+_HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
+
+
+def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryReport:
+    """The plan; what does not fit is among its problems, with what to change."""
+    config = found.config
+    memory = memory or host_memory()
+    scheduler, model = config.scheduler_config, config.model_config
+    specs = list(found.specs.values())
+    per_block = paged_bytes_per_block(specs)
+    planned = MemoryReport(
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        source=memory.source,
+        # This process has imported what an engine imports.
+        process_bytes=psutil.Process(os.getpid()).memory_info().rss,
+        weight_bytes=found.skeleton.weight_bytes,
+        packing_bytes=packing_bytes(found.skeleton.model) if found.device == "emulated" else 0,
+        lora_bytes=_lora_bytes(found),
+        workspace_bytes=_workspace_bytes(found),
+        window_bytes=window_bytes(specs, scheduler.max_num_seqs),
+        block_bytes=per_block,
+        block_tokens=config.cache_config.block_size,
+        num_blocks=0,
+        max_model_len=model.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+    )
+    return _with_blocks(planned, config)
+
+
+def packing_bytes(model: nn.Module) -> int:
+    """Bytes beyond the weights' own that their packed forms take.
+
+    A weight that is also read as it is (an embedding that is the LM head) stays beside its packed
+    form, and one whose edges are filled up grows.
+    """
+    owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    extra = 0
+    for parameter in model.parameters():
+        weight = parameter.data
+        if not can_pack(weight):
+            continue
+        packed = math.prod(packed_shape(weight.dtype, *weight.shape)) * weight.element_size()
+        if owners[id(parameter)] > 1:
+            extra += packed
+        elif not fits_in_place(weight):
+            extra += packed - weight.nbytes
+    return extra
+
+
+def _lora_bytes(found: Preflight) -> int:
+    """Slots of every linear layer that an adapter may change; see ``lora.slot_stack``."""
+    lora = found.config.lora_config
+    if lora is None:
+        return 0
+    # vLLM's part of it takes a while to import.
+    from rbln_backend.vllm_compat.lora import adaptable_modules
+
+    total = 0
+    for name in adaptable_modules(found.skeleton.model):
+        layer: Any = found.skeleton.model.get_submodule(name)
+        outputs = getattr(layer, "output_sizes", None) or [layer.output_size]
+        rank, inputs = lora.max_lora_rank, layer.input_size
+        total += len(outputs) * rank * inputs + sum(outputs) * rank
+    return total * lora.max_loras * found.skeleton.item_bytes
+
+
+def _workspace_bytes(found: Preflight) -> int:
+    """What the tensors of the largest step take, roughly, and its logits in float32."""
+    config = found.config.model_config
+    tokens = max(max(table.sizes) for table in found.tables.values())
+    hidden = config.get_hidden_size()
+    wide = getattr(config.hf_text_config, "intermediate_size", None) or 4 * hidden
+    row = (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * wide) * found.skeleton.item_bytes
+    rows = found.config.scheduler_config.max_num_seqs
+    return tokens * row + rows * config.get_vocab_size() * (found.skeleton.item_bytes + 4)
+
+
+def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
+    """Add the blocks of the KV cache as the worker reckons them, or why there is no room."""
+    fixed = planned.process_bytes + planned.weight_bytes + planned.packing_bytes
+    fixed += planned.lora_bytes + planned.workspace_bytes
+    if fixed > planned.available_bytes:
+        return replace(planned, problems=(_weights_problem(planned, fixed),))
+    if not planned.block_bytes:
+        return planned
+    override = config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        return _checked(replace(planned, num_blocks=override), fixed, "--num-gpu-blocks-override")
+    explicit = config.cache_config.kv_cache_memory_bytes
+    try:
+        if explicit is not None:
+            budget = explicit_budget_bytes(explicit, planned.block_bytes, planned.window_bytes)
+            sized = replace(planned, num_blocks=budget // planned.block_bytes)
+            return _checked(sized, fixed, "--kv-cache-memory-bytes")
+        budget = _budget(planned, fixed, config.cache_config.gpu_memory_utilization)
+    except DeviceMemoryError as error:
+        return replace(planned, problems=(_kv_problem(planned, fixed, config, error),))
+    return replace(planned, num_blocks=budget // planned.block_bytes)
+
+
+def _budget(planned: MemoryReport, fixed: int, utilization: float) -> int:
+    return kv_budget_bytes(
+        total_bytes=planned.total_bytes,
+        available_bytes=planned.available_bytes - fixed,
+        utilization=utilization,
+        used_bytes=fixed,
+        bytes_per_block=planned.block_bytes,
+        blocks_per_request=num_partitions(planned.max_model_len, planned.block_tokens),
+        max_num_seqs=planned.max_num_seqs,
+        window_bytes=planned.window_bytes,
+    )
+
+
+def _weights_problem(planned: MemoryReport, fixed: int) -> str:
+    return (
+        f"without any KV cache it needs about {fixed // _MIB:,} MiB, of which "
+        f"{planned.weight_bytes // _MIB:,} MiB are weights, but {planned.source} leaves "
+        f"{planned.available_bytes // _MIB:,} MiB: give it more memory, split it with "
+        "--tensor-parallel-size, or serve a quantized or smaller checkpoint"
+    )
+
+
+def _checked(planned: MemoryReport, fixed: int, flag: str) -> MemoryReport:
+    """A size that the user named must fit, and hold one longest request."""
+    room = planned.available_bytes - fixed
+    if planned.kv_bytes > room:
+        most = max(0, room - planned.window_bytes)
+        value = most // planned.block_bytes if "blocks" in flag else room
+        return replace(
+            planned,
+            problems=(
+                f"{flag} asks for {planned.kv_bytes // _MIB:,} MiB of KV cache, but "
+                f"{room // _MIB:,} MiB are left: lower it to {value}",
+            ),
+        )
+    if (planned.longest_requests or 0.0) < 1.0:
+        longest = max(0, planned.num_blocks - 1) * planned.block_tokens
+        return replace(
+            planned,
+            problems=(
+                f"{flag} gives {planned.num_blocks} blocks, too few for one request of "
+                f"{planned.max_model_len} tokens: raise it, or lower --max-model-len to {longest}",
+            ),
+        )
+    return planned
+
+
+def _kv_problem(
+    planned: MemoryReport, fixed: int, config: VllmConfig, error: DeviceMemoryError
+) -> str:
+    free = free_budget_bytes(
+        total_bytes=planned.total_bytes,
+        available_bytes=planned.available_bytes - fixed,
+        utilization=config.cache_config.gpu_memory_utilization,
+        used_bytes=fixed,
+        window_bytes=planned.window_bytes,
+    )
+    longest = (free // planned.block_bytes - 1) * planned.block_tokens
+    if longest > 0:
+        return f"{error} It fits with --max-model-len {longest}."
+    return str(error)

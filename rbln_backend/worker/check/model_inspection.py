@@ -1,0 +1,43 @@
+"""What `rbln-serve check` tells of a model: its layers, graphs, memory and what is stored."""
+
+from __future__ import annotations
+
+from rbln_backend.compiler.port import Phase
+from rbln_backend.reporting.model_report import ModelReport
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.check.memory_plan import memory_report
+from rbln_backend.worker.check.store_survey import knows_ranks, survey
+from rbln_backend.worker.startup.preflight import cache_groups, generates, prefix_caching, prepare
+from rbln_backend.worker.startup.quantized_model import quantized_summary
+
+
+def inspect_model(config: VllmConfig) -> ModelReport:
+    """Describe the model, its memory and what of it is stored; raises like ``prepare``."""
+    found = prepare(config)
+    model, tables = config.model_config, found.tables
+    caching, reason = prefix_caching(config, found.rbln, found.specs)
+    lora = config.lora_config
+    follows = model.original_max_model_len != -1
+    return ModelReport(
+        architecture=model.architecture,
+        task="generates text" if generates(config) else "pools",
+        device=found.device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        quantized_layers=quantized_summary(found.skeleton.model),
+        num_parameters=found.skeleton.num_parameters,
+        weight_bytes=found.skeleton.weight_bytes,
+        kv_groups=cache_groups(found.specs),
+        max_model_len=model.max_model_len,
+        block_size=config.cache_config.block_size,
+        prefill_chunks=next(iter(tables.values())).sizes,
+        decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
+        num_graphs=len(found.graphs),
+        prefix_caching=caching,
+        prefix_caching_reason=reason,
+        max_loras=lora.max_loras if lora else 0,
+        max_lora_rank=lora.max_lora_rank if lora else 0,
+        memory=memory_report(found),
+        # The length follows from the memory of the host that serves, and the graphs from it.
+        store=survey(found) if follows and knows_ranks(config) else None,
+    )

@@ -1,0 +1,198 @@
+"""What the store has of the graphs that a configuration needs, found without compiling any."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rbln_backend.compiler.device import expected_fingerprint
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.build import (
+    build_key,
+    can_build,
+    find_built,
+    kernel_stores,
+    why_refused,
+)
+from rbln_backend.emulator.targets import LEVELS, cpu_name
+from rbln_backend.errors import ConfigError
+from rbln_backend.reporting.store_report import (
+    Difference,
+    GraphState,
+    KernelReport,
+    PlannedGraph,
+    StoreReport,
+)
+from rbln_backend.store.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
+from rbln_backend.store.cache_key import CacheKey, diff
+from rbln_backend.store.kernel_files import kernel_store, libraries
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.check.precompile import check_length, kv_cache_configs
+from rbln_backend.worker.graphs.factory import graph_key
+from rbln_backend.worker.startup.cache_fields import cache_fields, version_fields
+from rbln_backend.worker.startup.preflight import Preflight, prepare
+from rbln_backend.worker.step.group_inputs import kv_groups
+
+# More than any host has: grouping layers needs some number, and does not depend on it.
+_ANY_BYTES = 1 << 50
+_LONGEST_LINE = 160
+# Fields whose values say nothing to a reader.
+_OPAQUE = {"backend_sources": "backend_sources: another version of rbln-serve made it"}
+
+
+def survey_store(config: VllmConfig, cache_root: str | None = None) -> StoreReport:
+    """Compare what a start needs with what is stored; raises like ``prepare``.
+
+    ``cache_root`` is looked at instead of the configuration's.
+    """
+    check_length(config)
+    check_ranks(config)
+    found = prepare(config)
+    if cache_root is not None:
+        found = replace(found, rbln=replace(found.rbln, cache_root=cache_root))
+    return survey(found)
+
+
+def survey(found: Preflight) -> StoreReport:
+    """The same for a model whose layers are known already."""
+    rbln, keys = found.rbln, planned_keys(found)
+    states = _states(rbln, keys)
+    graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
+    missing = {name: key for name, key in keys.items() if states[name] != "stored"}
+    return StoreReport(
+        cache_root=rbln.cache_root,
+        graphs=graphs,
+        differences=differences(missing, _open(rbln, []).entries()) if missing else (),
+        kernels=kernel_report(rbln, found.device),
+    )
+
+
+def knows_ranks(config: VllmConfig) -> bool:
+    """Whether the graphs of all ranks follow from the layers of the whole model.
+
+    A pipeline stage has layers of its own, a rank of data-parallel experts some of the experts.
+    """
+    parallel = config.parallel_config
+    experts = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    return parallel.pipeline_parallel_size == 1 and not experts
+
+
+def check_ranks(config: VllmConfig) -> None:
+    """Raise ``ConfigError`` where ``knows_ranks`` says no."""
+    if not knows_ranks(config):
+        raise ConfigError(
+            "the graphs of pipeline stages and of data-parallel experts are not known before their "
+            "ranks run; `rbln-serve compile` with the same flags fills the store and says what it "
+            "found there"
+        )
+
+
+def planned_keys(found: Preflight) -> dict[str, CacheKey]:
+    """The key of every graph of every rank by its name, as the engine will compute it."""
+    ranks = found.config.parallel_config.tensor_parallel_size
+    keys: dict[str, CacheKey] = {}
+    for rank in range(ranks):
+        of_rank = "" if ranks == 1 else f" of rank {rank}"
+        for spec, key in _keys_of_rank(found, rank).items():
+            keys[f"{spec}{of_rank}"] = key
+    return keys
+
+
+def _keys_of_rank(found: Preflight, rank: int) -> dict[GraphSpec, CacheKey]:
+    config, rbln = copy.copy(found.config), found.rbln
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
+    specs, groups = dict(found.specs), []
+    if specs:
+        (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
+        groups = kv_groups(kv_config, config.model_config.max_model_len)
+    fields = cache_fields(config, rbln, groups)
+    fingerprint = expected_fingerprint(rbln)
+    return {spec: graph_key(fields, fingerprint, spec) for spec in found.graphs}
+
+
+def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
+    """What tells this version's graphs from others', and the keys of its kernel libraries."""
+    return dict(version_fields()), _kernel_keys()
+
+
+def _kernel_keys() -> tuple[str, ...]:
+    """This host's first."""
+    return (build_key(), *(build_key(level) for level in LEVELS))
+
+
+def kernel_report(rbln: RblnConfig, device: str) -> KernelReport:
+    """Whether the store has a library for this CPU, and which others it has."""
+    if device != "emulated":
+        return KernelReport("not needed", "the device is an NPU")
+    if rbln.kernels == "aten":
+        return KernelReport("not needed", "PyTorch's operators were asked for")
+    store = kernel_store(Path(rbln.cache_root))
+    targets = tuple(sorted({library.target or "unknown" for library in libraries(store)}))
+    keys = _kernel_keys()
+    stores = kernel_stores(rbln.cache_root, rbln.cache_bundles)
+    ready = find_built(stores)
+    refused = "".join(f"; {why}" for why in [why_refused(stores)] if why)
+    if ready is not None:
+        return KernelReport("stored", f"{ready[0].name}, {ready[1]}{refused}", keys, targets)
+    has = f"; the store has some for {', '.join(targets)}" if targets else ""
+    level = next((level.name for level in LEVELS if level.runs_here()), "none")
+    why = f"none for this CPU ({cpu_name()}, level {level}) and version{has}{refused}"
+    if not can_build():
+        return KernelReport("impossible", f"{why}; there is no g++ to build them", keys, targets)
+    return KernelReport("missing", f"{why}; a start builds them (a minute or so)", keys, targets)
+
+
+def differences(
+    missing: Mapping[str, CacheKey], entries: Sequence[Entry]
+) -> tuple[Difference, ...]:
+    """How the entries nearest to the missing graphs differ from them: stored -> needed."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, key in missing.items():
+        lines = _nearest(key, entries)
+        if lines:
+            found[lines].append(name)
+    return tuple(Difference(tuple(graphs), lines) for lines, graphs in found.items())
+
+
+def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
+    """The fewest lines that tell ``key`` from an entry of its phase and architecture."""
+    same = ("phase", "architecture")
+    alike = [e for e in entries if all(e.key.fields.get(f) == key.fields.get(f) for f in same)]
+    told = [diff(entry.key, key) for entry in alike if entry.key != key]
+    nearest = min(told, key=lambda lines: (len(lines), lines), default=[])
+    return tuple(_readable(line) for line in nearest)
+
+
+def _readable(line: str) -> str:
+    name = line.partition(":")[0]
+    if name in _OPAQUE:
+        return _OPAQUE[name]
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
+
+
+def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
+    events: list[StoreEvent] = []
+    store = _open(rbln, events)
+    found: dict[str, GraphState] = {}
+    for name, key in keys.items():
+        if store.load(key) is not None:
+            found[name] = "stored"
+        else:
+            found[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
+    return found
+
+
+def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:
+    """The store as it lies there: looking must not change it."""
+    return ArtifactStore(
+        graph_store(Path(rbln.cache_root)),
+        max_bytes=rbln.cache_max_bytes,
+        read_only=True,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
+        on_event=events.append,
+    )

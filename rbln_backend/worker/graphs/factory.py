@@ -1,0 +1,226 @@
+"""Makes compiled graphs: from the artifact store if they are there, else by capture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from rbln_backend.attention.metadata import RblnAttentionMetadata
+from rbln_backend.compiler.capture import capture
+from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec
+from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.errors import CompileError, CorruptArtifactError
+from rbln_backend.store.artifacts import ArtifactStore
+from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.vllm_compat.surface import init_logger
+from rbln_backend.worker.graphs.capture_pool import capture_in_children
+from rbln_backend.worker.graphs.functions import WHOLE, GraphFunction, ModelPart, graph_function
+
+logger = init_logger(__name__)
+
+Result = Literal["compiled", "loaded"]
+LayerMetadata = Mapping[str, RblnAttentionMetadata]
+PROGRAM_FILE = "program.json"
+
+
+class GraphRequest(NamedTuple):
+    """A graph to make: its shape, the buffers it reads, and what attention knows of the step."""
+
+    spec: GraphSpec
+    inputs: Mapping[str, Tensor]
+    metadata: LayerMetadata | None
+
+
+ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
+"""Makes what the model looks up while it is captured."""
+
+
+class Listener(Protocol):
+    """Hears how the graphs of a warm-up come about."""
+
+    def graph_started(self, spec: GraphSpec) -> None:
+        """Work on a graph begins."""
+        ...
+
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        """A graph was captured or loaded."""
+        ...
+
+
+def graph_key(
+    fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
+) -> CacheKey:
+    """The key of a graph; ``fields`` are what all graphs of an engine share."""
+    own: dict[str, Any] = {
+        "device": dict(fingerprint),
+        "phase": spec.phase_name,
+        "bucket": spec.bucket,
+    }
+    return CacheKey({**fields, **own})
+
+
+class GraphFactory:
+    """Owns the way from a graph spec to a compiled graph; the store may be None (cache off)."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        compiler: Compiler,
+        table: TensorTable,
+        store: ArtifactStore | None,
+        key_fields: Mapping[str, Any],
+        forward_context: ForwardContext,
+        part: ModelPart = WHOLE,
+        capture_workers: int = 1,
+    ) -> None:
+        """``capture_workers``: processes that capture at once, when several graphs are missing."""
+        self._model = model
+        self._part = part
+        self._compiler = compiler
+        self._table = table
+        self._store = store
+        self._key_fields = dict(key_fields)
+        self._forward_context = forward_context
+        self.capture_workers = capture_workers
+
+    def key(self, spec: GraphSpec) -> CacheKey:
+        return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
+
+    def is_stored(self, spec: GraphSpec) -> bool:
+        """Whether the store has the graph now, whole or not."""
+        return self._store is not None and self._store.has(self.key(spec))
+
+    def build(self, request: GraphRequest) -> tuple[CompiledGraph, Result, float]:
+        """One graph outside a warm-up, how it was obtained and the seconds it took.
+
+        Raises ``CompileError``.
+        """
+        started = time.perf_counter()
+        with self._lock(request.spec):
+            result: Result = "loaded"
+            program = self._stored(request.spec)
+            if program is None:
+                result, program = "compiled", self._capture(request)
+                self._save(request.spec, program)
+        return self.bind(request, program), result, time.perf_counter() - started
+
+    def obtain_all(
+        self, requests: Sequence[GraphRequest], listener: Listener
+    ) -> dict[GraphSpec, Program]:
+        """The program of every request, from the store or captured; raises ``CompileError``."""
+        programs: dict[GraphSpec, Program] = {}
+        missing: dict[GraphSpec, GraphRequest] = {}
+        locks: dict[GraphSpec, ExitStack] = {}
+        # Of several processes that need a graph, one compiles and the others wait and load. Every
+        # process takes the locks in the order of its plan, so that none waits for another in turn.
+        with ExitStack() as held:
+            for request in requests:
+                lock = locks[request.spec] = held.enter_context(ExitStack())
+                lock.enter_context(self._lock(request.spec))
+                started = time.perf_counter()
+                program = self._stored(request.spec)
+                if program is None:
+                    missing[request.spec] = request
+                    continue
+                lock.close()
+                programs[request.spec] = program
+                listener.graph_started(request.spec)
+                listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
+            for spec, program, seconds in self._capture_all(missing, listener):
+                self._save(spec, program)
+                locks[spec].close()
+                programs[spec] = program
+                listener.graph_done(spec, "compiled", seconds)
+        return programs
+
+    def pack_weights(self, programs: Iterable[Program]) -> None:
+        """Give the weights the layout that ``programs``, all that will run, read them in."""
+        self._table.pack_weights(chain.from_iterable(program.bindings for program in programs))
+
+    def bind(self, request: GraphRequest, program: Program) -> CompiledGraph:
+        """Make ``program`` callable over the model's tensors and the request's buffers."""
+        tensors = self._table.resolve_all(program.bindings, request.inputs)
+        return self._compiler.load(program, request.spec, tensors)
+
+    def build_other(
+        self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
+    ) -> CompiledGraph:
+        """A graph of another function over the model's tensors, which is never stored.
+
+        ``names`` are the inputs that it takes. Raises ``CompileError``.
+        """
+        return self.bind(request, self._capture_function(request, function, names))
+
+    def _capture_all(
+        self, missing: Mapping[GraphSpec, GraphRequest], listener: Listener
+    ) -> Iterator[tuple[GraphSpec, Program, float]]:
+        delivered = set()
+        if self.capture_workers > 1 and len(missing) > 1:
+            for captured in capture_in_children(
+                list(missing),
+                lambda spec: self._capture(missing[spec]).to_bytes(),
+                workers=self.capture_workers,
+                on_start=listener.graph_started,
+            ):
+                delivered.add(captured.spec)
+                yield captured.spec, Program.from_bytes(captured.data), captured.seconds
+        for spec in (spec for spec in missing if spec not in delivered):
+            listener.graph_started(spec)
+            started = time.perf_counter()
+            program = self._capture(missing[spec])
+            yield spec, program, time.perf_counter() - started
+
+    def _lock(self, spec: GraphSpec) -> AbstractContextManager[object]:
+        return nullcontext() if self._store is None else self._store.lock(self.key(spec))
+
+    def _stored(self, spec: GraphSpec) -> Program | None:
+        return None if self._store is None else self._load(self._store, self.key(spec))
+
+    def _save(self, spec: GraphSpec, program: Program) -> None:
+        if self._store is None:
+            return
+        try:
+            data = program.to_bytes()
+        except CompileError as error:
+            logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
+            return
+        self._store.store(self.key(spec), {PROGRAM_FILE: data})
+
+    def _load(self, store: ArtifactStore, key: CacheKey) -> Program | None:
+        files = store.load(key)
+        if files is None:
+            return None
+        try:
+            program = Program.from_bytes(files[PROGRAM_FILE])
+            self._table.check_names(program.bindings)
+        except (CorruptArtifactError, CompileError, KeyError) as error:
+            # The files are intact but do not make a program for this model: rebuild them.
+            store.quarantine(key.digest, str(error))
+            return None
+        return program
+
+    def _capture(self, request: GraphRequest) -> Program:
+        wanted = graph_function(request.spec.phase, self._model, self._part)
+        return self._capture_function(request, *wanted)
+
+    def _capture_function(
+        self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
+    ) -> Program:
+        args = tuple(request.inputs[name] for name in names)
+        began = time.perf_counter()
+        with self._forward_context(request):
+            captured = capture(function, args, self._table, request.inputs)
+            lowering_began = time.perf_counter()
+            lowered = self._compiler.lower(captured)
+        logger.info(
+            "Compile time of %s: Dynamo %.2f s, graph lowering %.2f s",
+            *(request.spec, lowering_began - began, time.perf_counter() - lowering_began),
+        )
+        return lowered

@@ -1,0 +1,103 @@
+"""The part of a cache key that all graphs of one server share."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rbln_backend
+from rbln_backend.config import RblnConfig
+from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
+from rbln_backend.worker.step.group_inputs import KvGroup
+
+# Fields of a Hugging Face config that say where a model came from, not what it computes.
+_PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
+# Sources whose text decides what a captured graph holds.
+_GRAPH_SOURCES = (
+    *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
+    *("worker/graphs/functions.py", "worker/step/group_inputs.py"),
+)
+
+
+def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
+    """Everything besides device, phase and bucket that changes a graph; weights do not."""
+    model, parallel = config.model_config, config.parallel_config
+    # Label maps have integer keys and some fields hold dtypes; JSON has neither.
+    hf_config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
+    return {
+        "model": without_provenance(hf_config),
+        # Which of vLLM's classes runs it: some models have one of their own and a generic one.
+        "architecture": model.architecture,
+        "dtype": str(model.dtype),
+        "quantization": _quantization_fields(config),
+        "kv_dtype": config.cache_config.cache_dtype,
+        "kv_groups": [dataclasses.asdict(group) for group in groups],
+        "max_model_len": model.max_model_len,
+        "parallel": {
+            "tensor": parallel.tensor_parallel_size,
+            "pipeline": parallel.pipeline_parallel_size,
+            "data": parallel.data_parallel_size,
+            "expert": parallel.enable_expert_parallel,
+            "rank": parallel.rank,
+            # Ranks may hold different numbers of experts.
+            "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
+        },
+        "rbln": rbln.graph_fields(),
+        "lora": _adapter_fields(config),
+        **version_fields(),
+    }
+
+
+def version_fields() -> dict[str, str]:
+    """What of a key says which software made a graph."""
+    return {
+        "torch": torch.__version__,
+        "vllm": VLLM_VERSION,
+        "backend_sources": sources_digest(),
+    }
+
+
+def without_provenance(config: Any) -> Any:
+    """``config`` less the fields that only say where it came from, at every depth."""
+    if isinstance(config, dict):
+        return {k: without_provenance(v) for k, v in config.items() if k not in _PROVENANCE}
+    if isinstance(config, list):
+        return [without_provenance(item) for item in config]
+    return config
+
+
+def _quantization_fields(config: VllmConfig) -> dict[str, Any] | None:
+    """The format and everything that says which layers are quantised how."""
+    if config.quant_config is None:
+        return None
+    # Not always a part of the model's own configuration.
+    described = json.loads(json.dumps(vars(config.quant_config), default=str))
+    return {"method": config.model_config.quantization, **described}
+
+
+def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
+    lora = config.lora_config
+    if lora is None:
+        return None
+    targets = None if lora.target_modules is None else sorted(lora.target_modules)
+    return {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
+
+
+def sources_digest() -> str:
+    """SHA-256 over the sources that shape graphs, so that an upgrade never reads old programs."""
+    root = Path(rbln_backend.__file__).parent
+    digest = hashlib.sha256()
+    for entry in _GRAPH_SOURCES:
+        path = root / entry
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.relative_to(root).as_posix().encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

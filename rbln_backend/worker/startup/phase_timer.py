@@ -1,0 +1,20 @@
+"""Seconds of the start-up phases, as a metric."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rbln_backend.reporting.stats import MetricsBoard
+
+
+@contextmanager
+def timed_phase(board: MetricsBoard, phase: str) -> Iterator[None]:
+    """Report what the block took as ``rbln_startup_phase_seconds``, also when it fails."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds = time.perf_counter() - started
+        board.gauge("rbln_startup_phase_seconds", phase=phase).set(seconds)

@@ -1,0 +1,194 @@
+"""Whether a model can run here, and how it would, before any of its weights is read."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.compiler.device import Device, choose_device
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.layers import install_layers
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.host.memory import host_memory
+from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.moe.layers import install_expert_layers
+from rbln_backend.reporting.model_report import CacheGroup
+from rbln_backend.unsupported import LORA_MODEL
+from rbln_backend.vllm_compat.surface import (
+    VllmConfig,
+    configured,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_process_groups,
+    set_current_vllm_config,
+)
+from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.startup.quantized_model import register_quantization
+from rbln_backend.worker.startup.skeleton import Skeleton
+from rbln_backend.worker.step.host_pooler import HostPooler
+
+LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A model as it would run here, known from its layers."""
+
+    config: VllmConfig
+    rbln: RblnConfig
+    device: Device
+    tables: Mapping[Phase, BucketTable]
+    skeleton: Skeleton
+    specs: LayerSpecs
+
+    @property
+    def graphs(self) -> list[GraphSpec]:
+        """Every graph that a start loads or compiles."""
+        return plan(self.tables, has_logits=generates(self.config))
+
+
+def prepare(config: VllmConfig) -> Preflight:
+    """Make the model's layers in a process that runs no engine, with vLLM's process groups.
+
+    Numbers are those of the whole model, however many ranks will share it. Raises
+    ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it cannot run,
+    and whatever vLLM's layers raise themselves.
+    """
+    rbln = configured(config)
+    device = choose_device(rbln)
+    if device == "emulated":
+        # They refuse what they cannot compute when they are made.
+        install_layers()
+    register_quantization(config)
+    install_expert_layers()
+    tables = bucket_tables(config, rbln)
+    whole = _of_one_rank(config)
+    with _process_groups(whole):
+        skeleton = Skeleton(whole)
+        specs = check_layers(skeleton, whole, rbln)
+    return Preflight(config, rbln, device, tables, skeleton, specs)
+
+
+def _of_one_rank(config: VllmConfig) -> VllmConfig:
+    """The same engine without its other ranks, for which process groups would wait."""
+    alone = copy.copy(config)
+    alone.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
+    parallel.data_parallel_size = parallel.world_size = 1
+    parallel.data_parallel_rank = 0
+    return alone
+
+
+@contextmanager
+def _process_groups(config: VllmConfig) -> Iterator[None]:
+    """vLLM's process groups of one rank, for as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="rbln-check-") as folder:
+        try:
+            with set_current_vllm_config(config):
+                init_process_groups(config, 0, f"file://{folder}/store", 0)
+            yield
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> LayerSpecs:
+    """Return our KV cache spec of every attention layer; raises what makes the model unfit."""
+    if generates(config) and not skeleton.generates:
+        raise UnsupportedModelError(
+            f"architecture {config.model_config.architecture!r} has no language-model head and "
+            "cannot generate text; name a ...ForCausalLM architecture in config.json's "
+            "'architectures'"
+        )
+    if config.lora_config is not None:
+        # vLLM's part of it takes a while to import.
+        from rbln_backend.vllm_compat.lora import supports_lora
+
+        if not supports_lora(skeleton.model):
+            raise LORA_MODEL.refusal(config.model_config.architecture)
+    if not generates(config):
+        # Raises where a prefix hit would hide tokens from the pooler.
+        HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
+    specs = plan_specs(skeleton.kv_cache_specs(), kv_limits(config, rbln))
+    if not specs and config.model_config.attn_type != "encoder_only":
+        raise UnsupportedModelError(
+            f"architecture {config.model_config.architecture!r} has no attention layer with a KV "
+            "cache, and the RBLN backend runs no other kind of decoder"
+        )
+    return specs
+
+
+def generates(config: VllmConfig) -> bool:
+    """Whether the engine answers with text; otherwise it pools."""
+    return config.model_config.runner_type == "generate"
+
+
+def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTable]:
+    """The compiled sizes by phase. Raises ``BucketError``."""
+    scheduler = config.scheduler_config
+    chunks = prefill_chunk_table(rbln, scheduler.max_num_batched_tokens)
+    if not generates(config):
+        return {Phase.POOLING: chunks}
+    return {
+        Phase.PREFILL: chunks,
+        Phase.DECODE: decode_bucket_table(rbln, largest_decode(config)),
+    }
+
+
+def largest_decode(config: VllmConfig) -> int:
+    """Requests of the largest decode step: each of the stages of a pipeline has one under way."""
+    stages = config.parallel_config.pipeline_parallel_size
+    return config.scheduler_config.max_num_seqs // stages
+
+
+def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
+    """What decides the KV cache; the platform has settled the unit of prefix reuse."""
+    assert rbln.sub_block_size is not None
+    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
+    return KvLimits(
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        chunk_tokens=config.scheduler_config.max_num_batched_tokens,
+        block_size=config.cache_config.block_size,
+        unit=rbln.sub_block_size,
+        log_bytes=host_memory().total_bytes // 8 if reuses else 0,
+        log_tokens=rbln.window_prefix_tokens,
+        hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
+    )
+
+
+def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
+    """Layers whose caches are alike, in the order of their first layers."""
+    counts = Counter(
+        (spec.window if isinstance(spec, WindowSpec) else None, spec.num_kv_heads, spec.head_size)
+        for spec in specs.values()
+    )
+    return tuple(
+        CacheGroup(num_layers=number, window=window, num_kv_heads=heads, head_size=size)
+        for (window, heads, size), number in counts.items()
+    )
+
+
+def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
+    """Whether prefixes are shared, and in what units or why not."""
+    if not config.cache_config.enable_prefix_caching:
+        flag = "--no-enable-prefix-caching"
+        if generates(config):
+            return False, flag
+        return False, f"vLLM has no prefix hits for this way of pooling, or {flag}"
+    assert rbln.sub_block_size is not None
+    tokens = reuse_unit_of(specs.values(), rbln.sub_block_size)
+    unit = f"prefixes are shared in units of {tokens} tokens"
+    windows = [spec for spec in specs.values() if isinstance(spec, WindowSpec)]
+    if not windows:
+        return True, unit
+    if not rbln.window_prefix_cache:
+        return False, "sliding-window layers need window_prefix_cache, which is off"
+    return True, f"{unit}; sliding-window layers keep a log"

@@ -1,0 +1,196 @@
+"""What a worker tells `/v1/server_info` of its device, its model, its cache and its store."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rbln_backend.compiler.port import Compiler, Phase
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.build import KernelSet
+from rbln_backend.emulator.memory import huge_page_bytes
+from rbln_backend.kv_cache.specs import WindowSpec, layer_specs
+from rbln_backend.reporting.description import (
+    BucketsInfo,
+    CacheInfo,
+    DescriptionWriter,
+    DeviceInfo,
+    ExpertsInfo,
+    KvGroupInfo,
+    KvInfo,
+    LimitsInfo,
+    LoraInfo,
+    ModelInfo,
+    RuntimeInfo,
+)
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig
+from rbln_backend.worker.startup.preflight import bucket_tables
+
+_PHASES = ("init", "load", "compile", "warmup")
+
+
+class SelfDescription:
+    """One rank's description, told section by section as the start-up learns it."""
+
+    def __init__(
+        self, writer: DescriptionWriter, config: VllmConfig, rbln: RblnConfig, board: MetricsBoard
+    ) -> None:
+        self._writer = writer
+        self._config = config
+        self._rbln = rbln
+        self._board = board
+        self._runtime: RuntimeInfo | None = None
+
+    def started(self) -> None:
+        """Tell what is known before anything is done. Raises ``BucketError``."""
+        self._writer.tell("settings", self._rbln.to_dict())
+        self._writer.tell("model", _model_info(self._config, None, None))
+        self._writer.tell("limits", _limits_info(self._config))
+        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, None))
+
+    def has_device(self, compiler: Compiler) -> None:
+        """Tell of a device that is not emulated."""
+        self._writer.tell("device", _device_info(compiler, None))
+
+    def has_kernels(self, compiler: Compiler, kernels: KernelSet, runtime: RuntimeInfo) -> None:
+        """Tell of the emulated device."""
+        self._runtime = runtime
+        self._writer.tell("device", _device_info(compiler, kernels))
+        self._writer.tell("runtime", runtime)
+
+    def has_weights(self, num_bytes: int, quantized_layers: str | None) -> None:
+        """Tell that the model is loaded."""
+        self._writer.tell("model", _model_info(self._config, num_bytes, quantized_layers))
+        self._writer.tell("phases", _phase_seconds(self._board))
+
+    def has_adapters(self, num_bytes: int) -> None:
+        """Tell of the slots for adapters, which take ``num_bytes``."""
+        lora = self._config.lora_config
+        assert lora is not None
+        info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)
+        self._writer.tell("lora", info)
+
+    def has_experts(self, experts: ExpertsInfo) -> None:
+        """Tell how mixtures of experts are computed."""
+        self._writer.tell("experts", experts)
+
+    def records_usage(self, file: Path) -> None:
+        """Tell where it is kept how often each size ran."""
+        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, str(file)))
+
+    def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
+        """Tell of the KV cache, once it is allocated."""
+        num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
+        self._writer.tell("kv", _kv_info(kv_cache_config, int(num_bytes)))
+
+    def is_ready(self) -> None:
+        """Tell what the warm-up found and left; nothing is told after that."""
+        self._writer.tell("cache", _cache_info(self._rbln, self._board))
+        self._writer.tell("phases", _phase_seconds(self._board))
+        if self._runtime is not None:
+            on_huge_pages = huge_page_bytes()
+            runtime = dataclasses.replace(self._runtime, huge_page_bytes=on_huge_pages)
+            self._writer.tell("runtime", runtime)
+
+
+def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
+    """The device behind ``compiler``; ``kernels`` are those of the emulated one."""
+    if kernels is None:
+        npu = compiler.fingerprint().get("npu")
+        return DeviceInfo(
+            name=compiler.name,
+            npu=None if npu is None else str(npu),
+            kernels=None,
+            isa=None,
+            library=None,
+            reason="",
+        )
+    return DeviceInfo(
+        name=compiler.name,
+        npu=None,
+        kernels=kernels.name,
+        isa=kernels.isa,
+        library=None if kernels.library is None else str(kernels.library),
+        reason=kernels.reason,
+    )
+
+
+def _model_info(
+    config: VllmConfig, weight_bytes: int | None, quantized_layers: str | None
+) -> ModelInfo:
+    """What is served; ``weight_bytes`` is None until the weights are loaded."""
+    model = config.model_config
+    return ModelInfo(
+        name=model.model,
+        architecture=model.architecture,
+        runner=model.runner_type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        quantized_layers=quantized_layers,
+        weight_bytes=weight_bytes,
+    )
+
+
+def _limits_info(config: VllmConfig) -> LimitsInfo:
+    """What the engine takes at once."""
+    return LimitsInfo(
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def _buckets_info(config: VllmConfig, rbln: RblnConfig, usage_file: str | None) -> BucketsInfo:
+    """The compiled sizes. Raises ``BucketError``."""
+    tables = bucket_tables(config, rbln)
+    chunks = tables.get(Phase.PREFILL) or tables[Phase.POOLING]
+    return BucketsInfo(
+        decode=list(tables.get(Phase.DECODE, ())), prefill=list(chunks), usage_file=usage_file
+    )
+
+
+def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
+    """The KV cache groups; ``num_bytes`` is what all of them take."""
+    groups = []
+    for group in config.kv_cache_groups:
+        specs = layer_specs(group.kv_cache_spec, group.layer_names)
+        spec = next(iter(specs.values()))
+        windowed = isinstance(spec, WindowSpec)
+        groups.append(
+            KvGroupInfo(
+                kind="window" if windowed else "paged",
+                layers=len(specs),
+                block_size=spec.window if isinstance(spec, WindowSpec) else spec.block_size,
+                blocks=(spec.own_blocks if isinstance(spec, WindowSpec) else 0)
+                or config.num_blocks,
+                log_pages=spec.log_pages if isinstance(spec, WindowSpec) else 0,
+                log_page_tokens=spec.page_tokens if isinstance(spec, WindowSpec) else 0,
+            )
+        )
+    return KvInfo(bytes=num_bytes, groups=groups)
+
+
+def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
+    """The artifact store, by what the start-up counted."""
+
+    def count(result: str) -> int:
+        return int(board.value("rbln_compile_cache_requests_total", result=result))
+
+    return CacheInfo(
+        root=str(Path(rbln.cache_root) / "rbln" / "graphs"),
+        enabled=not rbln.disable_compile_cache,
+        read_only=rbln.cache_read_only,
+        max_bytes=rbln.cache_max_bytes,
+        hits=count("hit"),
+        misses=count("miss"),
+        corrupt=count("corrupt"),
+        entries=int(board.value("rbln_compile_cache_entries")),
+        bytes=int(board.value("rbln_compile_cache_size_bytes")),
+    )
+
+
+def _phase_seconds(board: MetricsBoard) -> dict[str, float]:
+    """Seconds of the start-up phases that are over."""
+    taken = {phase: board.value("rbln_startup_phase_seconds", phase=phase) for phase in _PHASES}
+    return {phase: round(seconds, 3) for phase, seconds in taken.items() if seconds}

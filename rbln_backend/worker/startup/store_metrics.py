@@ -1,0 +1,38 @@
+"""Artifact store events as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
+
+_REQUESTS = frozenset(("hit", "miss", "corrupt"))
+_WRITES = frozenset(("stored", "failed", "read_only"))
+
+
+def store_event_recorder(board: MetricsBoard) -> Callable[[StoreEvent], None]:
+    """A listener for ``ArtifactStore``; its label sets exist from the start, at 0."""
+    requests = {
+        kind: board.counter("rbln_compile_cache_requests_total", result=kind) for kind in _REQUESTS
+    }
+    writes = {
+        kind: board.counter("rbln_compile_cache_writes_total", result=kind) for kind in _WRITES
+    }
+    lock_wait = board.histogram("rbln_compile_cache_lock_wait_seconds")
+
+    def record(event: StoreEvent) -> None:
+        if event.kind in requests:
+            requests[event.kind].inc()
+        elif event.kind in writes:
+            writes[event.kind].inc()
+        elif event.kind == "lock_wait":
+            lock_wait.observe(event.seconds)
+
+    return record
+
+
+def report_store_size(board: MetricsBoard, store: ArtifactStore) -> None:
+    """Entries and bytes now; called when warm-up has filled the store."""
+    board.gauge("rbln_compile_cache_entries").set(len(store.entries()))
+    board.gauge("rbln_compile_cache_size_bytes").set(store.size_bytes())

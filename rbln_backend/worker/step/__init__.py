@@ -1,0 +1,1 @@
+"""One step: batches, inputs, the graph's run, samples and what is counted."""

@@ -1,0 +1,81 @@
+"""The graphs of one engine by what a step needs: a phase and a number of rows or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
+from rbln_backend.worker.graphs.dispatch import GraphDispatch
+from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.step.group_inputs import KvGroup
+from rbln_backend.worker.step.inputs import StepInputs
+
+
+class StepGraph(NamedTuple):
+    """A compiled graph and the buffers it reads."""
+
+    spec: GraphSpec
+    inputs: StepInputs
+    graph: CompiledGraph
+
+
+@dataclass(frozen=True)
+class GraphSet:
+    """Bucket tables, one set of buffers per graph, and the dispatch."""
+
+    tables: Mapping[Phase, BucketTable]
+    inputs: Mapping[GraphSpec, StepInputs]
+    dispatch: GraphDispatch
+    _selected: dict[tuple[Phase, int], StepGraph] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(
+        cls,
+        tables: Mapping[Phase, BucketTable],
+        dispatch: GraphDispatch,
+        groups: Sequence[KvGroup],
+        encoder_layers: Sequence[str] = (),
+        *,
+        has_adapters: bool = False,
+        masked_ranks: int = 0,
+        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
+    ) -> GraphSet:
+        """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
+        inputs = {
+            spec: StepInputs.allocate(
+                *(spec, groups, encoder_layers),
+                has_adapters=has_adapters,
+                masked_ranks=masked_ranks,
+                handed=handed,
+            )
+            for spec in plan(tables, has_logits=False)
+        }
+        return cls(tables, inputs, dispatch)
+
+    def select(self, phase: Phase, size: int) -> StepGraph:
+        """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests."""
+        selected = self._selected.get((phase, size))
+        if selected is None:
+            spec = GraphSpec.of(phase, self.tables[phase].find(size))
+            selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
+            self._selected[(phase, size)] = selected
+        return selected
+
+    def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
+        """Select among the graphs of ``tables`` alone; their largest sizes are those of all."""
+        self._selected.clear()
+        for phase, table in tables.items():
+            for size in range(1, table.largest + 1):
+                spec = GraphSpec.of(phase, table.find(size))
+                step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
+                self._selected[(phase, size)] = step
+
+    def exchange(self, graph: CompiledGraph) -> None:
+        """Put ``graph`` in the place of the one of its spec."""
+        self.dispatch.add(graph)
+        self._selected.clear()

@@ -1,0 +1,136 @@
+"""The input buffers of one graph: allocated once, filled in place at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
+
+
+@dataclass
+class StepInputs:
+    """B = batch size, L = query length.
+
+    The numpy arrays are views of the tensors, so filling them fills the graph's inputs. Padding:
+    token id 0, position 0 and what ``GroupInputs`` says.
+    """
+
+    spec: GraphSpec
+    token_ids: IntArray
+    """[B, L] int64."""
+    positions: IntArray
+    """[B, L] int64."""
+    token_indices: IntArray
+    """[1] int64: the last real row of a chunk."""
+    adapter_slots: IntArray
+    """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
+    tokens_mask: npt.NDArray[np.float32]
+    """[ranks, B * L]: 0 in padding; no ranks in an engine whose graphs do not read it."""
+    groups: Sequence[GroupInputs]
+    """One per KV cache group, in vLLM's order."""
+    tensors: dict[str, Tensor]
+    metadata: dict[str, RblnAttentionMetadata]
+    """By attention layer."""
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: GraphSpec,
+        groups: Sequence[KvGroup],
+        encoder_layers: Sequence[str] = (),
+        *,
+        has_adapters: bool = False,
+        masked_ranks: int = 0,
+        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
+    ) -> StepInputs:
+        """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache.
+
+        ``masked_ranks``: the data-parallel ranks whose rows graphs tell from padding, 0 if they do
+        not. ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
+        """
+        batch, length = spec.batch_size, spec.query_len
+        tensors = {
+            "input_ids": torch.zeros(batch, length, dtype=torch.int64),
+            "positions": torch.zeros(batch, length, dtype=torch.int64),
+            "token_indices": torch.zeros(1, dtype=torch.int64),
+        }
+        if handed is not None:
+            tensors |= handed(batch * length)
+        slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
+        if has_adapters:
+            tensors[INPUT_NAME] = slots
+        mask = torch.zeros(masked_ranks * batch * length, 1)
+        if masked_ranks:
+            tensors[TOKENS_MASK] = mask
+        parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
+        for part in parts:
+            tensors |= part.tensors
+        encoder = EncoderMetadata(
+            batch_size=batch,
+            query_len=length,
+            is_prefill=spec.phase.takes_chunk,
+            last_row=tensors["token_indices"],
+        )
+        return cls(
+            spec=spec,
+            token_ids=tensors["input_ids"].numpy(),
+            positions=tensors["positions"].numpy(),
+            token_indices=tensors["token_indices"].numpy(),
+            adapter_slots=slots.numpy(),
+            tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
+            groups=parts,
+            tensors=tensors,
+            metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
+        )
+
+    def fill_prefill(self, token_ids: IntArray, start: int, block_rows: Sequence[IntArray]) -> None:
+        """One chunk: ``token_ids`` [n <= L] at positions start..; the request's blocks by group."""
+        count = len(token_ids)
+        self.token_ids[0, :count] = token_ids
+        self.token_ids[0, count:] = 0
+        self.positions[0, :count] = np.arange(start, start + count)
+        self.positions[0, count:] = 0
+        self.token_indices[0] = count - 1
+        for group, row in zip(self.groups, block_rows, strict=True):
+            group.fill_prefill(start, count, row)
+
+    def fill_decode(
+        self, token_ids: IntArray, num_computed: IntArray, block_rows: Sequence[IntArray]
+    ) -> None:
+        """One token of each of n <= B requests; the other rows become padding.
+
+        ``token_ids``, ``num_computed`` [n]; ``block_rows`` by group [n, ...].
+        """
+        count = len(token_ids)
+        self.token_ids[:count, 0] = token_ids
+        self.positions[:count, 0] = num_computed
+        if count < self.spec.bucket:
+            self.token_ids[count:] = 0
+            self.positions[count:] = 0
+        for group, rows in zip(self.groups, block_rows, strict=True):
+            group.fill_decode(num_computed, rows)
+
+    def fill_idle(self) -> None:
+        """Nothing but padding: every row goes to the null block and to no adapter."""
+        for whole in (self.token_ids, self.positions, self.token_indices):
+            whole[...] = 0
+        self.adapter_slots[...] = NO_ADAPTER
+        for group in self.groups:
+            for tensor in group.tensors.values():
+                tensor.zero_()
+
+    def fill_mask(self, counts: Sequence[int]) -> None:
+        """The first ``counts[r]`` rows of rank r are tokens."""
+        for rows, count in zip(self.tokens_mask, counts, strict=False):
+            rows[:count] = 1.0
+            rows[count:] = 0.0

@@ -1,0 +1,91 @@
+"""Counts every step on the metrics board; all label sets exist before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.worker.step.usage_recorder import UsageRecorder
+
+
+@dataclass(frozen=True)
+class _Series:
+    phase: str
+    takes_chunk: bool
+    bucket: int
+    batch_size: int
+    cells: StepCells
+    useful_tokens: CounterHandle | None
+    padded_tokens: CounterHandle | None
+
+
+class StepMetrics:
+    """Bucket use and padding, per phase and bucket; exact sizes go to the ``usage`` record.
+
+    Made when the engine is ready: from then on the latest step has a time, so that an engine that
+    never makes its first is seen.
+    """
+
+    def __init__(
+        self,
+        board: MetricsBoard,
+        specs: list[GraphSpec],
+        usage: UsageRecorder | None = None,
+        *,
+        engine: int = 0,
+    ) -> None:
+        self._board = board
+        self._usage = usage
+        self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds", engine=engine)
+        self._last_step.set_to_now()
+        self._series = {spec: self._declare(spec) for spec in specs}
+        # Of the step before, which most steps are like: a graph has read all caches full of
+        # weights since then, and whatever is looked up comes from memory.
+        self._latest = (specs[0], self._series[specs[0]]) if specs else None
+
+    def _declare(self, spec: GraphSpec) -> _Series:
+        labels = {"phase": spec.phase_name, "bucket": str(spec.bucket)}
+        is_prefill = spec.phase.takes_chunk
+        chunk = {"chunk": str(spec.bucket)}
+        return _Series(
+            phase=spec.phase_name,
+            takes_chunk=is_prefill,
+            bucket=spec.bucket,
+            batch_size=spec.batch_size,
+            cells=StepCells(
+                self._board.counter("rbln_bucket_steps_total", **labels),
+                self._board.histogram("rbln_bucket_step_seconds", **labels),
+                self._board.counter("rbln_bucket_useful_rows_total", **labels),
+                self._board.counter("rbln_bucket_padded_rows_total", **labels),
+            ),
+            useful_tokens=self._board.counter("rbln_prefill_useful_tokens_total", **chunk)
+            if is_prefill
+            else None,
+            padded_tokens=self._board.counter("rbln_prefill_padded_tokens_total", **chunk)
+            if is_prefill
+            else None,
+        )
+
+    def record(self, spec: GraphSpec, num_reqs: int, num_tokens: int, seconds: float) -> None:
+        """One step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens.
+
+        Both are 0 where a data-parallel rank only takes part in the others' step.
+        """
+        series = self._series_of(spec)
+        series.cells.add(num_reqs, series.batch_size - num_reqs, seconds)
+        if series.useful_tokens is not None and series.padded_tokens is not None:
+            series.useful_tokens.inc(num_tokens)
+            series.padded_tokens.inc(series.bucket - num_tokens)
+        self._last_step.set_to_now()
+        if self._usage is not None and num_reqs:
+            size = num_tokens if series.takes_chunk else num_reqs
+            self._usage.note(series.phase, size, series.bucket, seconds)
+
+    def _series_of(self, spec: GraphSpec) -> _Series:
+        if self._latest is None or self._latest[0] is not spec:
+            if spec not in self._series:
+                self._series[spec] = self._declare(spec)
+            self._latest = (spec, self._series[spec])
+        return self._latest[1]

@@ -1,0 +1,124 @@
+"""One engine step up to the graph's outputs: the same for every kind of model."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.scheduler.output import window_transfers
+from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.worker.step.adapter_rows import AdapterRows
+from rbln_backend.worker.step.agreement import Round, StepAgreement
+from rbln_backend.worker.step.batches import RequestBatches, StepWork
+from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
+from rbln_backend.worker.step.inputs import StepInputs
+from rbln_backend.worker.step.metrics import StepMetrics
+from rbln_backend.worker.step.stage import Stage
+
+# Row numbers of any decode batch; sliced, so that no step makes its own.
+_ROWS = np.arange(1 << 16)
+
+
+class StepResult(NamedTuple):
+    """What ran, and the graph's outputs; the next run may overwrite them."""
+
+    work: StepWork
+    outputs: tuple[Tensor, ...]
+
+
+class StepRunner:
+    """Scheduler output in, one static-shape graph's outputs out."""
+
+    def __init__(
+        self,
+        *,
+        batches: RequestBatches,
+        graphs: GraphSet,
+        adapters: AdapterRows,
+        kv_caches: KvCaches,
+        metrics: StepMetrics,
+        stage: Stage,
+        agreement: StepAgreement,
+    ) -> None:
+        self.batches = batches
+        self._graphs = graphs
+        self._adapters = adapters
+        self._kv_caches = kv_caches
+        self._metrics = metrics
+        self._stage = stage
+        self._agreement = agreement
+
+    def run(self, scheduled: SchedulerOutput) -> StepResult | None:
+        """Run the step's graph; None when nothing is scheduled."""
+        transfers = window_transfers(scheduled)
+        self._prepare_blocks(scheduled)
+        self._kv_caches.restore_windows(transfers)
+        work = self.batches.apply(scheduled)
+        if work is None:
+            return None
+        outputs = self._run_rounds(work)
+        self._kv_caches.store_windows(transfers)
+        return StepResult(work, outputs)
+
+    def run_idle(self) -> None:
+        """Take part in what the other data-parallel ranks run; they wait for it."""
+        self._run_rounds(None)
+
+    def _run_rounds(self, work: StepWork | None) -> tuple[Tensor, ...]:
+        """Return the outputs of the round that is this rank's own."""
+        own: tuple[Tensor, ...] = ()
+        for step_round in self._agreement.rounds(work):
+            if work is not None and step_round.phase is work.phase:
+                own = self._run_own(step_round, work)
+                continue
+            # A run may overwrite the outputs of another.
+            own = tuple(output.clone() for output in own)
+            self._run_padding(step_round)
+        return own
+
+    def _run_own(self, step_round: Round, work: StepWork) -> tuple[Tensor, ...]:
+        step = self._graphs.select(step_round.phase, step_round.size)
+        _fill(step.inputs, work)
+        self._adapters.fill(step.inputs, work)
+        step.inputs.fill_mask(step_round.counts)
+        self._stage.receive(step.inputs)
+        outputs = self._run(step, work.num_reqs, work.num_tokens)
+        self._stage.hand_on(outputs)
+        return outputs
+
+    def _run_padding(self, step_round: Round) -> None:
+        step = self._graphs.select(step_round.phase, step_round.size)
+        step.inputs.fill_idle()
+        step.inputs.fill_mask(step_round.counts)
+        self._run(step, 0, 0)
+
+    def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
+        if scheduled.new_block_ids_to_zero:
+            self._kv_caches.zero_blocks(scheduled.new_block_ids_to_zero)
+        if scheduled.kv_cache_block_copies:
+            copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
+            self._kv_caches.copy_blocks(copies)
+
+    def _run(self, step: StepGraph, num_reqs: int, num_tokens: int) -> tuple[Tensor, ...]:
+        started = time.perf_counter()
+        outputs = step.graph.run()
+        seconds = time.perf_counter() - started
+        self._metrics.record(step.spec, num_reqs, num_tokens, seconds)
+        return outputs
+
+
+def _fill(inputs: StepInputs, work: StepWork) -> None:
+    batch, count = work.batch, work.num_reqs
+    tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
+    if work.phase.takes_chunk:
+        start = int(batch.num_computed_tokens_cpu[0])
+        tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
+        inputs.fill_prefill(tokens, start, [table[0] for table in tables])
+        return
+    num_computed = batch.num_computed_tokens_cpu[:count]
+    tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
+    inputs.fill_decode(tokens, num_computed, [table[:count] for table in tables])
