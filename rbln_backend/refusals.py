@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,11 @@ from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
+    DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
+    EXPERT_EXCHANGE,
+    EXPERT_PARALLEL_TP_DP,
     KV_TRANSFER,
     MULTIMODAL,
     QUANTIZATION,
@@ -22,7 +26,9 @@ from rbln_backend.unsupported import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+logger = logging.getLogger(__name__)
 
 
 def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
@@ -46,14 +52,27 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model is not None:
         refuse_model(model)
         if model.is_moe:
-            from rbln_backend.moe.ranks import check_expert_ranks
-
-            check_expert_ranks(parallel)
+            _check_expert_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _check_expert_ranks(parallel: ParallelConfig) -> None:
+    """Which divisions of experts among ranks can run."""
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    splits = parallel.enable_expert_parallel
+    refuse_first(
+        {
+            EXPERT_EXCHANGE: parallel.all2all_backend != "allgather_reducescatter",
+            EXPERT_PARALLEL_TP_DP: splits and tensor > 1 and data > 1,
+            DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
+        }
+    )
+    if splits and tensor * data == 1:
+        logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
 def refuse_model(model: ModelConfig) -> None:

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.moe.choice import Choice, PathName, choose_path
-from rbln_backend.moe.custom import run_custom
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
-from rbln_backend.moe.native import run_native
-from rbln_backend.moe.opt import run_opt
-from rbln_backend.moe.paths import ExpertPath, RoutedTokens
+from rbln_backend.moe.paths import (
+    Choice,
+    ExpertPath,
+    PathName,
+    RoutedTokens,
+    choose_path,
+    run_custom,
+    run_opt,
+    run_plain,
+)
 from rbln_backend.moe.routing import SCORINGS, Routing
 from rbln_backend.reporting.description import ExpertsInfo
 from rbln_backend.unsupported import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
@@ -39,7 +44,7 @@ PATHS: Mapping[PathName, ExpertPath] = {
     "opt": run_opt,
     "custom": run_custom,
     "glu": run_glu_op,
-    "native": run_native,
+    "native": run_plain,
 }
 _ACTIVATIONS = ("silu", "swigluoai")
 

@@ -1,17 +1,48 @@
-"""What the ways to compute experts have in common."""
+"""The documented ways to compute experts, and which one a layer takes, decided when it is made."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from rbln_backend.moe.experts import Experts
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
+PathName = Literal["opt", "custom", "glu", "native"]
+"""As operators know them; ``native`` is the loop of plain operators."""
+
 TOKENS_MASK = "tokens_mask"
 """The graph input that tells rows from padding."""
+OPT_SWITCH = "VLLM_RBLN_MOE_USE_OPT_KERNEL"
+CUSTOM_SWITCH = "VLLM_RBLN_MOE_CUSTOM_KERNEL"
+# What the SDK's op computes itself: vllm-rbln 0.12 names SiLU and GELU.
+_GLU_ACTIVATIONS = ("silu", "gelu")
+
+
+class Choice(NamedTuple):
+    """A path and why it was taken."""
+
+    path: PathName
+    reason: str
+
+
+def choose_path(*, use_opt: bool, use_custom: bool, is_npu: bool, activation: str) -> Choice:
+    """The optimised kernel before the custom one before plain operators.
+
+    The SDK that pairs with vLLM 0.30 has a single op for both switches.
+    """
+    if not use_opt and not use_custom:
+        return Choice("native", f"{OPT_SWITCH} and {CUSTOM_SWITCH} are off")
+    if is_npu and activation not in _GLU_ACTIVATIONS:
+        return Choice("native", f"the SDK's op for experts has no activation {activation!r}")
+    if is_npu:
+        return Choice("glu", "the SDK has one op for experts")
+    if use_opt:
+        return Choice("opt", f"{OPT_SWITCH} is on")
+    return Choice("custom", f"{CUSTOM_SWITCH} is on and {OPT_SWITCH} off")
 
 
 @dataclass
@@ -40,3 +71,33 @@ class ExpertPath(Protocol):
     def __call__(self, tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
         """[T, H]: this rank's experts' part of every row."""
         ...
+
+
+def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
+    """An op takes the router's logits; routing that it does not know is plain operators before."""
+    if routing.is_plain:
+        weights, ids = torch.ops.rbln_emulator.moe_route(
+            *(tokens.logits, routing.top_k, routing.renormalize),
+            *(tokens.expert_map, tokens.tokens_mask),
+        )
+    else:
+        weights, chosen = routing.choose(tokens.x, tokens.logits)
+        ids = local_ids(chosen, tokens.expert_map, tokens.tokens_mask)
+    return experts.chosen(tokens.x, weights, ids)
+
+
+def run_custom(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
+    """An op takes each row's weight of each expert, and how many rows chose each."""
+    weights = tokens.weights_by_expert(routing, experts.count)
+    counts = (weights != 0).sum(dim=0, dtype=torch.int32)
+    return experts.weighted(tokens.x, weights, counts)
+
+
+def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
+    """Every expert of the rank over every row, weighted afterwards: several nodes for each."""
+    weights = tokens.weights_by_expert(routing, experts.count)
+    total = torch.zeros_like(tokens.x, dtype=torch.float32)
+    for number in range(experts.count):
+        share = weights[:, number : number + 1]
+        total = total + experts.expert(tokens.x, number).float() * share
+    return total.to(tokens.x.dtype)
