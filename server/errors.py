@@ -39,7 +39,7 @@
     +-- InternalError                a fault of ours
 
 Responses and SSE frames are both made from `TABLE`, and its `outcome` is the metric label.
-Invariant (tests/http/test_errors.py): every class of the tree has a row.
+Invariant (tests/server/vllm/test_errors.py): every class of the tree has a row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`BucketTable`: an immutable set of compiled sizes and the look-up a step makes in it.
 
-Invariants (tests/unit/backend/test_bucketing.py): sizes are positive, unique and ascending;
+Invariants (tests/unit/bucketing/test_table.py): sizes are positive, unique and ascending;
 `find` returns the smallest size that holds n.
 """
 

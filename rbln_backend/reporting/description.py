@@ -1,7 +1,7 @@
 """What each worker tells of itself for `/v1/server_info`: its device, its memory, what it loaded.
 
 A rank keeps `<run_dir>/describe-<rank>.json` up to date while it starts, and leaves it when it
-dies. Invariants (tests/unit/backend/test_description.py): a reader sees the file before or after
+dies. Invariants (tests/unit/reporting/test_description.py): a reader sees the file before or after
 a change, never half of one; failing to write never stops a start-up; nothing is written once the
 rank is ready. The fields below are an interface of consoles and scripts: docs/server_info.md.
 """

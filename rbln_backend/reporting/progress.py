@@ -1,7 +1,7 @@
 """The start-up narrative: what each worker is doing, for the terminal and for the API process.
 
 Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API process folds the
-files of all ranks. Invariants (tests/unit/backend/test_progress.py): a line is written with
+files of all ranks. Invariants (tests/unit/reporting/test_progress.py): a line is written with
 one system call, so that a reader sees whole lines plus at most one half-written last line;
 the phase `init` begins a rank's story anew; failing to write never stops a start-up.
 """

@@ -1,9 +1,9 @@
 """Which of an instance's processes a worker is: names its files, says what it counts.
 
 One instance (one HTTP process, one run directory) may have several engines (data parallel), each
-with several ranks (tensor times pipeline parallel). Invariants (tests/unit/backend/test_ranks.py):
-no two workers of an instance have the same number; of the ranks of an engine exactly one counts
-its steps, and exactly one its samples.
+with several ranks (tensor times pipeline parallel). Invariants
+(tests/unit/reporting/test_ranks.py): no two workers of an instance have the same number; of the
+ranks of an engine exactly one counts its steps, and exactly one its samples.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A worker writes its values into memory-mapped files of prometheus_client's own multiprocess
 format under `<run_dir>/metrics`; the API process exports them with
 `prometheus_client.multiprocess.MultiProcessCollector(registry, path=...)`, without asking the
-worker. Invariants (tests/unit/backend/test_stats.py): a collector never meets a half-made
+worker. Invariants (tests/unit/reporting/test_stats.py): a collector never meets a half-made
 file; a restarted rank starts from zero; counters and histograms of all ranks add up, so that of
 the ranks of one engine only one counts its steps (`reporting.ranks`), while each counts what it
 does for itself, such as compiles.

@@ -2,7 +2,7 @@
 
 Layout under the root: `<digest[:2]>/<digest>/` holds an entry's files and its `manifest.json`;
 `tmp/` entries being written or removed; `locks/` one file per digest; `quarantine/` damaged
-entries. Invariants (tests/unit/backend/test_artifact_store.py):
+entries. Invariants (tests/unit/store/test_artifacts.py):
 
 - An entry appears whole, by one rename of a directory whose files were fsynced, or not at all.
 - `load` returns exactly the bytes that were stored, or None: any other byte is noticed.

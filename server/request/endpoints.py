@@ -2,7 +2,7 @@
 
 Several endpoints take prompts or conversations, under one of several names. A body is told by
 what it holds, so that a complaint about it is about that form alone. Pure data and functions;
-tests/http/test_endpoints.py holds the tables against the fields of vLLM's request models.
+tests/server/request/test_endpoints.py holds the tables against the fields of vLLM's request models.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 vLLM's serving classes render prompts, drive the engine and shape the answers. Everything
 around them is ours: which fields are taken, limits, and errors, which all leave here
-as `ServerError`. What is used of vLLM is pinned by tests/http/test_vllm_contract.py.
+as `ServerError`. What is used of vLLM is pinned by tests/server/vllm/test_contract.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 vLLM makes two or three pydantic models of every token and serialises them: most of what its serving
 classes cost per token. Nearly all chunks of all streams differ in one string alone. The makers here
 take the place of those models in vLLM's serving modules; whatever is more than a piece of text
-still becomes vLLM's own. Frames are the same to the byte (tests/http/test_stream_chunks.py).
+still becomes vLLM's own. Frames are the same to the byte (tests/server/vllm/test_stream_chunks.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import httpx
 
 from tests.checkpoints import CheckpointCache
 from tests.conformance.own_server import API_KEY, FLAGS, own_server
-from tests.http.real_server import FLAGS as SIZES
+from tests.server.real_server import FLAGS as SIZES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conformance.md"

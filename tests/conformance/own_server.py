@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.conformance.collector import collecting
 from tests.conformance.target import Target
-from tests.http.real_server import RealServer
+from tests.server.real_server import RealServer
 
 API_KEY = "sk-conformance"
 ADMIN_KEY = "sk-conformance-admin"

@@ -12,8 +12,8 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.edges.corpus import Case, cases
 from tests.edges.loop_probe import LoopProbe, own_bytes
-from tests.http.real_server import RealServer, descendants
 from tests.pooling_checkpoints import sentence_transformer
+from tests.server.real_server import RealServer, descendants
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -15,8 +15,8 @@ import pytest
 
 from server.service import local_url
 from tests.architecture.source_tree import ROOT
-from tests.http.certificates import make_authority
-from tests.http.scripted import ScriptedLauncher, running
+from tests.server.certificates import make_authority
+from tests.server.scripted import ScriptedLauncher, running
 
 SCRIPTS = ROOT / "deploy" / "scripts"
 

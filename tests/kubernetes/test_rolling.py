@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.http.real_server import FLAGS
 from tests.kernel_cache import share_kernels
 from tests.kubernetes.chart import Server, server
 from tests.kubernetes.nginx_process import Nginx, free_ports
 from tests.kubernetes.pod_process import PodProcess
 from tests.kubernetes.steady_load import SteadyLoad
+from tests.server.real_server import FLAGS
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide]
 

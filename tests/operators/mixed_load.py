@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.http.real_server import RealServer
+from tests.server.real_server import RealServer
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -14,10 +14,10 @@ from deploy.grafana.panel import Query
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
-from tests.http.real_server import RealServer
 from tests.operators.mixed_load import MixedLoad
 from tests.operators.prometheus_process import FOLDER, Prometheus
 from tests.operators.vendor_exporter import VendorExporter
+from tests.server.real_server import RealServer
 
 MAX_IN_FLIGHT = 12
 _BURSTS, _REFUSED = 40, 0.15

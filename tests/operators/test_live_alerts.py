@@ -24,10 +24,10 @@ import pytest
 
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
-from tests.http.real_server import RealServer
 from tests.kernel_cache import share_kernels
 from tests.operators.forgetful_plan import plugin_folder
 from tests.operators.prometheus_process import Prometheus
+from tests.server.real_server import RealServer
 
 pytestmark = [
     *(pytest.mark.engine, pytest.mark.slow, pytest.mark.wide),

@@ -1,5 +1,5 @@
 """The README's requests get the answers that it shows, under transformers; the server's test is
-tests/http/test_default_model.py.
+tests/server/commands/test_default_model.py.
 """
 
 from __future__ import annotations

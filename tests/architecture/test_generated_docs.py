@@ -1,0 +1,50 @@
+"""The generated pages say what the code says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def generate(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script), *flags],
+        cwd=DOCS.parent,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(DOCS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_pages_are_not_stale() -> None:
+    result = generate(DOCS / "generate.py", "--check")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+SOURCES = ("models_page.py", "observability_page.py", "models.json", "security.md")
+PAGES = ["configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    # The alerts are read from beside the pages' folder.
+    shutil.copytree(DOCS.parent / "deploy" / "prometheus", tmp_path / "deploy" / "prometheus")
+    script = Path(shutil.copy(DOCS / "generate.py", docs))
+    for name in (*SOURCES, *PAGES):
+        shutil.copy(DOCS / name, docs)
+    (docs / page).write_text("edited by hand")
+    check = generate(script, "--check")
+    assert (check.returncode, check.stdout) == (1, f"{page}: stale, run `make docs`\n")
+    assert (docs / page).read_text() == "edited by hand"
+    assert generate(script).stdout == f"{page}: written\n"
+    assert (docs / page).read_text() == (DOCS / page).read_text()

@@ -1,0 +1,1 @@
+"""`rbln-serve check`, `cache` and the command line itself."""

@@ -1,0 +1,250 @@
+"""`rbln-serve check`: the real command on folders without weights, and `serve` refusing alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.commands.test_cli import rbln_serve
+from tests.server.model_folders import CANNOT_RUN, LLAMA, window_model, write_folder
+from tests.server.real_server import FLAGS, READY_TIMEOUT_S, RealServer
+
+pytestmark = pytest.mark.engine
+
+NO_LOG = '{"rbln": {"window_prefix_cache": false}}'
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def check(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return rbln_serve("check", *map(str, args), **OFFLINE, **env)
+
+
+def verdict(*args: str | Path, **env: str) -> dict[str, Any]:
+    done = check(*args, "--json", **env)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["ok"] is (done.returncode == 0), done.stderr
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
+    def make(config: Any) -> Path:
+        return write_folder(tmp_path / "model", config, checkpoints("llama"))
+
+    return make
+
+
+def test_a_model_that_can_run_is_described(folder: Any) -> None:
+    done = check(folder(LLAMA), *FLAGS, "--enable-lora", "--max-loras", "3")
+    assert done.returncode == 0, done.stderr
+    told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
+    assert told["architecture"] == "LlamaForCausalLM (generates text)"
+    assert told["layers"] == "4"
+    assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32"
+    assert told["context"] == "256 tokens in blocks of 16"
+    assert told["prefill chunks"] == "16, 32, 64"
+    assert told["decode buckets"] == "1, 2, 4"
+    assert told["prefix caching"].startswith("on: ")
+    assert told["adapters"] == "3 slots for ranks up to 16"
+    assert told["device"] == "emulated"
+    assert told["memory"].startswith("about ")
+    assert told["  adapters"].endswith(" MiB")
+    assert " blocks of 16 tokens" in told["  KV blocks"]
+    assert told["compile cache"].split()[1:5] == ["0", "of", "7", "graphs"]
+
+
+def test_what_is_told_is_what_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    checkpoint = checkpoints("llama", dtype="float32")
+    room = ("--kv-cache-memory-bytes", str(64 << 20))
+    told = verdict(checkpoint, *FLAGS, *room)
+    with RealServer(checkpoint, tmp_path, *room) as server:
+        ready: Any = server.until_ready()
+        weight_bytes = server.metric('rbln_device_memory_bytes{kind="weights"')
+        kv_bytes = server.metric('rbln_device_memory_bytes{kind="kv"')
+        blocks = server.metric("rbln_kv_blocks{")
+        resident = psutil.Process(server.engine_pid()).memory_info().rss
+    assert told["num_graphs"] == ready["graphs"]["total"]
+    assert told["weight_bytes"] == weight_bytes
+    assert told["dtype"] == "float32"
+    # One block is nobody's: padded rows write there.
+    assert told["memory"]["num_blocks"] == blocks + 1
+    assert told["memory"]["kv_bytes"] == kv_bytes
+    # An estimate, of which the libraries of the process are most.
+    assert told["memory"]["needed_bytes"] == pytest.approx(resident, rel=0.5)
+
+
+def test_windows_and_full_attention_are_groups(folder: Any) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = window_model("Gemma3ForCausalLM", "gemma3_text", layer_types=kinds)
+    # Nobody waits for the other rank, and the numbers are of the whole model.
+    told = verdict(folder(config), *FLAGS, "--tensor-parallel-size", "2")
+    groups = [(g["num_layers"], g["kind"], g["window"]) for g in told["kv_groups"]]
+    assert groups == [(2, "sliding window of 64", 64), (2, "full attention", None)]
+    assert told["num_layers"] == 4
+    assert told["prefix_caching"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
+        (
+            ["--additional-config", '{"rbln": {"window_prefix_cache": false}}'],
+            "window_prefix_cache",
+        ),
+    ],
+)
+def test_why_prefix_caching_is_off(folder: Any, flags: list[str], reason: str) -> None:
+    config = window_model("MistralForCausalLM", "mistral")
+    told = verdict(folder(config), *FLAGS, *flags)
+    assert told["prefix_caching"] is False
+    assert reason in told["prefix_caching_reason"]
+    assert [group["window"] for group in told["kv_groups"]] == [64]
+
+
+def test_a_model_larger_than_the_memory_is_described_in_little_of_it(folder: Any) -> None:
+    sizes = {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    command = [sys.executable, "-m", "server", "check", str(folder({**LLAMA, **sizes})), "--json"]
+    limited = (
+        "import os, resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["weight_bytes"] > 700 * 2**30
+    assert "without any KV cache it needs about" in told["reason"]
+    assert "--tensor-parallel-size" in told["reason"]
+
+
+MANY = """
+import sys
+from server.commands.cli import main
+
+for folder in sys.argv[1:]:
+    code = main(["check", folder, "--json"])
+    print(code, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: CheckpointCache
+) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Exit code and answer by feature: one process for all, since most of a check is imports."""
+    root = tmp_path_factory.mktemp("refused")
+    folders = [
+        str(write_folder(root / str(index), config, checkpoints("llama")))
+        for index, (config, _) in enumerate(CANNOT_RUN.values())
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, *folders],
+        env={**os.environ, **OFFLINE},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    answers = zip(lines[::2], lines[1::2], strict=True)
+    found = [(int(code), json.loads(answer)) for answer, code in answers]
+    return dict(zip(CANNOT_RUN, found, strict=True))
+
+
+@pytest.mark.parametrize("feature", CANNOT_RUN)
+def test_what_cannot_run_is_refused_with_the_reason(
+    refusals: dict[str, tuple[int, dict[str, Any]]], feature: str
+) -> None:
+    code, answer = refusals[feature]
+    assert code == 1
+    assert answer["ok"] is False
+    for word in CANNOT_RUN[feature][1]:
+        assert word in answer["reason"]
+    assert "\n" not in answer["reason"]
+
+
+def test_a_refusal_is_one_line(folder: Any) -> None:
+    done = check(folder(CANNOT_RUN["MLA"][0]))
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("This model cannot run: multi-head latent attention (MLA): ")
+
+
+def test_flags_that_exclude_the_model_are_a_reason_too(folder: Any) -> None:
+    told = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
+    assert told["ok"] is False
+    assert "ranks on other hosts that no Ray places" in told["reason"]
+    assert "--distributed-executor-backend ray" in told["reason"]
+
+
+def test_a_folder_without_a_tokenizer(folder: Any) -> None:
+    path = folder(LLAMA)
+    for file in path.glob("*token*"):
+        file.unlink()
+    assert "the tokenizer cannot be loaded" in verdict(path)["reason"]
+    assert verdict(path, "--skip-tokenizer-init")["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["/nowhere"], "there is no directory '/nowhere'"),
+        ([".", "--no-such-flag"], "--no-such-flag"),
+        ([".", "--uds", "x"], "--uds cannot be used"),
+        ([], "MODEL is missing"),
+    ],
+)
+def test_usage_errors_end_with_2(args: list[str], words: str) -> None:
+    done = check(*args)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_name_that_the_hub_does_not_give(folder: Any) -> None:
+    reason = verdict("some-org/some-model")["reason"]
+    assert "'some-org/some-model' is no directory here" in reason
+
+
+def test_without_our_platform(folder: Any) -> None:
+    done = check(folder(LLAMA), VLLM_PLUGINS="")
+    assert done.returncode == 2
+    assert "not on the RBLN platform" in done.stderr
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("feature", ["state space", "chunked attention"])
+def test_serve_refuses_for_the_same_reason(folder: Any, tmp_path: Path, feature: str) -> None:
+    """One is found in the configuration, the other by the engine process in a layer's cache.
+
+    Neither folder has weights, so reading them would be another reason.
+    """
+    path = folder(CANNOT_RUN[feature][0])
+    reason = verdict(path)["reason"]
+    with RealServer(path, tmp_path, "--skip-tokenizer-init", "--death-linger-s", "3") as server:
+        while (body := server.client.get("/readyz").json())["status"] == "starting":
+            assert time.monotonic() - server.started < READY_TIMEOUT_S
+            time.sleep(0.1)
+        assert body["status"] == "dead"
+        assert body["reason"] == reason
+        assert server.client.get("/livez").status_code == 503
+        assert server.process.wait(30) == 1
+        assert f"start-up failed: {reason}" in server.log.read_text()

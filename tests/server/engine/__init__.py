@@ -1,0 +1,1 @@
+"""The engine's process: configuration, socket, watch, and what a dying rank does."""

@@ -1,0 +1,70 @@
+"""What the server's own settings become in the engine's configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.engine.config import engine_config
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+from tests.checkpoints import CheckpointCache
+from tests.server.real_server import FLAGS
+
+pytestmark = pytest.mark.engine
+
+
+def configured(model: Path, run_dir: Path, *flags: str, **settings: Any) -> Any:
+    from server.vllm.flags import parse_arguments
+
+    ours = ServerSettings(**settings)
+    return engine_config(parse_arguments([str(model), *FLAGS, *flags], ours), ours, run_dir)[1]
+
+
+BACKLOGS: list[tuple[tuple[str, ...], dict[str, Any], int | None]] = [
+    ((), {}, 16384),
+    (("--max-num-seqs", "100", "--max-num-batched-tokens", "256"), {}, 100 * 256),
+    ((), {"max_queued_tokens": 100}, 100),
+    (("--max-num-queued-tokens", "200"), {}, 200),
+    (("--max-num-queued-tokens", "200"), {"max_queued_tokens": 200}, 200),
+    (("--runner", "pooling"), {}, None),
+]
+
+
+@pytest.mark.parametrize(("flags", "settings", "expected"), BACKLOGS)
+def test_the_backlog_of_prompt_tokens_is_bounded(
+    checkpoints: CheckpointCache,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    settings: dict[str, Any],
+    expected: int | None,
+) -> None:
+    config = configured(checkpoints("llama"), tmp_path, *flags, **settings)
+    assert config.scheduler_config.max_num_queued_tokens == expected
+
+
+def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    flags = ("--max-num-queued-tokens", "200")
+    with pytest.raises(LaunchError, match="give one of them") as caught:
+        configured(checkpoints("llama"), tmp_path, *flags, max_queued_tokens=100)
+    assert caught.value.exit_code == 2
+
+
+def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> None:
+    from server.vllm.flags import parse_arguments
+
+    os.mkfifo(pipe := tmp_path / "template.jinja")
+    with pytest.raises(LaunchError, match=r"--chat-template: .* is not a regular file") as caught:
+        parse_arguments([str(tmp_path), "--chat-template", str(pipe)], ServerSettings())
+    assert caught.value.exit_code == 2
+
+
+def test_the_scheduler_is_told_how_long_requests_may_wait(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    config = configured(checkpoints("llama"), tmp_path, max_queue_s=1.5)
+    assert config.additional_config["rbln"]["max_queue_ms"] == 1500
+    assert config.additional_config["rbln"]["run_dir"] == str(tmp_path)

@@ -1,0 +1,1 @@
+"""The registry of adapters, scripted and over a real engine."""

@@ -1,0 +1,1 @@
+"""Metrics of the API process and of requests."""

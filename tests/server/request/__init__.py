@@ -1,0 +1,1 @@
+"""What a request may hold: fields, sizes, media."""

@@ -1,0 +1,1 @@
+"""Routes that are ours alone."""

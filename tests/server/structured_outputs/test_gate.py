@@ -1,0 +1,360 @@
+"""The gate without an engine: what it finds in bodies, its limits, its memory, its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.errors import (
+    InvalidGrammarError,
+    InvalidSchemaError,
+    InvalidValueError,
+    MissingFieldError,
+    OverloadedError,
+    RequestError,
+    UnsupportedFieldError,
+)
+from server.frontend import Endpoint
+from server.host.job_pool import JobCrashedError, JobTimeoutError, PoolFullError
+from server.settings import ServerSettings
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
+from server.structured_outputs.gate import GrammarGate
+from server.structured_outputs.guided_fields import without_guided_fields
+from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
+from server.structured_outputs.trial_job import Verdict, do_job, job_bytes
+from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
+
+LIMITS = SchemaLimits.of(ServerSettings())
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TEXT = json.dumps(SCHEMA)
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+
+
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": SCHEMA, **more}}
+
+
+def chat_format(**inner: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **inner}}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "found"),
+    [
+        ("CHAT", chat_format(schema=SCHEMA),
+         [("json", TEXT, "response_format.json_schema.schema")]),
+        ("COMPLETION", {"response_format": {"type": "json_object"}},
+         [("json", ANY_OBJECT, "response_format")]),
+        ("CHAT", {"response_format": {"type": "text"}}, []),
+        ("CHAT", {"response_format": TAG},
+         [("structural_tag", json.dumps(TAG), "response_format")]),
+        ("RESPONSES", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+         [("json", TEXT, "text.format.schema")]),
+        ("MESSAGES", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+         [("json", TEXT, "output_config.format.schema")]),
+        ("CHAT", {"structured_outputs": {"json": SCHEMA}},
+         [("json", TEXT, "structured_outputs.json")]),
+        ("CHAT", {"structured_outputs": {"json": " {}"}},
+         [("json", " {}", "structured_outputs.json")]),
+        ("CHAT", {"structured_outputs": {"regex": "a"}},
+         [("regex", "a", "structured_outputs.regex")]),
+        ("CHAT", {"structured_outputs": {"choice": ["a"]}},
+         [("choice", '["a"]', "structured_outputs.choice")]),
+        ("CHAT", {"structured_outputs": {"grammar": "g"}},
+         [("grammar", "g", "structured_outputs.grammar")]),
+        ("CHAT", {"tools": [tool()]}, []),
+        ("CHAT", {"tools": [tool()], "tool_choice": "none"}, []),
+        ("CHAT", {"tools": [tool(strict=True)]}, [("json", TEXT, "tools[0].function.parameters")]),
+        ("CHAT", {"tools": [tool()], "tool_choice": "required"},
+         [("json", TEXT, "tools[0].function.parameters")]),
+        ("RESPONSES", {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}],
+                       "tool_choice": {"type": "function", "name": "f"}},
+         [("json", TEXT, "tools[0].parameters")]),
+        ("MESSAGES", {"tools": [{"name": "f", "input_schema": SCHEMA}],
+                      "tool_choice": {"type": "any"}}, [("json", TEXT, "tools[0].input_schema")]),
+        ("TOKENIZE", {"structured_outputs": {"regex": "a"}}, []),
+        # Wrong types are the request models' to refuse.
+        ("CHAT", {"structured_outputs": {"choice": [1]}}, []),
+        ("CHAT", {"response_format": "json", "structured_outputs": 5, "tools": {}}, []),
+    ],
+)  # fmt: skip
+def test_constraints_are_found(endpoint: str, body: dict[str, Any], found: list[Any]) -> None:
+    jobs = constraints_of(Endpoint[endpoint], body)
+    assert [(c.kind.value, c.text, c.param) for job in jobs for c in job] == found
+
+
+def test_strict_false_asks_for_the_best_only() -> None:
+    for strict, exact in ((None, True), (True, True), (False, False)):
+        body = (
+            chat_format(schema=SCHEMA)
+            if strict is None
+            else chat_format(schema=SCHEMA, strict=strict)
+        )
+        assert constraints_of(Endpoint.CHAT, body)[0][0].exact is exact
+    required = {"tools": [tool(), tool(strict=True)], "tool_choice": "required"}
+    assert [c.exact for c in constraints_of(Endpoint.CHAT, required)[0]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        (chat_format(), MissingFieldError, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, MissingFieldError,
+         "response_format.json_schema"),
+        ({"structured_outputs": {}}, InvalidValueError, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, InvalidValueError,
+         "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, InvalidValueError,
+         "structured_outputs.json_object"),
+        ({"structured_outputs": {"regex": "a"}, **chat_format(schema=SCHEMA)}, InvalidValueError,
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, UnsupportedFieldError,
+         "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+         UnsupportedFieldError, "structured_outputs.disable_any_whitespace"),
+    ],
+)  # fmt: skip
+def test_constraints_that_cannot_be_meant(
+    body: dict[str, Any], error: type[RequestError], param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        constraints_of(Endpoint.CHAT, body)
+    assert caught.value.param == param
+
+
+def test_guided_fields_are_translated() -> None:
+    known = ("messages", "structured_outputs")
+    body = {"messages": [], "guided_json": {}, "guided_regex": None}
+    assert without_guided_fields(body, known) == (
+        {"messages": [], "structured_outputs": {"json": {}}},
+        ["guided_json"],
+    )
+    assert without_guided_fields({"guided_regex": None}, known) == ({}, [])
+    # Elsewhere they are unknown fields like any other.
+    assert without_guided_fields(body, ("messages",)) == (body, [])
+    with pytest.raises(InvalidValueError):
+        without_guided_fields({"guided_json": {}, "structured_outputs": {"regex": "a"}}, known)
+    with pytest.raises(UnsupportedFieldError):
+        without_guided_fields({"guided_decoding_backend": "outlines"}, known)
+
+
+def take_all(_kind: str, _text: str) -> list[str]:
+    return []
+
+
+def judge(kind: Kind, text: str, **options: Any) -> str | None:
+    trial = options.pop("trial", take_all)
+    limits = options.pop("limits", LIMITS)
+    return do_job(job_bytes([Constraint(kind, text, "", **options)], limits), trial).reason
+
+
+SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_pattern=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (Kind.JSON, "{", "not valid JSON"),
+        (Kind.JSON, "[" * 5000, "nested too deeply"),
+        (Kind.JSON, "5", "must be an object"),
+        (Kind.JSON, json.dumps({"a": {"b": {"c": {"d": {"e": {}}}}}}), "deeper than 5 levels"),
+        (Kind.JSON, json.dumps({"default": list(range(30))}), "more than 20"),
+        (Kind.JSON, '{"enum": [1, 2, 3, 4]}', "4 values; the limit of this server is 3"),
+        (Kind.JSON, json.dumps({"type": "string", "pattern": "a" * 17}), "17 characters"),
+        (Kind.JSON, json.dumps({"patternProperties": {"a" * 17: {}}}), "17 characters"),
+        (Kind.REGEX, "", "empty"),
+        (Kind.REGEX, "a\0", "NUL"),
+        (Kind.REGEX, "a" * 17, "17 characters; the limit of this server is 16"),
+        (Kind.CHOICE, "[]", "no values"),
+        (Kind.CHOICE, '["a", "b", "c", "d"]', "4 values"),
+        (Kind.GRAMMAR, " ", "empty"),
+        (Kind.STRUCTURAL_TAG, "{", "not valid JSON"),
+        (Kind.STRUCTURAL_TAG, json.dumps({"type": "json_schema", "json_schema": {"$ref": "#"}}),
+         "refers to itself"),
+        (Kind.STRUCTURAL_TAG,
+         json.dumps({"structures": [{"begin": "a", "schema": {"not": {}}, "end": "b"}]}), "'not'"),
+    ],
+)  # fmt: skip
+def test_limits_and_form(kind: Kind, text: str, words: str) -> None:
+    assert words in (judge(kind, text, limits=SMALL) or "")
+
+
+def test_what_a_trial_says_is_passed_on_plainly() -> None:
+    def fail(_kind: str, _text: str) -> list[str]:
+        raise RuntimeError(
+            "[17:28:27] /project/cpp/a.cc:83: Regex parsing error at position 2: x. \n"
+        )
+
+    def warn(_kind: str, _text: str) -> list[str]:
+        return ["[17:28:27] /project/cpp/a.cc:8: Warning: 'x' is ignored"]
+
+    assert judge(Kind.REGEX, "a", trial=fail) == "Regex parsing error at position 2: x"
+    assert judge(Kind.JSON, TEXT, trial=warn) == "'x' is ignored"
+    assert judge(Kind.JSON, TEXT, trial=warn, exact=False) is None
+
+
+def test_best_effort_keeps_the_limits() -> None:
+    assert judge(Kind.JSON, '{"not": {}}', exact=False) is None
+    assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False, limits=SMALL) is not None
+    assert judge(Kind.JSON, '{"$ref": "#"}', exact=False) is not None
+    # Of parts that were inspected, whatever its own size.
+    assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True, limits=SMALL) is None
+
+
+class ScriptedPool:
+    """Answers when told to, as told to."""
+
+    timeout_s = 5.0
+
+    def __init__(self) -> None:
+        self.jobs: list[list[Any]] = []
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.outcome: Verdict | Exception = Verdict(seconds=0.5)
+
+    async def run(self, job: bytes) -> bytes:
+        self.jobs.append(json.loads(job)["parts"])
+        await self.go_on.wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome.to_bytes()
+
+
+def asked(body: dict[str, Any]) -> list[list[Constraint]]:
+    return constraints_of(Endpoint.CHAT, body)
+
+
+def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:
+    return GrammarGate(LIMITS, pool, entries)
+
+
+async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
+    pool = ScriptedPool()
+    gate = gate_over(pool, entries=4)
+    body = {"structured_outputs": {"regex": "a"}}
+    for _ in range(3):
+        await gate.check(asked(body))
+    assert len(pool.jobs) == 1
+    # What was followed to the letter is good enough for the best effort, not the other way.
+    exact, best = (Constraint(Kind.JSON, TEXT, "", exact=exact) for exact in (True, False))
+    assert [await gate.verdict([exact]), await gate.verdict([best])][1][1]
+    assert len(pool.jobs) == 2
+    for name in "bcde":
+        await gate.check(asked({"structured_outputs": {"regex": name}}))
+    await gate.check(asked(body))
+    assert pool.jobs[-1][0][1] == "a"
+    assert gate.take_counts().results == {"ok": 7, "known": 3}
+    assert not gate.take_counts().results
+
+
+async def test_plain_json_needs_no_trial() -> None:
+    pool = ScriptedPool()
+    await gate_over(pool).check(asked({"response_format": {"type": "json_object"}}))
+    assert pool.jobs == []
+
+
+async def test_equal_grammars_share_a_trial_that_outlives_who_asked_first() -> None:
+    pool = ScriptedPool()
+    pool.go_on.clear()
+    gate = gate_over(pool)
+    body = {"structured_outputs": {"regex": "a"}}
+    asking = [asyncio.create_task(gate.check(asked(body))) for _ in range(5)]
+    await asyncio.sleep(0)
+    asking[0].cancel()
+    await asyncio.sleep(0)
+    pool.go_on.set()
+    results = await asyncio.gather(*asking, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1:] == [None] * 4
+    assert len(pool.jobs) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        (chat_format(schema=SCHEMA), InvalidSchemaError, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"regex": "a"}}, InvalidGrammarError, "structured_outputs.regex"),
+        (
+            {"tools": [tool("f"), tool("g")], "tool_choice": "required"},
+            InvalidSchemaError,
+            "tools[1].function.parameters",
+        ),
+    ],
+)
+async def test_a_refusal_names_the_field(
+    body: dict[str, Any], error: type[RequestError], param: str
+) -> None:
+    pool = ScriptedPool()
+    pool.outcome = Verdict("no", part=1 if "tools" in body else 0)
+    gate = gate_over(pool)
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            await gate.check(asked(body))
+        assert caught.value.param == param
+        assert caught.value.row.status == 400
+    assert len(pool.jobs) == 1
+    assert gate.take_counts().results == {"refused": 2}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error", "result"),
+    [
+        (JobTimeoutError(), InvalidGrammarError, "timeout"),
+        (JobCrashedError(), InvalidGrammarError, "crashed"),
+        (PoolFullError(), OverloadedError, "overloaded"),
+    ],
+)
+async def test_what_goes_wrong_in_a_trial(
+    outcome: Exception, error: type[Exception], result: str
+) -> None:
+    pool = ScriptedPool()
+    pool.outcome = outcome
+    gate = gate_over(pool)
+    with pytest.raises(error):
+        await gate.check(asked({"structured_outputs": {"regex": "a"}}))
+    assert gate.take_counts().results == {result: 1}
+
+
+async def test_what_is_too_large_goes_nowhere() -> None:
+    pool = ScriptedPool()
+    with pytest.raises(InvalidGrammarError, match="more than 65536 bytes"):
+        body = {"structured_outputs": {"grammar": "é" * 40000}}
+        await gate_over(pool).check(asked(body))
+    assert pool.jobs == []
+
+
+VALIDATE = "/v1/structured_outputs/validate"
+
+
+async def test_the_route_answers_with_the_verdict(tmp_path: Path) -> None:
+    pool = ScriptedPool()
+    frontend = ScriptedFrontend(grammars=gate_over(pool))
+    launcher = ScriptedLauncher(engine=ScriptedEngine(frontend))
+    launcher.launched.set()
+    async with running(tmp_path, launcher) as service:
+        first = (await service.client.post(VALIDATE, json={"json": SCHEMA})).json()
+        assert first == {
+            "valid": True,
+            "reason": None,
+            "code": None,
+            "param": "json",
+            "backend": "xgrammar",
+            "compile_ms": 500.0,
+            "cached": False,
+        }
+        again = (await service.client.post(VALIDATE, json=chat_format(schema=SCHEMA))).json()
+        assert again["cached"]
+        assert again["param"] == "response_format.json_schema.schema"
+        pool.outcome = Verdict("it is odd")
+        bad = (await service.client.post(VALIDATE, json={"regex": "a"})).json()
+        assert (bad["valid"], bad["code"]) == (False, "invalid_grammar")
+        assert "it is odd" in bad["reason"]
+        for body in ({}, {"json": {}, "regex": "a"}, {"jsn": {}}, {"choice": "a"}):
+            refused = await service.client.post(VALIDATE, json=body)
+            assert refused.status_code == 400, body
+        assert await service.metric('rbln_grammar_checks_total{result="known"}') == 1
+        assert await service.metric("rbln_grammar_compile_seconds_count") == 1

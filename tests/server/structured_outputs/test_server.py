@@ -1,0 +1,441 @@
+"""Structured outputs of a real server: every 200 obeys its schema, every refusal comes first.
+
+The default run is a sample; `wide` runs what the sample is of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.checkpoints import CheckpointCache
+from tests.schema_corpus import BAD, GOOD
+from tests.schema_generator import SchemaGenerator
+from tests.server.real_server import RealServer
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/v1/chat/completions"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+POINT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"enum": [1, 2]}, "up": {"type": "boolean"}},
+    "required": ["x", "up"],
+    "additionalProperties": False,
+}
+SLOW: dict[str, Any] = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer"} for i in range(250)},
+    "maxProperties": 120,
+    "additionalProperties": False,
+}
+"""Takes many seconds to compile."""
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("s")
+    # The model's own would tell it of every tool, more than its context of 256 tokens holds.
+    template = folder / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags += ("--chat-template", str(template))
+    flags += ("--schema-compile-timeout-s", "2", "--max-in-flight", "64")
+    with RealServer(checkpoints("llama"), folder, *flags) as up:
+        up.until_ready()
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+_PROBE = """
+import http.client, sys, time
+host = sys.argv[1]
+while True:
+    connection = http.client.HTTPConnection(host, timeout=60)
+    started = time.perf_counter()
+    connection.request("GET", "/livez")
+    connection.getresponse().read()
+    print(time.perf_counter() - started, flush=True)
+    connection.close()
+    time.sleep(0.01)
+"""
+
+
+@contextmanager
+def lag_of(server: RealServer, tmp_path: Path) -> Iterator[list[float]]:
+    """Seconds that a probe, which only needs the event loop, took over and over meanwhile.
+
+    It runs in a process of its own: this one is busy with what it sends and checks. The list is
+    filled when the block ends.
+    """
+    seconds: list[float] = []
+    told = tmp_path / "probe"
+    host = server.url.removeprefix("http://")
+    with told.open("wb") as file:
+        probe = subprocess.Popen([sys.executable, "-c", _PROBE, host], stdout=file)
+    try:
+        yield seconds
+    finally:
+        probe.kill()
+        probe.wait(10)
+        seconds += [float(line) for line in told.read_text().splitlines()]
+
+
+def told_lag(seconds: list[float]) -> str:
+    """A line on what a probe saw, for a wide run's output: machines differ too much to assert."""
+    ranked = sorted(seconds)
+    return f"lag ms: median {ranked[len(ranked) // 2] * 1000:.1f}, max {ranked[-1] * 1000:.0f}"
+
+
+def wish_for(index: int, schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """One of the ways to ask for a schema, in turn; every other one as a stream."""
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": HI, "response_format": nested}),
+        ("/v1/completions", {"prompt": "a b", "structured_outputs": {"json": schema}}),
+        ("/v1/completions", {"prompt": "a b", "structured_outputs": {"json": json.dumps(schema)}}),
+        (CHAT, {"messages": HI, "guided_json": schema}),
+        ("/v1/completions", {"prompt": "a", "response_format": nested}),
+    ]
+    path, body = ways[index % len(ways)]
+    wish = {"model": "tiny", "max_tokens": 200, "seed": index, "temperature": 1.0}
+    return path, wish | body | {"stream": index % 2 == 1}
+
+
+def answer_of(response: httpx.Response) -> tuple[str, str]:
+    """Text and finish reason of a whole or streamed answer."""
+    if response.headers["content-type"].startswith("application/json"):
+        choices = response.json()["choices"]
+    else:
+        frames = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for frame in frames for choice in json.loads(frame)["choices"]]
+    text = "".join(
+        choice.get("text")
+        or (choice.get("delta") or choice.get("message") or {}).get("content")
+        or ""
+        for choice in choices
+    )
+    return text, choices[-1]["finish_reason"]
+
+
+async def ask_for_all(
+    server: RealServer, schemas: list[dict[str, Any]]
+) -> tuple[Counter[str], list[Any]]:
+    """Ask for each schema, eight at a time; count the outcomes and collect what is wrong."""
+    outcomes: Counter[str] = Counter()
+    wrong: list[Any] = []
+    turn = asyncio.Semaphore(8)
+
+    async def ask(index: int, schema: dict[str, Any]) -> None:
+        path, body = wish_for(index, schema)
+        async with turn:
+            response = await client.post(path, json=body)
+        if response.status_code == 400:
+            outcomes["refused"] += 1
+            error = response.json()["error"]
+            if error["code"] != "invalid_json_schema" or error["param"] is None:
+                wrong.append((schema, error))
+            return
+        if response.status_code != 200:
+            wrong.append((schema, response.status_code, response.text))
+            return
+        text, reason = answer_of(response)
+        outcomes[reason] += 1
+        if reason != "stop":
+            return
+        problems = [e.message for e in Draft202012Validator(schema).iter_errors(json.loads(text))]
+        if problems:
+            wrong.append((schema, text, problems))
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        await asyncio.gather(*(ask(i, schema) for i, schema in enumerate(schemas)))
+    return outcomes, wrong
+
+
+def make_schemas(count: int, seed: int) -> list[dict[str, Any]]:
+    """Half of them within what a grammar can follow."""
+    made = SchemaGenerator(seed)
+    return [made.plain(1 + i % 3) if i % 2 else made.wild(1 + i % 3) for i in range(count)]
+
+
+async def test_every_answer_obeys_its_schema(server: RealServer, tmp_path: Path) -> None:
+    with lag_of(server, tmp_path) as lag:
+        outcomes, wrong = await ask_for_all(server, [*GOOD, *make_schemas(60, seed=1)])
+    assert wrong == []
+    assert outcomes["stop"] > 2 * outcomes["length"]
+    assert outcomes["refused"] > 10
+    assert len(lag) > 10
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+async def test_every_answer_obeys_its_schema_widely(server: RealServer, tmp_path: Path) -> None:
+    schemas = [*GOOD, *make_schemas(1400, seed=2)]
+    with lag_of(server, tmp_path) as lag:
+        outcomes, wrong = await ask_for_all(server, schemas)
+    print(outcomes, told_lag(lag))  # noqa: T201
+    assert wrong == []
+    assert outcomes["stop"] >= 500
+    assert outcomes["refused"] >= 300
+
+
+def test_what_cannot_be_followed_is_refused_before_the_stream(server: RealServer) -> None:
+    for schema, words in BAD:
+        for stream in (False, True):
+            body = {"model": "tiny", "messages": HI, "stream": stream}
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": schema},
+            }
+            response = server.client.post(CHAT, json=body)
+            error = response.json()["error"]
+            assert response.status_code == 400, (schema, response.text)
+            assert error["code"] == "invalid_json_schema"
+            assert error["param"] == "response_format.json_schema.schema"
+            assert words in error["message"]
+
+
+def test_strict_false_is_the_best_effort(client: openai.OpenAI) -> None:
+    schema = POINT | {"not": {"required": ["z"]}}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, "strict": False},
+        },
+    )
+    Draft202012Validator(POINT).validate(json.loads(answer.choices[0].message.content or ""))
+
+
+async def test_a_slow_grammar_is_given_up_and_holds_up_nobody(
+    server: RealServer, tmp_path: Path
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        body = {"model": "tiny", "messages": HI, "structured_outputs": {"json": SLOW}}
+        with lag_of(server, tmp_path) as lag:
+            slow = asyncio.create_task(client.post(CHAT, json=body | {"stream": True}))
+            await asyncio.sleep(0.2)
+            free = await client.post(CHAT, json={"model": "tiny", "messages": HI, "max_tokens": 8})
+            assert free.status_code == 200
+            assert not slow.done()
+            refused = await slow
+        assert refused.status_code == 400
+        assert "longer than 2 s to compile" in refused.json()["error"]["message"]
+        assert len(lag) > 20
+        # It is remembered, and the next grammar finds a process that works.
+        again = time.perf_counter()
+        assert (await client.post(CHAT, json=body)).status_code == 400
+        assert time.perf_counter() - again < 1.5
+        good = await client.post(
+            CHAT, json={"model": "tiny", "messages": HI, "guided_regex": "[ab]{2}"}
+        )
+        assert good.status_code == 200
+        assert good.headers["deprecation"] == "true"
+
+
+def test_kinds_and_guided_fields(server: RealServer) -> None:
+    wishes: list[tuple[dict[str, Any], str]] = [
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["red", "a\nb"]}}, "red|a\nb"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" | "y" "z"'}}, "x|yz"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_grammar": "start: 'p' | 'q'"}, "p|q"),
+        ({"response_format": {"type": "structural_tag", "format": {
+            "type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[01]{4}"},
+            "end": ">"}}}, "<[01]{4}>"),
+    ]  # fmt: skip
+    for wish, pattern in wishes:
+        for stream in (False, True):
+            body = {"model": "tiny", "messages": HI, "max_tokens": 40, "stream": stream}
+            response = server.client.post(CHAT, json=body | wish)
+            assert response.status_code == 200, response.text
+            text, reason = answer_of(response)
+            assert re.fullmatch(pattern, text), (wish, text)
+            assert reason == "stop"
+            guided = any(name.startswith("guided_") for name in wish)
+            assert ("deprecation" in response.headers) is guided
+
+
+def test_responses_follow_a_schema(client: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "p", "schema": POINT, "strict": True}}
+    whole = client.responses.create(model="tiny", input="hi", text=form, store=False)
+    Draft202012Validator(POINT).validate(json.loads(whole.output_text))
+    events = client.responses.create(model="tiny", input="hi", text=form, stream=True)
+    text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    Draft202012Validator(POINT).validate(json.loads(text))
+
+
+CALL: dict[str, Any] = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+
+
+def a_tool(name: str, **more: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": CALL, **more}}
+
+
+def test_tools_required_named_and_strict(client: openai.OpenAI) -> None:
+    tools = [a_tool("go"), a_tool("come")]
+    wish: dict[str, Any] = {"model": "tiny", "messages": HI, "tools": tools, "max_tokens": 90}
+    # Ends as soon as it may: 3 is the token that ends a turn.
+    wish |= {"temperature": 0, "logit_bias": {"3": 100}}
+    required = client.chat.completions.create(**wish, tool_choice="required").choices[0].message
+    assert required.tool_calls
+    named: Any = {"type": "function", "function": {"name": "come"}}
+    by_name = client.chat.completions.create(**wish, tool_choice=named).choices[0].message
+    assert [call.function.name for call in by_name.tool_calls or []] == ["come"]
+    for call in [*required.tool_calls, *(by_name.tool_calls or [])]:
+        Draft202012Validator(CALL).validate(json.loads(call.function.arguments))
+    chunks = client.chat.completions.create(**wish, tool_choice=named, stream=True)
+    deltas = [c.choices[0].delta.tool_calls for c in chunks if c.choices]
+    parts = [d[0].function.arguments or "" for d in deltas if d and d[0].function]
+    Draft202012Validator(CALL).validate(json.loads("".join(parts)))
+    with pytest.raises(openai.BadRequestError) as caught:
+        bad = {"type": "object", "properties": {"a": {"not": {}}}}
+        strict = [a_tool("go"), a_tool("no", strict=True, parameters=bad)]
+        client.chat.completions.create(**wish | {"tools": strict}, tool_choice="auto", stream=True)
+    assert caught.value.code == "invalid_json_schema"
+    assert caught.value.param == "tools[1].function.parameters"
+
+
+def test_a_tool_that_only_vllm_combines_badly_is_refused_in_time(server: RealServer) -> None:
+    # Each alone is fine; what the parser makes of many of them takes too long.
+    params = SLOW | {"properties": {f"p{i}": {"type": "integer"} for i in range(70)}}
+    params |= {"maxProperties": 34}
+    tools = [a_tool(f"t{i}", parameters=params | {"title": str(i)}) for i in range(40)]
+    body = {"model": "tiny", "messages": HI, "tools": tools, "tool_choice": "required"}
+    response = server.client.post(CHAT, json=body | {"stream": True})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json_schema"
+
+
+HOSTILE_VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1e308, "", "x" * 300, "\ud83d", "\x00", [], {}, [[]], [None], {"a": None}),
+    *({"type": "object"}, {"$ref": "#"}, {"enum": []}, "((", "root ::= root", [1], {"": {"": {}}}),
+)
+
+
+def hostile_body(pick: random.Random) -> dict[str, Any]:
+    """A body that is wrong, cruel, or by chance right."""
+
+    def nest(depth: int) -> Any:
+        key = pick.choice(("items", "properties", "anyOf", "$ref", "pattern", "enum", "x", "allOf"))
+        value = nest(depth - 1) if depth else pick.choice(HOSTILE_VALUES)
+        return pick.choice(({key: value}, {"type": pick.choice(("array", "object")), key: value},
+                            [value], {key: [value, value] if depth < 8 else value}))  # fmt: skip
+
+    def letters(of: str) -> str:
+        return "".join(pick.choices(of, k=40))
+
+    cruel = (
+        lambda: {"type": "string", "pattern": "(" * pick.randint(1, 300) + "a" + ")+" * 300},
+        lambda: {"enum": ["v" * pick.randint(1, 40) for _ in range(pick.randint(1, 2000))]},
+        lambda: {"type": "array", "minItems": pick.choice((0, 10**6, 2**31, 2**70))},
+        lambda: {"type": "string", "maxLength": pick.choice((-1, 10**9, 2**40))},
+        lambda: {"type": "integer", "minimum": -(10**40), "maximum": 10**40},
+        lambda: nest(pick.randint(0, 70)),
+    )
+    schema = pick.choice(cruel)()
+    wishes: tuple[dict[str, Any], ...] = (
+        {"structured_outputs": {"json": schema}},
+        {"structured_outputs": {pick.choice(("json", "regex", "choice", "grammar",
+                                             "structural_tag", "json_object", "nope")):
+                                pick.choice(HOSTILE_VALUES)}},
+        {"structured_outputs": {"regex": letters("()[]{}*+?|\\^$ab.1,")}},
+        {"structured_outputs": {"grammar": "root ::= " + letters('ab"|()*+?[]:= \n')}},
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"response_format": {"type": "json_schema",
+                             "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "structural_tag", "format": schema}},
+        {"response_format": pick.choice(HOSTILE_VALUES)},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+         "tool_choice": pick.choice(("required", "auto", {"type": "function"}, None))},
+        {"guided_json": schema}, {"guided_regex": pick.choice(HOSTILE_VALUES)},
+        {pick.choice(("temperature", "messages", "stop", "n", "logit_bias", "stream")):
+         pick.choice(HOSTILE_VALUES)},
+    )  # fmt: skip
+    return {"model": "tiny", "messages": HI, "max_tokens": 2} | pick.choice(wishes)
+
+
+def memory_of(server: RealServer) -> int:
+    """Bytes that the server's processes hold for themselves."""
+    root = psutil.Process(server.process.pid)
+    return sum(p.memory_full_info().uss for p in (root, *root.children(recursive=True)))
+
+
+async def send_hostile(server: RealServer, count: int, seed: int) -> Counter[int]:
+    """Send so many bodies, eight at a time; count the statuses."""
+    pick = random.Random(seed)
+    bodies = (json.dumps(hostile_body(pick)).encode() for _ in range(count))
+    statuses: Counter[int] = Counter()
+
+    async def send() -> None:
+        headers = {"content-type": "application/json"}
+        for body in bodies:
+            response = await client.post(CHAT, content=body, headers=headers)
+            statuses[response.status_code] += 1
+            assert response.status_code in (200, 400, 413, 429), (body[:500], response.text)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        await asyncio.gather(*(send() for _ in range(8)))
+    return statuses
+
+
+async def test_hostile_bodies_do_no_harm(server: RealServer) -> None:
+    statuses = await send_hostile(server, 150, seed=1)
+    assert statuses[400] > 50
+    assert server.client.get("/readyz").status_code == 200
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+async def test_ten_thousand_hostile_bodies_leave_no_trace(
+    server: RealServer, tmp_path: Path
+) -> None:
+    await send_hostile(server, 2000, seed=2)
+    before = memory_of(server)
+    with lag_of(server, tmp_path) as lag:
+        statuses = await send_hostile(server, 8000, seed=3)
+    grown = memory_of(server) - before
+    print(statuses, told_lag(lag), f"grown by {grown >> 20} MiB")  # noqa: T201
+    assert grown < 100 << 20
+    assert server.client.get("/readyz").status_code == 200
+
+
+def test_the_route_and_the_metrics(server: RealServer) -> None:
+    path = "/v1/structured_outputs/validate"
+    schema = POINT | {"title": "another"}
+    first = server.client.post(path, json={"json": schema}).json()
+    again = server.client.post(path, json={"json": schema}).json()
+    assert first["valid"] and again["valid"]
+    assert (first["cached"], again["cached"]) == (False, True)
+    assert first["compile_ms"] > 0
+    for body in ({"regex": "(("}, {"choice": []}, {"grammar": "root ::= x"}, {"json": {"not": 1}}):
+        verdict = server.client.post(path, json=body).json()
+        assert not verdict["valid"] and verdict["reason"]
+    assert server.metric('rbln_grammar_checks_total{result="refused"}') > 0
+    assert server.metric("rbln_grammar_compile_seconds_count") > 0
+    log = Path(server.log).read_text()
+    assert "Traceback" not in log

@@ -1,0 +1,267 @@
+"""The real server over a tiny model: every route, with the official client where it has one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.observability.test_cached_tokens import whole_input
+from tests.server.real_server import RealServer
+from tests.server.routes.test_server_info import whole_description
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/v1/chat/completions"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    with RealServer(checkpoints("llama", dtype="float32"), tmp_path_factory.mktemp("s")) as up:
+        # The first thing any test of this module sees: it answers while it starts.
+        seconds = time.monotonic() - up.started
+        assert up.client.get("/livez").status_code == 200
+        starting = up.client.get("/readyz")
+        assert starting.status_code == 503
+        assert starting.json()["status"] == "starting"
+        assert "retry-after" in starting.headers
+        refused = up.client.post(CHAT, json={"messages": HI})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "not_ready"
+        assert "rbln_serve_phase" in up.client.get("/metrics").text
+        up.until_ready()
+        # Two seconds on a machine that does nothing else; runners are not like that.
+        assert seconds < 10
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_warm_up_was_told(server: RealServer) -> None:
+    body = server.client.get("/readyz").json()
+    assert body["graphs"]["done"] == body["graphs"]["total"] > 0
+    assert server.metric("rbln_serve_warmup_graphs_done") == body["graphs"]["total"]
+    assert server.metric('rbln_serve_phase{phase="ready"}') == 1
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/startupz").status_code == 200
+
+
+def test_the_server_describes_itself(server: RealServer) -> None:
+    whole_description(server)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_chat_streams_what_it_answers_at_once(client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**wish)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 12
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(
+        client.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True})
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens == whole.usage.prompt_tokens
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completions_with_n_logprobs_and_seed(client: openai.OpenAI) -> None:
+    wish: dict[str, Any] = {"model": "tiny", "prompt": "a b", "max_tokens": 5, "seed": 7, "n": 2}
+    first = client.completions.create(**wish, logprobs=2)
+    again = client.completions.create(**wish, logprobs=2)
+    assert [c.text for c in first.choices] == [c.text for c in again.choices]
+    assert first.choices[0].logprobs is not None
+    assert len(first.choices[0].logprobs.token_logprobs or []) == 5
+    single = wish | {"n": 1}
+    whole = client.completions.create(**single).choices[0].text
+    streamed = client.completions.create(**single, stream=True)
+    assert "".join(choice.text for chunk in streamed for choice in chunk.choices) == whole
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    whole = client.responses.create(
+        model="tiny", input="hi", max_output_tokens=6, temperature=0, store=False
+    )
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 6
+    events = list(
+        client.responses.create(
+            model="tiny", input="hi", max_output_tokens=6, temperature=0, stream=True
+        )
+    )
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+
+
+def test_messages(server: RealServer) -> None:
+    body = {"model": "tiny", "messages": HI, "max_tokens": 4}
+    answer = server.client.post("/v1/messages", json=body).json()
+    assert answer["type"] == "message"
+    assert answer["usage"]["output_tokens"] == 4
+    stream = server.client.post("/v1/messages", json={**body, "stream": True}).text
+    assert stream.startswith("event: message_start\n")
+    assert "event: message_stop\n" in stream
+    count = server.client.post(
+        "/v1/messages/count_tokens", json={"model": "tiny", "messages": HI}
+    ).json()
+    assert count["input_tokens"] == whole_input(answer["usage"])
+
+
+def test_tokens_there_and_back(server: RealServer) -> None:
+    tokens = server.client.post(
+        "/tokenize", json={"prompt": "hello world", "add_special_tokens": False}
+    ).json()
+    text = server.client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text["prompt"] == "hello world"
+    assert tokens["max_model_len"] == 256
+    chat = server.client.post("/tokenize", json={"messages": HI}).json()
+    assert chat["count"] > tokens["count"]
+
+
+LONG = [{"role": "user", "content": "a b c " * 400}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+PICTURE = [{"role": "user", "content": [IMAGE]}]
+ERRORS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
+    (CHAT, {}, 400, "missing_field", "messages"),
+    (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
+    (CHAT, {"messages": "hi"}, 400, "invalid_type", "messages"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "missing_field", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "invalid_type", None),
+    (CHAT, {"messages": HI, "max_tokens": "5"}, 400, "invalid_type", "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 257}, 400, "context_length_exceeded", "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 250}, 400, "context_length_exceeded", "messages"),
+    (CHAT, {"messages": LONG}, 400, "context_length_exceeded", "messages"),
+    (CHAT, {"messages": HI, "temperature": "hot"}, 400, "invalid_type", "temperature"),
+    (CHAT, {"messages": HI, "temperature": -1}, 400, "invalid_value", "temperature"),
+    (CHAT, {"messages": HI, "top_p": 2}, 400, "invalid_value", "top_p"),
+    (CHAT, {"messages": HI, "n": 5}, 400, "invalid_value", "n"),
+    (CHAT, {"messages": HI, "xyz": 1}, 400, "unknown_field", "xyz"),
+    (
+        CHAT,
+        {"messages": HI, "guided_decoding_backend": "x"},
+        400,
+        "unsupported_field",
+        "guided_decoding_backend",
+    ),
+    (CHAT, {"messages": HI, "tools": []}, 400, "invalid_value", "tools"),
+    (CHAT, {"messages": HI, "stop": ["x"] * 9}, 400, "invalid_value", "stop"),
+    (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+    (CHAT, {"messages": HI, "priority": 1}, 400, "unsupported_field", "priority"),
+    (CHAT, {"messages": HI, "model": "other"}, 404, "model_not_found", "model"),
+    (
+        CHAT,
+        {"messages": HI, "response_format": {"type": "bogus"}},
+        400,
+        "invalid_value",
+        "response_format.type",
+    ),
+    (CHAT, {"messages": PICTURE}, 400, "unsupported_field", "messages[0].content[0]"),
+    ("/v1/embeddings", {"input": "a"}, 400, "unsupported_operation", None),
+    ("/rerank", {"query": "a", "documents": ["b"]}, 400, "unsupported_operation", None),
+    ("/v1/completions", {}, 400, "invalid_value", "prompt"),
+    ("/v1/completions", {"prompt": ""}, 400, "invalid_value", "prompt"),
+    ("/v1/completions", {"prompt": [1, 10**6]}, 400, "invalid_value", "prompt[1]"),
+    ("/v1/completions", {"prompt": [5] * 256}, 400, "context_length_exceeded", "prompt"),
+    ("/v1/responses", {}, 400, "missing_field", "input"),
+    ("/v1/responses", {"input": "hi", "store": True}, 400, "unsupported_field", "store"),
+    ("/v1/responses", {"input": "a b c " * 400}, 400, "context_length_exceeded", "input"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 1}, 400, "missing_field", "model"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "status", "code", "param"), ERRORS)
+def test_bad_requests_are_refused_before_the_first_byte(
+    server: RealServer,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+    stream: bool,
+) -> None:
+    answer = server.client.post(path, json={**body, "stream": stream})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code, error
+    assert param is None or error["param"] == param
+    assert error["message"]
+
+
+def test_stream_options_without_a_stream(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="tiny", messages=HI, stream_options={"include_usage": True}
+        )
+    assert caught.value.param == "stream_options"
+
+
+def test_a_bad_grammar_is_refused_before_the_stream(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model="tiny",
+            messages=HI,
+            stream=True,
+            extra_body={"structured_outputs": {"regex": "(("}},
+        )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_aborts_in_the_engine(server: RealServer, stream: bool) -> None:
+    body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": stream, "n": 4}
+    content = json.dumps(body).encode()
+    before = server.metric("vllm:generation_tokens_total")
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        if stream:
+            connection.recv(1000)
+        else:
+            while server.metric("rbln_serve_in_flight_requests") < 1:
+                time.sleep(0.005)
+    deadline = time.monotonic() + 2
+    while server.metric("rbln_serve_in_flight_requests"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert answer.status_code == 200
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:generation_tokens_total") - before < 4 * 240
+    aborted = 'rbln_http_requests_total{code="%s",method="POST",outcome="aborted"'
+    assert server.metric(aborted % ("200" if stream else "499")) >= 1
+
+
+def test_the_metrics_page_has_all_three_sources(server: RealServer) -> None:
+    page = server.client.get("/metrics").text
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"}' in page
+    assert "rbln_serve_build_info{" in page
+    assert 'rbln_bucket_steps_total{bucket="1",phase="decode"}' in page
+    assert server.metric("rbln_recompiles_after_warmup_total") == 0

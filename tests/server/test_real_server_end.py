@@ -1,0 +1,169 @@
+"""How the real server ends: drained, killed under it, killed itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.real_server import RealServer, descendants
+
+pytestmark = pytest.mark.engine
+
+LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 4}
+
+
+@pytest.fixture
+def server(checkpoints: CheckpointCache, tmp_path: Path) -> RealServer:
+    # Streams must last long enough for something to happen meanwhile.
+    return RealServer(checkpoints("llama", dtype="float32"), tmp_path, "--max-model-len", "1024")
+
+
+def in_flight(server: RealServer, out: list[str]) -> threading.Thread:
+    """Start a long stream in a thread and return once its first bytes are here."""
+    begun = threading.Event()
+
+    def run() -> None:
+        with server.client.stream("POST", "/v1/completions", json=LONG) as answer:
+            for text in answer.iter_text():
+                out.append(text)
+                begun.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(30)
+    return thread
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_sigterm_finishes_streams_refuses_new_work_and_exits_0(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        engine = server.engine_pid()
+        out: list[str] = []
+        stream = in_flight(server, out)
+        server.terminate()
+        while server.client.get("/readyz").status_code == 200:
+            time.sleep(0.001)
+        refused = server.client.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert refused.headers["connection"] == "close"
+        assert stream.is_alive()
+        stream.join(60)
+        text = "".join(out)
+        assert text.endswith("data: [DONE]\n\n")
+        assert text.count('"finish_reason":"length"') == 4
+        assert server.process.wait(30) == 0
+        assert gone(engine)
+        ours = [x for x in server.log.read_text().splitlines() if not x.startswith("(EngineCore")]
+        assert not any("Traceback" in line for line in ours)
+        assert not list(server.log.parent.glob("rbln-serve-*"))
+
+
+def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        out: list[str] = []
+        stream = in_flight(server, out)
+        killed = time.monotonic()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while server.client.get("/readyz").status_code == 200:
+            time.sleep(0.01)
+        assert time.monotonic() - killed < 2
+        body = server.client.get("/readyz").json()
+        assert body["status"] == "dead"
+        assert "exit code -9" in body["reason"]
+        stream.join(10)
+        assert '"code": "engine_failed"' in "".join(out)
+        assert server.process.wait(30) == 1
+        assert "exit code -9" in server.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+def test_nothing_survives_a_killed_server(
+    checkpoints: CheckpointCache, tmp_path: Path, how: str
+) -> None:
+    checkpoint = checkpoints("llama", dtype="float32")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how) as server:
+        server.until_ready()
+        # Another process tries the grammar.
+        guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
+        assert server.client.post("/v1/completions", json=guided).status_code == 200
+        left = descendants(server.process.pid)
+        assert len(left) >= 3
+        server.process.kill()
+        deadline = time.monotonic() + 10
+        while alive := {pid: title for pid, title in left.items() if not gone(pid)}:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.02)
+        (abandoned,) = tmp_path.glob("rbln-serve-*")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how):
+        assert not abandoned.exists()
+
+
+def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealServer) -> None:
+    with server:
+        server.until_ready()
+        out: list[str] = []
+        stream = in_flight(server, out)
+        server.terminate()
+        while server.client.get("/readyz").status_code == 200:
+            time.sleep(0.001)
+        server.terminate()
+        asked = time.monotonic()
+        assert server.process.wait(10) == 0
+        # About one on a host that has nothing else to do.
+        assert time.monotonic() - asked < 4
+        stream.join(10)
+        text = "".join(out)
+        assert '"code": "draining"' in text
+        assert text.endswith("data: [DONE]\n\n")
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+def test_the_end_of_who_reads_the_log_is_not_the_servers(
+    checkpoints: CheckpointCache, tmp_path: Path, how: str
+) -> None:
+    log = tmp_path / "pipe"
+    os.mkfifo(log)
+    begun = threading.Event()
+
+    def read_a_line() -> None:
+        # As `| grep -m 1 'listening on'` does.
+        with log.open() as pipe:
+            line = next(line for line in pipe if "listening on" in line)
+        (tmp_path / "server.log").write_text(line)
+        begun.set()
+
+    threading.Thread(target=read_a_line).start()
+    checkpoint = checkpoints("llama", dtype="float32")
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, output=log) as server:
+        assert begun.is_set()
+        server.until_ready()
+        answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 200
+        server.terminate()
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_sigterm_during_start_up_ends_promptly_with_0(server: RealServer, delay_s: float) -> None:
+    with server:
+        time.sleep(delay_s)
+        asked = time.monotonic()
+        server.terminate()
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - asked < 3

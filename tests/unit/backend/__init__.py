@@ -1,1 +1,0 @@
-"""Tests of the backend's pure parts: configuration, buckets, progress, metrics, artifact store."""

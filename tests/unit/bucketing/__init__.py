@@ -1,0 +1,1 @@
+"""Buckets, chunks, the record of sizes and the tuner."""

@@ -1,0 +1,1 @@
+"""Plans, layouts, reuse and the window log."""

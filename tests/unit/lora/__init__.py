@@ -1,0 +1,1 @@
+"""Adapter configurations and slots."""

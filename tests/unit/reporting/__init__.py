@@ -1,0 +1,1 @@
+"""What workers leave for the API process."""

@@ -1,0 +1,1 @@
+"""The device's rules over vLLM's scheduler."""

@@ -1,0 +1,1 @@
+"""Artifacts, kernels and bundles on disk."""
