@@ -40,8 +40,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--api-key", help="tests/conformance: a key of that server")
     parser.addoption("--model", help="tests/conformance: a model of it; unset, its first")
     parser.addoption("--conformance-report", help="tests/conformance: write results to this file")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of transformers alone go first: an engine wraps some of its classes for good."""
-    items.sort(key=lambda item: item.path.name != "test_checkpoints.py")

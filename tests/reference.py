@@ -1,10 +1,15 @@
-"""Greedy continuations by transformers in float32: the independent reference of the token tests."""
+"""Greedy continuations by transformers in float32: the independent reference of the token tests.
+
+transformers runs in a process of its own, for an engine wraps some of its classes for good.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -38,7 +43,16 @@ def reference_generate(
 
     With `ignore_eos` false the end-of-sequence token ends the continuation and is its last token.
     """
-    return _generate(path, tuple(prompt_token_ids), max_tokens, ignore_eos)
+    arguments = (path, tuple(prompt_token_ids), max_tokens, ignore_eos)
+    return _process().submit(_generate, *arguments).result()
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    # The models are tiny: a second thread would only wait.
+    return ProcessPoolExecutor(
+        1, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    )
 
 
 @lru_cache(maxsize=256)
