@@ -26,6 +26,7 @@ IMAGES = Path(__file__).resolve().parent / "images"
 _INCHES_A_COLUMN = 0.68
 _INCHES_A_LINE = 0.36
 _SERIES_SHOWN = 8
+_CREDIT = "drawn by matplotlib from the answers to the panels' queries; not a picture of Grafana"
 _SCALES = {"percentunit": 100.0, "bytes": 1 / 2**20}
 _UNITS = {"percentunit": "%", "bytes": "MiB", "celsius": "°C", "percent": "%", "ops": "/s"}
 _UNITS |= {"reqps": "/s", "s": "s", "joule": "J", "watt": "W", "short": ""}
@@ -65,6 +66,7 @@ def draw(dashboard: Dashboard, scene: Scene) -> None:
         axes.tick_params(labelsize=6)
         series = [one for query in panel.queries for one in _named(query, scene.series(query))]
         _DRAWN[panel.kind](axes, panel, series, scene.began)
+    figure.text(0.995, 0.002, _CREDIT, fontsize=7, ha="right", va="bottom", color="dimgray")
     figure.savefig(IMAGES / f"{dashboard.uid}.png", dpi=80)
     plt.close(figure)
 

@@ -26,10 +26,11 @@ def test_generated_pages_are_fresh() -> None:
     assert done.returncode == 0, f"run `make docs`\n{done.stdout}{done.stderr}"
 
 
-def test_every_path_named_in_the_architecture_exists() -> None:
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/engine.md"])
+def test_every_path_named_in_the_architecture_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
     named = {match.group(1) for match in _PATH.finditer(text)}
-    assert named, "docs/architecture.md names no path in backquotes"
+    assert named, f"{page} names no path in backquotes"
     # Inside a section about one package, paths are named from that package.
     bases = (ROOT, ROOT / "rbln_backend", ROOT / "server")
     missing = {path for path in named if not any((base / path).exists() for base in bases)}
@@ -39,7 +40,7 @@ def test_every_path_named_in_the_architecture_exists() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        *("README.md", "CHANGELOG.md", "docs/architecture.md"),
+        *("README.md", "CHANGELOG.md", "docs/architecture.md", "docs/engine.md"),
         *("docs/http_api.md", "docs/security.md"),
     ],
 )
