@@ -45,8 +45,8 @@ PARAGRAPHS = (
     "of the test excuses with a reason. Every alert fires and stays silent in a scenario of "
     "`tests/operators/alerts.test.yml`; some fire live. Nobody has looked at the dashboards in a "
     "running Grafana yet.",
-    "**Pictures.** The pictures below are no screenshots: matplotlib drew them (`docs/pictures.py`) from "
-    "what the panels' own queries returned of a tiny model on the emulated device on a busy "
+    "**Pictures.** The pictures below are no screenshots: matplotlib drew them (`docs/pictures.py`) "
+    "from what the panels' own queries returned of a tiny model on the emulated device on a busy "
     "machine with two cores; they show what there is to see, not what is fast. Time is in seconds "
     "since the server's start.",
 )
@@ -63,7 +63,8 @@ def dashboard_parts() -> list[tuple[str, str, list[tuple[str, str]]]]:
     return [
         (
             f"### {_short(dashboard)}",
-            f"{dashboard.description}\n\n![{_short(dashboard)}, drawn by matplotlib](images/{dashboard.uid}.png)",
+            f"{dashboard.description}\n\n"
+            f"![{_short(dashboard)}, drawn by matplotlib](images/{dashboard.uid}.png)",
             [(panel.title, panel.description) for panel in dashboard.panels],
         )
         for dashboard in DASHBOARDS
