@@ -45,9 +45,10 @@ PARAGRAPHS = (
     "of the test excuses with a reason. Every alert fires and stays silent in a scenario of "
     "`tests/operators/alerts.test.yml`; some fire live. Nobody has looked at the dashboards in a "
     "running Grafana yet.",
-    "**Pictures.** The pictures below are no screenshots: matplotlib drew them (`docs/pictures.py`) "
-    "from what the panels' own queries returned of a tiny model on the emulated device on a busy "
-    "machine with two cores; they show what there is to see, not what is fast. Time is in seconds "
+    "**Pictures.** The pictures below are no screenshots: matplotlib drew them (see "
+    "`docs/pictures.py`) from what the panels' own queries returned of a tiny model on the "
+    "emulated device on a busy machine with two cores; they show what there is to see, not what is "
+    "fast. Time is in seconds "
     "since the server's start.",
 )
 
