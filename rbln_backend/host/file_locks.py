@@ -6,8 +6,8 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,7 +42,7 @@ def acquire(descriptor: int, digest: str) -> float:
     return time.monotonic() - started
 
 
-def lock_in_place(path: Path, descriptor: int) -> bool:
+def _lock_in_place(path: Path, descriptor: int) -> bool:
     """Lock a new directory; False if a cleaner had the lock, and the directory, before us."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -71,17 +71,19 @@ def remove_if_unlocked(path: Path) -> None:
 
 
 @contextmanager
-def claimed_folder(parent: Path, prefix: str, leftovers: str) -> Iterator[Path]:
-    """Yield a new folder of this user alone in ``parent``, which is gone when the block ends.
+def claimed_folder(
+    parent: Path, prefix: str, leftovers: str, *, mode: int = 0o700
+) -> Iterator[Path]:
+    """Yield a new, locked folder in ``parent``, which is gone when the block ends or was renamed.
 
     Those of killed processes, whose names match the pattern ``leftovers``, are removed first.
-    Raises ``OSError``.
+    ``mode`` is less the umask. Raises ``OSError``.
     """
     for path in parent.glob(leftovers):
         with suppress(OSError):
             if path.lstat().st_uid == os.geteuid():
                 remove_if_unlocked(path)
-    path, descriptor = _claim(parent, prefix)
+    path, descriptor = _claim(parent, prefix, mode)
     try:
         yield path
     finally:
@@ -89,13 +91,14 @@ def claimed_folder(parent: Path, prefix: str, leftovers: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _claim(parent: Path, prefix: str) -> tuple[Path, int]:
+def _claim(parent: Path, prefix: str, mode: int) -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        path = parent / f"{prefix}{uuid.uuid4().hex}"
+        path.mkdir(mode)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        if lock_in_place(path, descriptor):
+        if _lock_in_place(path, descriptor):
             return path, descriptor
         os.close(descriptor)

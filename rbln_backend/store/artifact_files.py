@@ -57,8 +57,8 @@ def write_entry(directory: Path, key: CacheKey, files: Mapping[str, bytes]) -> N
     Raises `OSError` when the disk refuses.
     """
     for name, data in files.items():
-        _write_file(directory / name, data)
-    _write_file(directory / MANIFEST, encode_manifest(key, files, created=time.time()))
+        write_file(directory / name, data)
+    write_file(directory / MANIFEST, encode_manifest(key, files, created=time.time()))
     sync_directory(directory)
 
 
@@ -212,7 +212,16 @@ def _read_file(directory: int, name: str) -> bytes:
         raise
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def directory_bytes(path: Path) -> int:
+    """The bytes of an entry's files, whole or not; 0 where it cannot be read."""
+    try:
+        return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(path))
+    except OSError:
+        return 0
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and wait until the disk has it; raises `OSError`."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()

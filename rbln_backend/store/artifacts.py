@@ -25,15 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rbln_backend.errors import CorruptArtifactError
-from rbln_backend.host.file_locks import (
-    acquire,
-    lock_in_place,
-    open_lock,
-    remove_if_unlocked,
-)
+from rbln_backend.host.file_locks import acquire, claimed_folder, open_lock, remove_if_unlocked
 from rbln_backend.store.artifact_files import (
     MANIFEST,
     check_file_name,
+    directory_bytes,
     read_entry,
     read_manifest,
     sync_directory,
@@ -177,7 +173,7 @@ class ArtifactStore:
     def evict(self, digest: str) -> bool:
         """Remove an entry; False if it is not there or cannot be removed."""
         path = self._entry_path(digest)
-        size = _directory_bytes(path)
+        size = directory_bytes(path)
         if self._read_only or not self._discard(path):
             return False
         self._on_event(StoreEvent("evicted", digest, num_bytes=size))
@@ -214,14 +210,14 @@ class ArtifactStore:
 
     def size_bytes(self) -> int:
         """Return the bytes of all entries' files, damaged ones included."""
-        return sum(map(_directory_bytes, entry_paths(self.root)))
+        return sum(map(directory_bytes, entry_paths(self.root)))
 
     def prune(self) -> None:
         """Evict the least recently used entries above the bound, and remove garbage."""
         if self._read_only:
             return
         self._remove_garbage()
-        sized = [(path, _directory_bytes(path)) for path in entry_paths(self.root)]
+        sized = [(path, directory_bytes(path)) for path in entry_paths(self.root)]
         excess = sum(size for _, size in sized) - self._max_bytes
         if excess <= 0:
             return
@@ -256,7 +252,9 @@ class ArtifactStore:
         if target.is_dir():
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with self._temporary_directory() as temporary:
+        parent = self.root / "tmp"
+        parent.mkdir(exist_ok=True)
+        with claimed_folder(parent, "", "*", mode=0o777) as temporary:
             write_entry(temporary, key, files)
             try:
                 temporary.rename(target)
@@ -266,30 +264,6 @@ class ArtifactStore:
                     raise
         sync_directory(target.parent)
         sync_directory(self.root)
-
-    @contextlib.contextmanager
-    def _temporary_directory(self) -> Iterator[Path]:
-        """Make a directory in `tmp/` and hold its lock; what is left there is removed."""
-        path, descriptor = self._claim_temporary()
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(descriptor)
-
-    def _claim_temporary(self) -> tuple[Path, int]:
-        parent = self.root / "tmp"
-        parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            path = parent / uuid.uuid4().hex
-            path.mkdir()
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            except FileNotFoundError:
-                continue
-            if lock_in_place(path, descriptor):
-                return path, descriptor
-            os.close(descriptor)
 
     def _remove_garbage(self) -> None:
         with contextlib.suppress(OSError):
@@ -356,17 +330,10 @@ def _describe(path: Path) -> Entry:
         key=manifest.key,
         path=path,
         files={name: record.size for name, record in manifest.files.items()},
-        size_bytes=_directory_bytes(path),
+        size_bytes=directory_bytes(path),
         created=manifest.created,
         last_used=_last_used(path),
     )
-
-
-def _directory_bytes(path: Path) -> int:
-    try:
-        return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(path))
-    except OSError:
-        return 0
 
 
 def _modified(path: Path) -> float:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
 from rbln_backend.host.file_locks import claimed_folder
 from rbln_backend.host.trusted_files import open_trusted, trusted_folder
+from rbln_backend.store.artifact_files import directory_bytes, write_file
 
 LIBRARY = "librbln_emulator.so"
 RECORD = "library.json"
@@ -170,10 +171,7 @@ def publish(entry: Path, files: Mapping[str, bytes]) -> bool:
             return False
         with staging(entry) as directory:
             for name, content in files.items():
-                with (directory / name).open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_file(directory / name, content)
     return True
 
 
@@ -200,8 +198,4 @@ def _describe(path: Path) -> KernelFiles:
         last_used = (path / RECORD).stat().st_mtime
     except OSError:
         target, last_used = "", 0.0
-    try:
-        size = sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(path))
-    except OSError:
-        size = 0
-    return KernelFiles(path, target, size, last_used)
+    return KernelFiles(path, target, directory_bytes(path), last_used)
