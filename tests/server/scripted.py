@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from starlette.requests import Request
 
 from server.errors import ContextLengthError, InternalError
@@ -215,3 +216,10 @@ async def running(
                 service.signal()
             with suppress(asyncio.CancelledError):
                 await asyncio.wait_for(task, 10)
+
+
+async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    """Wait until the log says so."""
+    async with asyncio.timeout(10):
+        while words not in caplog.text:
+            await asyncio.sleep(0.02)
