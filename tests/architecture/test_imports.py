@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
@@ -18,6 +21,25 @@ def test_import_contracts_hold() -> None:
         [str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("package", ["server", "rbln_backend"])
+def test_no_circle_of_rooms(package: str) -> None:
+    graph = grimp.build_graph(package, exclude_type_checking_imports=True)
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for module in graph.modules:
+        for imported in graph.find_modules_directly_imported_by(module):
+            here, there = _room(module), _room(imported)
+            # What a folder holds may use the folders inside.
+            if not f"{there}.".startswith(f"{here}.") and not f"{here}.".startswith(f"{there}."):
+                rooms[here].add(there)
+    TopologicalSorter(rooms).prepare()
+
+
+def _room(module: str) -> str:
+    """The folder of a module; a file in the package's root is a room of its own."""
+    folder = module.rpartition(".")[0]
+    return module if folder.count(".") == 0 else folder
 
 
 def _imported_modules(path: Path) -> set[str]:
