@@ -15,7 +15,7 @@ COPY requirements/torch.txt requirements/cpu.lock requirements/
 RUN ["deploy/scripts/make_venv.sh", "/opt/venv", "requirements/torch.txt", "requirements/cpu.lock"]
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/vllm-metadata deploy/vllm-metadata
-COPY default_model default_model
+COPY default_model/checkpoint default_model/checkpoint
 COPY rbln_backend rbln_backend
 COPY server server
 RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model", "/opt/bundle"]

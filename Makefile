@@ -84,5 +84,7 @@ $(stamps)/dev: $(stamps)/locked requirements/dev.lock
 	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
 	@touch $@
 
-build/default-model/config.json: $(wildcard default_model/build.py default_model/checkpoint/* default_model/checkpoint/adapter/*) $(stamps)/project
-	$(python) -m default_model.build --out $(@D)
+# Put in place in one go, for a server that may be reading the former one.
+build/default-model/config.json: $(wildcard default_model/checkpoint/* default_model/checkpoint/adapter/*)
+	rm -rf $(@D).part && mkdir -p $(dir $(@D)) && cp -R default_model/checkpoint $(@D).part
+	rm -rf $(@D) && mv $(@D).part $(@D)

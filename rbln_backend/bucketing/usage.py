@@ -8,15 +8,15 @@ is set aside and begun anew; nothing here ever fails a server.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-_FORMAT = 1
+import msgspec
+
 PHASES = ("prefill", "decode")
 
 
@@ -31,11 +31,11 @@ class PhaseUsage:
     steps_by_bucket: dict[int, int] = field(default_factory=dict)
     seconds_by_bucket: dict[int, float] = field(default_factory=dict)
 
-    def note(self, size: int, bucket: int, seconds: float) -> None:
-        """Count one step."""
-        self.steps_by_size[size] = self.steps_by_size.get(size, 0) + 1
-        self.steps_by_bucket[bucket] = self.steps_by_bucket.get(bucket, 0) + 1
-        self.seconds_by_bucket[bucket] = self.seconds_by_bucket.get(bucket, 0.0) + seconds
+    def note(self, size: int, bucket: int, seconds: float, steps: int = 1) -> None:
+        """Count `steps` of this size, which took `seconds` together."""
+        _add(self.steps_by_size, {size: steps})
+        _add(self.steps_by_bucket, {bucket: steps})
+        _add(self.seconds_by_bucket, {bucket: seconds})
 
     def add(self, other: PhaseUsage) -> None:
         """Add what another one counted."""
@@ -43,9 +43,25 @@ class PhaseUsage:
         _add(self.steps_by_bucket, other.steps_by_bucket)
         _add(self.seconds_by_bucket, other.seconds_by_bucket)
 
-    def fitting(self, largest: int) -> dict[int, int]:
-        """Return the steps by size without larger sizes, which another engine allowed."""
-        return {size: steps for size, steps in self.steps_by_size.items() if size <= largest}
+    @property
+    def steps(self) -> int:
+        """How many steps were counted."""
+        return sum(self.steps_by_size.values())
+
+    @property
+    def seconds(self) -> float:
+        """What they took."""
+        return sum(self.seconds_by_bucket.values())
+
+    @property
+    def padded(self) -> int:
+        """Rows, or tokens, that were computed and held nothing."""
+        return _total(self.steps_by_bucket) - _total(self.steps_by_size)
+
+    @property
+    def padding(self) -> float:
+        """Their share of all that were computed; 0 without steps."""
+        return self.padded / max(_total(self.steps_by_bucket), 1)
 
     def mean_seconds(self) -> dict[int, float]:
         """Return the mean seconds of a step, by bucket."""
@@ -68,39 +84,13 @@ class Usage:
     @property
     def steps(self) -> int:
         """How many steps were counted."""
-        return sum(sum(usage.steps_by_size.values()) for usage in self.phases.values())
+        return sum(usage.steps for usage in self.phases.values())
 
     def add(self, other: Usage) -> None:
         """Add what another one counted; what it is about is the newer of the two."""
         self.about = other.about or self.about
         for phase, usage in other.phases.items():
             self.phases[phase].add(usage)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the file's content."""
-        return {
-            "format": _FORMAT,
-            "about": self.about,
-            **{
-                phase: {
-                    "steps_by_size": usage.steps_by_size,
-                    "steps_by_bucket": usage.steps_by_bucket,
-                    "seconds_by_bucket": usage.seconds_by_bucket,
-                }
-                for phase, usage in self.phases.items()
-            },
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Usage:
-        """Read a file's content. Raises `ValueError` for anything that is not one."""
-        try:
-            if content["format"] != _FORMAT:
-                raise ValueError(f"format is {content['format']}, not {_FORMAT}")
-            phases = {phase: _phase(content[phase]) for phase in PHASES}
-            return cls(phases, dict(content["about"]))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a record of bucket use: {error!r}") from error
 
 
 def about_engine(
@@ -115,6 +105,15 @@ def about_engine(
     }
 
 
+class _Content(msgspec.Struct):
+    """What stands in a file."""
+
+    format: Literal[1]
+    about: dict[str, Any]
+    prefill: PhaseUsage
+    decode: PhaseUsage
+
+
 class UsageFile:
     """The file of one model and device."""
 
@@ -124,10 +123,10 @@ class UsageFile:
     def read(self) -> Usage:
         """Return what is recorded, nothing without a file. Raises `ValueError` or `OSError`."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return Usage()
-        return Usage.from_json(json.loads(text))
+        return Usage({phase: getattr(found, phase) for phase in PHASES}, found.about)
 
     def add(self, counted: Usage) -> None:
         """Add to the file. Raises `OSError` where it cannot be written."""
@@ -140,8 +139,8 @@ class UsageFile:
                 total = Usage()
             total.add(counted)
             temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(total.to_json(), file)
+            with temporary.open("wb") as file:
+                file.write(msgspec.json.encode(_Content(1, total.about, **total.phases)))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
@@ -153,14 +152,10 @@ class UsageFile:
             yield
 
 
-def _phase(content: Mapping[str, Mapping[str, Any]]) -> PhaseUsage:
-    return PhaseUsage(
-        {int(size): int(steps) for size, steps in content["steps_by_size"].items()},
-        {int(bucket): int(steps) for bucket, steps in content["steps_by_bucket"].items()},
-        {int(bucket): float(time) for bucket, time in content["seconds_by_bucket"].items()},
-    )
-
-
 def _add(into: dict[int, Any], more: Mapping[int, Any]) -> None:
     for key, value in more.items():
         into[key] = into.get(key, 0) + value
+
+
+def _total(steps_by: Mapping[int, int]) -> int:
+    return sum(size * steps for size, steps in steps_by.items())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from rbln_backend.errors import ConfigError
-from rbln_backend.parity.options import Options, parse
-from rbln_backend.parity.report.html import html_report
-from rbln_backend.parity.report.json_report import json_report
-from rbln_backend.parity.report.junit import junit_report
-from rbln_backend.parity.report.text import text_report
-from rbln_backend.parity.run import Outcome, run_parity
 from rbln_backend.reporting.child_process import ChildError
+from rbln_backend.errors import ConfigError
+from rbln_backend.parity.options import parse
+from rbln_backend.parity.report.html import html_report
+from rbln_backend.parity.report.machine import json_report, junit_report
+from rbln_backend.parity.report.text import text_report
+from rbln_backend.parity.run import run_parity
 
 OUT_OF_LIMITS = 1
 WRONG_ARGUMENTS = 2
@@ -32,19 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return SIDE_FAILED
     sys.stdout.write(text_report(outcome))
-    for path, make in _reports(options):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(make(outcome), encoding="utf-8")
-    return 0 if outcome.passed else OUT_OF_LIMITS
-
-
-def _reports(options: Options) -> list[tuple[Path, Callable[[Outcome], str]]]:
-    makers = (
+    for path, make in (
         (options.json, json_report),
         (options.junit, junit_report),
         (options.html, html_report),
-    )
-    return [(path, make) for path, make in makers if path is not None]
+    ):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(make(outcome), encoding="utf-8")
+    return 0 if outcome.passed else OUT_OF_LIMITS
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 from rbln_backend.envs import child_environ
 from rbln_backend.errors import ConfigError
 from rbln_backend.parity.job import Job, Side
-from rbln_backend.parity.models import has_experts, read_config, resolve_name
-from rbln_backend.parity.options import Options
+from rbln_backend.parity.options import HUB_NAMES, Options
 
 # GiB of KV cache on vLLM's CPU backend; by default it takes half of the memory.
 _CPU_KV_GIB = "4"
-_PROBE_WORKER = "rbln_backend.parity.probe_worker.ProbeWorker"
+_PROBE_WORKER = "rbln_backend.parity.sides.probe_worker.ProbeWorker"
 # No layer of a model needs a longer block than the context; vLLM wants it a multiple of this.
 _BLOCK_UNIT = 128
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Jobs:
@@ -25,9 +26,10 @@ class Jobs:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._model = resolve_name(options.model)
-        self._config = read_config(self._model)
-        if options.ep and self._config and not has_experts(self._config):
+        self._model = HUB_NAMES.get(options.model, options.model)
+        self._config = _read_config(self._model)
+        is_mixture = any(int(self._config.get(name) or 0) > 1 for name in _EXPERT_FIELDS)
+        if options.ep and self._config and not is_mixture:
             raise ConfigError(f"--ep needs a mixture of experts; {options.model} has none")
         limit = self._config.get("max_position_embeddings")
         self._max_model_len = min(options.max_model_len, int(limit or options.max_model_len))
@@ -121,6 +123,15 @@ class Jobs:
             "data_parallel_size": options.dp,
             "enable_expert_parallel": options.ep,
         } | options.rbln_args
+
+
+def _read_config(model: str) -> Mapping[str, Any]:
+    """Return the text part of a local checkpoint's config.json; empty for a name of the hub."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config | (config.get("text_config") or {})
 
 
 def environ_of(side: Side) -> Mapping[str, str]:

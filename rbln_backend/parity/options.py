@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rbln_backend.parity.models import HUB_NAMES
-
+HUB_NAMES = {
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama3-8b": "meta-llama/Meta-Llama-3-8B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen1.5-moe-15b": "Qwen/Qwen1.5-MoE-A2.7B",
+    "qwen3-moe-30b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-moe-235b": "Qwen/Qwen3-235B-A22B",
+    "deepseek-v2": "deepseek-ai/DeepSeek-V2-Lite",
+    "llama4-maverick": "meta-llama/Llama-4-Maverick-17B-128E",
+}
+"""The short model names of the documented parity runner."""
 DEFAULT_PROMPTS = (
     "Write one sentence about the sea.",
     "The three primary colours are",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +42,39 @@ class PromptDelta:
             return False
         position = self.positions[self.first_divergence]
         return position.margin <= 2 * position.max_delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """All prompts of a pair of sides. ``None`` where no log-probabilities were compared."""
+
+    prompts: int
+    positions: int
+    same_tokens: int
+    """Prompts whose free continuations are the same."""
+    ties: int
+    """Prompts that part where the reference itself is undecided."""
+    max_delta: float | None
+    mean_delta: float | None
+    min_pearson: float | None
+    outliers: int
+
+
+def summarize(deltas: Sequence[PromptDelta]) -> Summary:
+    """Sum up the prompts of one pair of sides."""
+    positions = [position for delta in deltas for position in delta.positions]
+    overlaps = [position.overlap for position in positions]
+    total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
+    return Summary(
+        prompts=len(deltas),
+        positions=len(positions),
+        same_tokens=sum(delta.first_divergence is None for delta in deltas),
+        ties=sum(delta.divergence_is_a_tie for delta in deltas),
+        max_delta=max((p.max_delta for p in positions), default=None),
+        mean_delta=total / sum(overlaps) if any(overlaps) else None,
+        min_pearson=min((p.pearson for p in positions if not math.isnan(p.pearson)), default=None),
+        outliers=sum(p.outliers for p in positions),
+    )
 
 
 def compare(reference: Answer, other: Answer, eps: float) -> PromptDelta:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rbln_backend.reporting.child_process import ChildJob
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
 from rbln_backend.parity.job import Answer, Job, Side, SideResult
 from rbln_backend.parity.jobs import Jobs, environ_of
 from rbln_backend.parity.options import Options
-from rbln_backend.parity.positions import PromptDelta, compare
-from rbln_backend.parity.process import run_side
+from rbln_backend.parity.positions import PromptDelta, Summary, compare, summarize
 from rbln_backend.parity.result_cache import ResultCache, result_key
 from rbln_backend.parity.verdict import Failure, judge
 
@@ -26,6 +26,10 @@ class Pair:
     base: Side
     other: Side
     deltas: tuple[PromptDelta, ...]
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.deltas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +56,19 @@ class Outcome:
     bisection: Bisection | None = None
 
     @property
+    def departure(self) -> Departure | None:
+        """The first layer that departs; None if none does, or nobody looked."""
+        return None if self.bisection is None else self.bisection.departure
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """All that is out of limits, in words."""
+        departed = () if self.departure is None else (self.departure,)
+        return tuple(map(str, (*self.failures, *departed)))
+
+    @property
     def passed(self) -> bool:
-        departed = self.bisection is not None and self.bisection.departure is not None
-        return not self.failures and not departed
+        return not self.reasons
 
 
 def run_parity(options: Options) -> Outcome:
@@ -81,7 +95,14 @@ def run_parity(options: Options) -> Outcome:
 
 
 def _run(job: Job, options: Options) -> SideResult:
-    return run_side(job, environ_of(job.side), options.timeout)
+    """Run a side in a process of its own, in a clean environment; raises ``ChildError``."""
+    child = ChildJob(
+        label=f"{job.side} side",
+        module="rbln_backend.parity.sides",
+        variables=environ_of(job.side),
+        timeout=options.timeout,
+    )
+    return child.run(job.write, SideResult.read)
 
 
 def _reference(job: Job, options: Options) -> SideResult:

@@ -8,184 +8,157 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
-from rbln_backend.bucketing.usage import PHASES, PhaseUsage
+from rbln_backend.bucketing.usage import Usage
 from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
+
+Tables = Mapping[str, BucketTable]
+"""Buckets by phase."""
+Times = Mapping[str, StepTimes]
+"""Step times by phase."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request; `at_s` counts from the first one."""
+class Request:
+    """One request of a trace, `at` so many seconds after the first one.
 
-    at_s: float
+    Or of a busy period, in which it comes before the step `at`; waiting for it counts as steps.
+    """
+
+    at: float
     prompt_tokens: int
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
-    """The compiled sizes of an engine, and the settings that its schedule depends on."""
+class Pace:
+    """Settings of an engine that its steps depend on besides the buckets."""
 
-    prefill: BucketTable
-    decode: BucketTable
-    max_num_seqs: int
     decode_steps_per_chunk: int = 1
     prefill_step_tokens: int = 0
-
-    @classmethod
-    def of(cls, tables: Mapping[str, BucketTable]) -> Shapes:
-        """Those of an engine with these buckets and defaults for the rest."""
-        return cls(tables["prefill"], tables["decode"], tables["decode"].largest)
-
-    def with_tables(self, tables: Mapping[str, BucketTable]) -> Shapes:
-        """The same with other buckets of the same largest sizes."""
-        return replace(self, prefill=tables["prefill"], decode=tables["decode"])
-
-
-Moment = tuple[int, int]
-"""A busy period of the engine, and a step of it, both counted from 0."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """Steps by phase with predicted seconds, and before which step each request came."""
+    """Steps with their predicted seconds, and the requests by busy period and step."""
 
-    phases: dict[str, PhaseUsage] = field(
-        default_factory=lambda: {phase: PhaseUsage() for phase in PHASES}
-    )
-    came_before: list[Moment] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds of all steps; an idle engine takes none."""
-        return sum(sum(usage.seconds_by_bucket.values()) for usage in self.phases.values())
-
-
-@dataclass(slots=True)
-class _Request:
-    prompt_left: int
-    output_left: int
+    usage: Usage = field(default_factory=Usage)
+    periods: list[list[Request]] = field(default_factory=list)
 
 
 def simulate(
-    arrivals: Sequence[Arrival],
-    shapes: Shapes,
-    times: Mapping[str, StepTimes],
-    came_before: Sequence[Moment] | None = None,
+    requests: Sequence[Request], tables: Tables, times: Times, pace: Pace | None = None
 ) -> Schedule:
-    """Run the trace to its end; `times` by phase decide who has come by which step.
+    """Run a trace to its end; step times decide who has come by which step."""
+    return _Simulation(requests, tables, times, pace or Pace(), by_steps=False).run()
 
-    With `came_before` of an earlier schedule requests come before these steps instead, so that two
-    sets of buckets are compared at the same work: in busy periods one after the other, and a wait
-    for the next request of a period takes no steps.
-    """
-    return _Simulation(arrivals, shapes, times, came_before).run()
+
+def simulate_periods(
+    periods: Sequence[Sequence[Request]], tables: Tables, times: Times, pace: Pace | None = None
+) -> Usage:
+    """Run the busy periods of a schedule, with other buckets at the same work."""
+    usage = Usage()
+    for period in periods:
+        found = _Simulation(period, tables, times, pace or Pace(), by_steps=True).run()
+        usage.add(found.usage)
+    return usage
+
+
+@dataclass(slots=True)
+class _Running:
+    prompt_left: int
+    output_left: int
+
+    @property
+    def needs_chunk(self) -> bool:
+        return self.prompt_left > 0 and is_prefill(0, self.prompt_left)
 
 
 class _Simulation:
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
-        shapes: Shapes,
-        times: Mapping[str, StepTimes],
-        came_before: Sequence[Moment] | None,
+        requests: Sequence[Request],
+        tables: Tables,
+        times: Times,
+        pace: Pace,
+        *,
+        by_steps: bool,
     ) -> None:
-        self._coming = deque(arrivals)
-        self._moments = None if came_before is None else deque(came_before)
-        self._now: Moment = (-1, 0)
-        self._shapes, self._times = shapes, times
-        self._chunks = ChunkPlan(shapes.prefill, shapes.prefill_step_tokens)
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._coming = deque(requests)
+        self._tables, self._times = tables, times
+        self._steps_per_chunk, self._by_steps = pace.decode_steps_per_chunk, by_steps
+        self._chunks = ChunkPlan(tables["prefill"], pace.prefill_step_tokens)
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running] = []
         self._decodes_owed = 0
         self._clock = 0.0
         self._schedule = Schedule()
 
     def run(self) -> Schedule:
+        step = 0
         while self._coming or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._wait()
-            while self._coming and self._next_is_due():
-                self._receive_next()
+                self._clock = max(self._clock, self._coming[0].at)
+                self._schedule.periods.append([])
+                step = 0
+            while self._coming and self._coming[0].at <= self._clock:
+                new = self._coming.popleft()
+                self._waiting.append(_Running(new.prompt_tokens, new.output_tokens))
+                self._schedule.periods[-1].append(
+                    Request(step, new.prompt_tokens, new.output_tokens)
+                )
             self._step()
-            self._now = (self._now[0], self._now[1] + 1)
+            step += 1
         return self._schedule
 
-    def _wait(self) -> None:
-        """Nothing runs until the next request comes."""
-        if self._moments is None:
-            self._clock = max(self._clock, self._coming[0].at_s)
-            self._now = (self._now[0] + 1, 0)
-        else:
-            self._now = self._moments[0]
-
-    def _next_is_due(self) -> bool:
-        if self._moments is not None:
-            return self._moments[0] <= self._now
-        return self._coming[0].at_s <= self._clock
-
-    def _receive_next(self) -> None:
-        arrival = self._coming.popleft()
-        if self._moments is not None:
-            self._moments.popleft()
-        self._waiting.append(_Request(arrival.prompt_tokens, arrival.output_tokens))
-        self._schedule.came_before.append(self._now)
-
     def _step(self) -> None:
-        prefilling = [request for request in self._running if _needs_chunk(request)]
-        decoding = len(self._running) - len(prefilling)
+        prefilling = [request for request in self._running if request.needs_chunk]
+        decoding = [request for request in self._running if not request.needs_chunk]
         blocked = prefill_block_reason(
             num_prefilling=len(prefilling),
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            max_num_seqs=self._shapes.max_num_seqs,
-            decodes_owed=self._decodes_owed > 0 and decoding > 0,
+            max_num_seqs=self._tables["decode"].largest,
+            decodes_owed=self._decodes_owed > 0 and bool(decoding),
         )
-        if blocked is None:
-            request = prefilling[0] if prefilling else self._admit()
-            self._decodes_owed = self._shapes.decode_steps_per_chunk
-            if _needs_chunk(request):
-                self._prefill(request)
-            else:
-                # A prompt of one token is a row, and the others do not see the step that admits it.
-                self._decode([request])
+        if blocked is not None:
+            self._decodes_owed = max(0, self._decodes_owed - 1)
+            self._decode(decoding)
             return
-        self._decodes_owed = max(0, self._decodes_owed - 1)
-        self._decode([request for request in self._running if not _needs_chunk(request)])
+        if not prefilling:
+            prefilling = [self._waiting.popleft()]
+            self._running += prefilling
+        self._decodes_owed = self._steps_per_chunk
+        if prefilling[0].needs_chunk:
+            self._prefill(prefilling[0])
+        else:
+            # A prompt of one token is a row, and the others do not see the step that admits it.
+            self._decode(prefilling)
 
-    def _admit(self) -> _Request:
-        request = self._waiting.popleft()
-        self._running.append(request)
-        return request
-
-    def _prefill(self, request: _Request) -> None:
+    def _prefill(self, request: _Running) -> None:
         size = self._chunks.next_chunk(request.prompt_left)
-        self._spend("prefill", size, self._shapes.prefill)
+        self._spend("prefill", size)
         request.prompt_left -= size
         if request.prompt_left == 0:
             self._answer(request)
 
-    def _decode(self, ready: Sequence[_Request]) -> None:
-        self._spend("decode", len(ready), self._shapes.decode)
+    def _decode(self, ready: Sequence[_Running]) -> None:
+        self._spend("decode", len(ready))
         for request in ready:
             request.prompt_left = 0
             self._answer(request)
 
-    def _answer(self, request: _Request) -> None:
+    def _answer(self, request: _Running) -> None:
         request.output_left -= 1
         if request.output_left == 0:
             self._running.remove(request)
 
-    def _spend(self, phase: str, size: int, table: BucketTable) -> None:
-        bucket = table.find(size)
+    def _spend(self, phase: str, size: int) -> None:
+        bucket = self._tables[phase].find(size)
         seconds = self._times[phase].of(bucket, size)
-        self._schedule.phases[phase].note(size, bucket, seconds)
-        self._clock += seconds
-
-
-def _needs_chunk(request: _Request) -> bool:
-    return request.prompt_left > 0 and is_prefill(0, request.prompt_left)
+        self._schedule.usage.phases[phase].note(size, bucket, seconds)
+        self._clock += 1 if self._by_steps else seconds

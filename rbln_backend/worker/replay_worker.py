@@ -1,18 +1,52 @@
-"""A rank of a replay: it has the graphs of several sets of buckets, and runs one set at a time."""
+"""What a replay needs of an engine: it has several sets of buckets, and runs one set at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import Phase
+from rbln_backend.scheduler.scheduler import RblnScheduler
+from rbln_backend.vllm_compat.surface import SchedulerOutput, configured
 from rbln_backend.worker.worker import RblnWorker
 
 
 class ReplayWorker(RblnWorker):
     """Adds ``use_buckets`` to the methods that ``collective_rpc`` finds."""
 
-    def use_buckets(self, sizes: Mapping[str, Sequence[int]]) -> None:
+    def use_buckets(self, tables: Mapping[str, BucketTable]) -> None:
         """Run in these alone from now on, by phase; each was compiled, and the largest stay."""
         assert self._build is not None
-        self._build.restrict({Phase(name): BucketTable(tuple(s)) for name, s in sizes.items()})
+        self._build.restrict({Phase(name): table for name, table in tables.items()})
+
+
+class ReplayScheduler(RblnScheduler):
+    """As ``RblnScheduler``; ``take_step`` tells the phase and the size of the latest step."""
+
+    _step: tuple[str, int] | None = None
+
+    def use_chunks(self, table: BucketTable) -> None:
+        """Cut prompts into chunks of these sizes from now on."""
+        step_tokens = configured(self.vllm_config).prefill_step_tokens
+        assert step_tokens is not None
+        self._chunks = ChunkPlan(table, step_tokens)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        prefilling = {request.request_id for request in self._prefilling()}
+        known = {request.request_id for request in self.running}
+        output = super().schedule(throttle_prefills)
+        tokens = output.num_scheduled_tokens
+        if tokens:
+            # A request that is new in this step, too, has a chunk if it has more than one token.
+            is_chunk = bool(prefilling & tokens.keys()) or any(
+                count > 1 for name, count in tokens.items() if name not in known
+            )
+            size = output.total_num_scheduled_tokens if is_chunk else len(tokens)
+            self._step = ("prefill" if is_chunk else "decode", size)
+        return output
+
+    def take_step(self) -> tuple[str, int] | None:
+        """Phase and size of the step since the last call: tokens of a chunk or rows of a batch."""
+        step, self._step = self._step, None
+        return step

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.bucketing.advice import advise
+from rbln_backend.bucketing.tuner import advise
 from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.reporting.description import read_descriptions
 from server.host.tasks import aside

@@ -11,7 +11,7 @@ import ast
 import re
 from pathlib import Path
 
-from rbln_backend.bucketing.usage import Usage
+from rbln_backend.bucketing.usage import PhaseUsage, Usage
 
 _LINE = re.compile(
     r"(?:\((?P<process>\w+ pid=\d+)\))?.*Batchsize forward time stats "
@@ -26,15 +26,22 @@ def read_log(path: Path, largest_batch: int, largest_chunk: int) -> Usage:
         for line in file:
             if (found := _LINE.search(line)) is not None:
                 last[found["process"] or ""] = _stats(found["stats"], path)
-    if not last:
+    if not any(last.values()):
         raise ValueError(
             f"{path} holds no 'Batchsize forward time stats'; run vLLM with "
             "VLLM_LOG_BATCHSIZE_INTERVAL=60"
         )
     usage = Usage()
-    for stats in last.values():
-        for size, count, median_ms in stats:
-            _note(usage, size, count, median_ms / 1000.0, largest_batch, largest_chunk)
+    for size, steps, median_ms in (one for stats in last.values() for one in stats):
+        phase = usage.phases["decode" if size <= largest_batch else "prefill"]
+        if size <= max(largest_batch, largest_chunk):
+            # A step that ran elsewhere had no bucket: its own size is what its time is of.
+            phase.note(size, size, steps * median_ms / 1000.0, steps)
+        else:
+            # It runs here as several chunks, and its time is that of none of them.
+            full, rest = divmod(size, largest_chunk)
+            phase.add(PhaseUsage({largest_chunk: full * steps}))
+            phase.add(PhaseUsage({rest: steps} if rest > 1 else {}))
     return usage
 
 
@@ -43,24 +50,3 @@ def _stats(text: str, path: Path) -> list[tuple[int, int, float]]:
         return [(int(size), int(count), float(ms)) for size, count, ms in ast.literal_eval(text)]
     except (ValueError, TypeError, SyntaxError) as error:
         raise ValueError(f"{path}: cannot read {text[:80]!r}: {error}") from error
-
-
-def _note(
-    usage: Usage, size: int, count: int, seconds: float, largest_batch: int, largest_chunk: int
-) -> None:
-    """A step that ran elsewhere had no bucket: its own size is what its time is of."""
-    if size <= largest_batch:
-        sizes, phase = {size: count}, "decode"
-    else:
-        # A larger step than ours runs here as several chunks.
-        full, rest = divmod(size, largest_chunk)
-        sizes, phase = {largest_chunk: full * count}, "prefill"
-        if rest > 1:
-            sizes[rest] = sizes.get(rest, 0) + count
-    noted = usage.phases[phase]
-    for one, steps in sizes.items():
-        if steps:
-            noted.steps_by_size[one] = noted.steps_by_size.get(one, 0) + steps
-    if size <= largest_chunk or phase == "decode":
-        noted.steps_by_bucket[size] = noted.steps_by_bucket.get(size, 0) + count
-        noted.seconds_by_bucket[size] = noted.seconds_by_bucket.get(size, 0.0) + count * seconds

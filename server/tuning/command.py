@@ -13,14 +13,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rbln_backend.bucketing.advice import LIMITS
+from rbln_backend.bucketing.tuner import LIMITS
+from rbln_backend.bucketing.usage import Usage
 from rbln_backend.errors import RblnError
-from server.tuning.measure import Replayer
+from server.tuning.batchsize_log import read_log
 from server.tuning.output import FORMATS
 from server.tuning.plot import to_svg
 from server.tuning.prometheus_range import Range
-from server.tuning.sources import Sizes, from_log, from_prometheus, from_records, from_trace
-from server.tuning.study import Study, Work, study
+from server.tuning.replayer import Replayer
+from server.tuning.sources import Work, present_tables, recorded_work, work_of
+from server.tuning.study import study
+from server.tuning.trace import read_trace
 
 _PROG = "rbln-serve tune"
 _ABOUT = """\
@@ -57,32 +60,28 @@ def tune(argv: Sequence[str]) -> int:
     except RblnError as error:
         sys.stderr.write(f"{_PROG}: error: {error}\n")
         return 1
-    _write(args, studies)
-    return 0
-
-
-def _write(args: argparse.Namespace, studies: Sequence[Study]) -> None:
     sys.stdout.write(FORMATS[args.format](studies))
     if args.plot is not None:
         args.plot.write_text(to_svg(studies), encoding="utf-8")
+    return 0
 
 
 def _works(args: argparse.Namespace) -> list[Work]:
-    sizes = Sizes(
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        decode=args.decode_buckets,
-        prefill=args.prefill_buckets,
-    )
-    if args.trace is not None:
-        return [from_trace(args.trace, sizes)]
-    if args.batchsize_log is not None:
-        return [from_log(args.batchsize_log, sizes)]
     if args.prometheus is not None:
         end = args.until or time.time()
-        start = end - args.since
-        return [from_prometheus(Range(args.prometheus, start, end, args.resolution, args.selector))]
-    return from_records(args.cache_root, args.model)
+        asked = Range(args.prometheus, end - args.since, end, args.resolution, args.selector)
+        return work_of(f"{asked.url} {asked.selector}".strip(), asked.read())
+    if args.trace is None and args.batchsize_log is None:
+        return recorded_work(args.cache_root, args.model)
+    tables = present_tables(
+        *(args.decode_buckets, args.prefill_buckets),
+        *(args.max_num_seqs, args.max_num_batched_tokens),
+    )
+    if args.trace is not None:
+        requests = read_trace(args.trace)
+        return [Work(name=str(args.trace), tables=tables, usage=Usage(), requests=requests)]
+    usage = read_log(args.batchsize_log, tables["decode"].largest, tables["prefill"].largest)
+    return [Work(name=str(args.batchsize_log), tables=tables, usage=usage)]
 
 
 def _one(works: Sequence[Work]) -> Work:

@@ -1,146 +1,164 @@
-"""Measures step times on an engine of its own.
+"""Measures step times, and two sets of buckets against each other, by replays.
 
-Seconds are wall time of whole steps, the scheduler and sampling included: what a request waits for.
+Every replay warms up first. What is compared runs by turns in one engine, in another order every
+time, so that a slow moment of the machine does not meet the same sizes again.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
-from rbln_backend.envs import child_environ
 from rbln_backend.errors import BucketError
-from rbln_backend.reporting.child_process import ChildJob
-from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
+from rbln_backend.scheduler.simulator import Request, Tables
+from server.tuning.replayer import Replayer, ReplayResult, Round, Step
+from server.tuning.step_times import bucket_seconds, ran_of, row_seconds, times_in_trace
 
-Tables = Mapping[str, BucketTable]
-"""Buckets by phase."""
+Counts = Mapping[str, Mapping[int, int]]
+"""Steps by phase and size."""
 
-# Steps of a size in a pass, and passes.
+# How often a round runs, and of a size how many steps in it.
+_REPEATS = 8
 _STEPS = 12
-_PASSES = 8
+_PROMPT_TOKENS = 32
 # Sizes that run in the largest bucket, to tell what a real row takes more than a padded one.
 _SPREAD = 6
-_PROMPT_TOKENS = 32
-_TRIED = ("decode_batch_bucket", "prefill_chunk_buckets")
+# Of a record's sizes: enough to stand for all, few enough for a large model.
+_MOST_COMPARED = 16
+# Divisions of the buckets into halves, each a set to replay a trace with.
+_DIVISIONS = 4
+# How often the present buckets are among the sets: half of all steps that are predicted are theirs.
+_PRESENT = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Replayer:
-    """Runs rounds on engines that MODEL and vLLM's flags describe, each in its own process."""
-
-    argv: tuple[str, ...]
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        """Raises `ValueError` where the flags name sizes, which are what is tried here."""
-        _with_buckets(self.argv, {phase: BucketTable((1,)) for phase in PHASES})
-
-    def run(self, label: str, tables: Tables, rounds: Sequence[Round]) -> ReplayResult:
-        """Return the steps of `rounds`, whose buckets are among `tables`. Raises `ChildError`."""
-        child = ChildJob(
-            label=label,
-            module="server.tuning.replay",
-            variables=child_environ(
-                settings=True,
-                VLLM_NO_USAGE_STATS="1",
-                VLLM_PLUGINS="rbln",
-                VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            ),
-            timeout=self.timeout_s,
-        )
-        job = ReplayJob(argv=_with_buckets(self.argv, tables), rounds=tuple(rounds))
-        return child.run(job.write, ReplayResult.read)
-
-
-def measure_times(
+def measure_alone(
     replayer: Replayer, tables: Tables
-) -> tuple[dict[str, MeasuredTimes], dict[str, Any]]:
+) -> tuple[dict[str, MeasuredTimes], ReplayResult]:
     """Return step times by phase over all buckets, and what the engine says of itself.
 
     Raises `ChildError`, and `BucketError` where the model's context is too short for a bucket.
     """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
-    full = rounds_of(tables, tables)
     spread = {phase: _spread(tables[phase]) for phase in PHASES}
-    padded = rounds_of(largest, spread)
-    ran, about = run_passes(replayer, "measuring", tables, full + padded)
-    by_bucket = median_seconds(itertools.chain(*ran[: len(full)]), tables)
-    by_size = median_seconds(itertools.chain(*ran[len(full) :]))
+    rounds = [Round(requests, tables) for requests in _periods_of(tables)]
+    count = len(rounds)
+    rounds += [Round(requests, largest) for requests in _periods_of(spread)]
+    shuffled = random.Random(0)
+    order = [
+        index
+        for _ in range(_REPEATS + 1)
+        for index in shuffled.sample(range(len(rounds)), len(rounds))
+    ]
+    found = replayer.run("measuring", rounds, order, warm_up=len(rounds))
+    full = ran_of(rounds[:count], found.ran[:count])
+    padded = ran_of(rounds[count:], found.ran[count:])
     times = {}
     for phase, table in tables.items():
-        if table.largest not in by_bucket[phase]:
+        seconds = bucket_seconds(full[phase])
+        if table.largest not in seconds:
             raise BucketError(
                 f"No step of the {phase} bucket {table.largest} ran: the engine's max_model_len of "
-                f"{about['max_model_len']} is too short for it; say smaller --{phase}-buckets"
+                f"{found.max_model_len} is too short for it; say smaller --{phase}-buckets"
             )
         # Other sizes ran on the way to these, between chunks of prompts: in colder caches.
-        found = by_size[phase]
-        same_bucket = {size: found[size] for size in spread[phase] if size in found}
-        times[phase] = MeasuredTimes(by_bucket[phase], _row_seconds(same_bucket))
-    return times, about
+        meant = {key: taken for key, taken in padded[phase].items() if key[1] in spread[phase]}
+        times[phase] = MeasuredTimes(seconds, row_seconds(meant))
+    return times, found
 
 
-def sizes_of(tables: Tables) -> dict[str, tuple[int, ...]]:
-    """The buckets by phase, as a round names them."""
-    return {phase: tuple(tables[phase]) for phase in PHASES}
+def measure_trace(
+    replayer: Replayer,
+    tables: Tables,
+    present: Tables,
+    periods: Sequence[Sequence[Request]],
+    alone: Mapping[str, MeasuredTimes],
+) -> dict[str, MeasuredTimes]:
+    """Return step times by phase from replays with half of the buckets each, or with the present.
 
-
-def run_passes(
-    replayer: Replayer, label: str, tables: Tables, rounds: Sequence[Round]
-) -> tuple[list[list[Sequence[Step]]], dict[str, Any]]:
-    """Run all rounds in passes; return what each round was every time, and what the engine says.
-
-    A first pass warms up. Each has an order of its own, so that a slow moment of the machine does
-    not meet the same sizes again.
+    Raises `ChildError`.
     """
-    shuffled = random.Random(0)
-    orders = [shuffled.sample(range(len(rounds)), len(rounds)) for _ in range(_PASSES + 1)]
-    found = replayer.run(label, tables, [rounds[nth] for order in orders for nth in order])
-    ran: list[list[Sequence[Step]]] = [[] for _ in rounds]
-    counted = zip(itertools.chain(*orders[1:]), found.rounds[len(rounds) :], strict=True)
-    for nth, steps in counted:
-        ran[nth].append(steps)
-    return ran, found.about
+    sets = [*_halves(tables), *[present] * _PRESENT]
+    rounds = [Round(period, chosen) for period in periods for chosen in sets]
+    # Each period with each set, and at any time all of the sets: a slow moment meets them alike.
+    order = [
+        len(sets) * number + (repeat + number) % len(sets)
+        for repeat in range(-1, len(sets))
+        for number in range(len(periods))
+    ]
+    found = replayer.run("measuring the trace", rounds, order, warm_up=len(periods))
+    ran = ran_of(rounds, found.ran, in_trace=True)
+    return {phase: times_in_trace(ran[phase], alone[phase]) for phase in PHASES}
 
 
-def rounds_of(tables: Tables, sizes: Mapping[str, Iterable[int]]) -> list[Round]:
-    """A round in the buckets `tables` for each size; a chunk of one token never runs."""
-    requests = [_decode_round(size) for size in sizes["decode"]]
-    requests += [_prefill_round(size) for size in sizes["prefill"] if size > 1]
-    return [Round(tuple(round_), sizes_of(tables)) for round_ in requests]
+def compare_trace(
+    replayer: Replayer, sets: Sequence[Tables], periods: Sequence[Sequence[Request]]
+) -> list[float]:
+    """Return the seconds of all steps of the trace with either set. Raises `ChildError`.
+
+    A step counts as the median of its repeats, so that what interrupts one counts for nothing.
+    """
+    return [
+        sum(
+            statistics.median(step.seconds for step in same)
+            for repeats in ran
+            for same in zip(*repeats, strict=True)
+        )
+        for _, ran in _by_turns(replayer, sets, periods)
+    ]
 
 
-def _decode_round(rows: int) -> list[Request]:
-    # Later prompts run in between: the first requests have to outlast them.
-    output = 2 * rows + _STEPS
-    return [Request(0, _PROMPT_TOKENS, output)] * rows
+def compare_sizes(replayer: Replayer, sets: Sequence[Tables], counts: Counts) -> list[float]:
+    """Return the seconds of all steps of `counts` with either set. Raises `ChildError`."""
+    few = {phase: _few(counts[phase]) for phase in PHASES}
+    turns = _by_turns(replayer, sets, list(_periods_of(few)))
+    seconds = []
+    for tables, (rounds, ran) in zip(sets, turns, strict=True):
+        found = ran_of(rounds, ran)
+        taken = (
+            count * statistics.median(found[phase].get((tables[phase].find(size), size), [0.0]))
+            for phase in PHASES
+            for size, count in few[phase].items()
+        )
+        seconds.append(sum(taken))
+    return seconds
 
 
-def _prefill_round(tokens: int) -> list[Request]:
-    return [Request(0, tokens, 1)] * (_STEPS // 3)
+def _by_turns(
+    replayer: Replayer, sets: Sequence[Tables], periods: Sequence[Sequence[Request]]
+) -> Iterator[tuple[list[Round], list[list[list[Step]]]]]:
+    """Run each period with one set and right after it with the other; yields what ran of a set."""
+    rounds = [Round(period, tables) for period in periods for tables in sets]
+    order = [
+        # Neither is always the first.
+        2 * number + (which ^ (number + repeat) % 2)
+        for repeat in range(_REPEATS + 1)
+        for number in range(len(periods))
+        for which in (0, 1)
+    ]
+    found = replayer.run("comparing", rounds, order, warm_up=len(rounds))
+    for which in (0, 1):
+        yield rounds[which::2], found.ran[which::2]
 
 
-def median_seconds(
-    rounds: Iterable[Sequence[Step]], tables: Tables | None = None
-) -> dict[str, dict[int, float]]:
-    """Median seconds by phase and size, or by bucket where `tables` are given."""
-    seconds: dict[str, dict[int, list[float]]] = {phase: {} for phase in PHASES}
-    for step in itertools.chain(*rounds):
-        size = step.size if tables is None else tables[step.phase].find(step.size)
-        seconds[step.phase].setdefault(size, []).append(step.seconds)
-    return {
-        phase: {size: statistics.median(values) for size, values in found.items()}
-        for phase, found in seconds.items()
-    }
+def _few(counts: Mapping[int, int]) -> dict[int, int]:
+    """The sizes that ran most, which stand for the others in proportion."""
+    most = sorted(counts, key=lambda size: (-counts[size], size))[:_MOST_COMPARED]
+    share = sum(counts.values()) / max(sum(counts[size] for size in most), 1)
+    return {size: round(counts[size] * share) for size in sorted(most)}
+
+
+def _periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
+    """Requests whose steps are of each size; a chunk of one token never runs."""
+    for rows in sizes["decode"]:
+        # Later prompts run in between: the first requests have to outlast them.
+        yield [Request(0, _PROMPT_TOKENS, 2 * rows + _STEPS)] * rows
+    for tokens in sizes["prefill"]:
+        if tokens > 1:
+            yield [Request(0, tokens, 1)] * (_STEPS // 3)
 
 
 def _spread(table: BucketTable) -> list[int]:
@@ -149,52 +167,16 @@ def _spread(table: BucketTable) -> list[int]:
     return sorted({*sizes[:: max(1, len(sizes) // _SPREAD)], table.largest})
 
 
-def _row_seconds(by_size: Mapping[int, float]) -> float:
-    """What one row more takes in the same bucket; not less than nothing."""
-    if len(by_size) < 2:
-        return 0.0
-    return max(0.0, statistics.linear_regression(list(by_size), list(by_size.values())).slope)
-
-
-def _with_buckets(argv: Sequence[str], tables: Tables) -> tuple[str, ...]:
-    """Return the flags with these buckets, and without a record of what is only replayed."""
-    rest, additional = _take_flag(argv, "--additional-config")
-    config = json.loads(additional) if additional else {}
-    given = config.get("rbln", {})
-    for name in given:
-        if name.startswith(_TRIED):
-            raise ValueError(f"--additional-config names {name}; leave it out, it is tried here")
-    for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
-        if _take_flag(argv, flag)[1] is not None:
-            raise ValueError(f"{flag} follows from the buckets here; leave it out")
-    length = _take_flag(argv, "--max-model-len")[1] or ""
-    largest = tables["prefill"].largest
-    if length.isdecimal() and int(length) < largest:
-        raise BucketError(
-            f"--max-model-len {length} is less than the prefill bucket {largest}; say "
-            f"--prefill-buckets with sizes up to {length}"
-        )
-    ours = {
-        "decode_batch_bucket_strategy": "manual",
-        "decode_batch_bucket_manual_buckets": list(tables["decode"]),
-        "prefill_chunk_buckets": list(tables["prefill"]),
-        "record_usage": False,
-    }
-    return (
-        *rest,
-        *("--additional-config", json.dumps({**config, "rbln": {**given, **ours}})),
-        *("--max-num-seqs", str(tables["decode"].largest)),
-        *("--max-num-batched-tokens", str(tables["prefill"].largest)),
-    )
-
-
-def _take_flag(argv: Sequence[str], flag: str) -> tuple[list[str], str | None]:
-    """Return the words without `flag` and its value, and the value."""
-    rest, value, words = [], None, iter(argv)
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name.replace("_", "-") != flag:
-            rest.append(word)
-        else:
-            value = text if equals else next(words, "")
-    return rest, value
+def _halves(tables: Tables) -> Iterator[Tables]:
+    """Both halves of a division of the buckets, and so on; the largest are in each."""
+    drawn = random.Random(0)
+    for _ in range(_DIVISIONS):
+        taken = {
+            phase: {bucket for bucket in table if drawn.random() < 0.5}
+            for phase, table in tables.items()
+        }
+        for half in (taken, {phase: {*table} - taken[phase] for phase, table in tables.items()}):
+            yield {
+                phase: BucketTable(tuple(sorted({*half[phase], table.largest})))
+                for phase, table in tables.items()
+            }

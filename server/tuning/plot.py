@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.usage import PHASES
+from rbln_backend.bucketing.tuner import Change
 from server.tuning.study import Study
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 200, 56, 16
@@ -21,10 +22,10 @@ _STYLE = (
 def to_svg(studies: Sequence[Study]) -> str:
     """Return one picture, a panel for each phase of each study."""
     panels = [
-        _panel(f"{study.work.name}, {phase}", study.counts[phase], study, phase)
+        _panel(f"{study.work.name}, {phase}", change)
         for study in studies
-        for phase in PHASES
-        if study.counts[phase]
+        for phase, change in study.changes.items()
+        if change.now.steps
     ]
     height = _HEIGHT * len(panels)
     body = "".join(
@@ -38,30 +39,29 @@ def to_svg(studies: Sequence[Study]) -> str:
     )
 
 
-def _panel(title: str, counts: Mapping[int, int], study: Study, phase: str) -> str:
-    now, then = study.work.tables[phase], study.suggested[phase]
-    largest = now.largest
+def _panel(title: str, change: Change) -> str:
+    now, largest = change.current, change.current.largest
     parts = [
-        f'<text x="{_LEFT}" y="16">{escape(title)}: steps by size</text>',
-        f'<text x="{_WIDTH - _RIGHT}" y="16" text-anchor="end">'
-        f"below: now {list(now)[:24]} (orange), better (green)</text>",
-        *_bars(counts, largest),
-        *_marks(now, largest, "now", _FLOOR + 4, _FLOOR + 18),
-        *_marks(then, largest, "then", _FLOOR + 22, _FLOOR + 36),
+        _text(_LEFT, 16, f"{title}: steps by size", "start"),
+        _text(_WIDTH - _RIGHT, 16, f"below: now {list(now)[:24]} (orange), better (green)"),
+        *_bars(change),
+        *_marks(now, largest, "now", _FLOOR + 4),
+        *_marks(change.suggested, largest, "then", _FLOOR + 22),
         f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{_FLOOR}" y2="{_FLOOR}"/>',
-        f'<text x="{_LEFT - 6}" y="{_FLOOR + 16}" text-anchor="end">now</text>',
-        f'<text x="{_LEFT - 6}" y="{_FLOOR + 34}" text-anchor="end">better</text>',
+        _text(_LEFT - 6, _FLOOR + 16, "now"),
+        _text(_LEFT - 6, _FLOOR + 34, "better"),
     ]
     return "".join(parts)
 
 
-def _bars(counts: Mapping[int, int], largest: int) -> list[str]:
+def _bars(change: Change) -> list[str]:
+    largest = change.current.largest
     wide = -(-largest // _BARS)
-    steps: dict[int, int] = {}
-    for size, count in counts.items():
-        steps[(size - 1) // wide] = steps.get((size - 1) // wide, 0) + count
+    steps = Counter[int]()
+    for size, count in change.now.steps_by_size.items():
+        steps[(size - 1) // wide] += count
     most = max(steps.values())
-    parts = [f'<text x="{_LEFT - 6}" y="{_TOP + 8}" text-anchor="end">{most}</text>']
+    parts = [_text(_LEFT - 6, _TOP + 8, str(most))]
     for index, count in steps.items():
         left, right = _x(index * wide, largest), _x((index + 1) * wide, largest)
         height = (_FLOOR - _TOP) * count / most
@@ -74,12 +74,16 @@ def _bars(counts: Mapping[int, int], largest: int) -> list[str]:
     return parts
 
 
-def _marks(table: BucketTable, largest: int, kind: str, top: int, bottom: int) -> list[str]:
+def _marks(table: BucketTable, largest: int, kind: str, top: int) -> list[str]:
     return [
         f'<line class="{kind}" x1="{_x(size, largest):.1f}" x2="{_x(size, largest):.1f}" '
-        f'y1="{top}" y2="{bottom}"><title>{size}</title></line>'
+        f'y1="{top}" y2="{top + 14}"><title>{size}</title></line>'
         for size in table
     ]
+
+
+def _text(x: int, y: int, text: str, anchor: str = "end") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _x(size: float, largest: int) -> float:

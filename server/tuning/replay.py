@@ -8,19 +8,23 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rbln_backend.reporting.child_process import report
+from rbln_backend.scheduler.simulator import Pace, Request
 from server.engine.config import engine_config
 from server.settings import ServerSettings
-from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
+from server.tuning.replayer import ReplayJob, ReplayResult, Round, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import EngineCore
 
-_SCHEDULER = "rbln_backend.scheduler.logging_scheduler.LoggingScheduler"
+_SCHEDULER = "rbln_backend.worker.replay_worker.ReplayScheduler"
 _WORKER = "rbln_backend.worker.replay_worker.ReplayWorker"
 # Prompts of no meaning, none of which begins as another one does.
 _STRIDE, _FIRST_TOKEN = 7919, 3
@@ -28,21 +32,21 @@ _STRIDE, _FIRST_TOKEN = 7919, 3
 
 def main() -> int:
     """Run the job that the command line names."""
-    job = ReplayJob.read(Path(sys.argv[1]))
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ReplayJob)
     report("engine", 0, 1)
     player = _Player(_config(job.argv))
     report("engine", 1, 1)
-    rounds = []
-    for number, played in enumerate(job.rounds):
-        rounds.append(tuple(player.play(played)))
-        report("rounds", number + 1, len(job.rounds))
-    result = ReplayResult(rounds=tuple(rounds), about=player.about())
+    ran: list[list[list[Step]]] = [[] for _ in job.rounds]
+    for number, index in enumerate(job.order, start=1):
+        steps = player.play(job.rounds[index])
+        ran[index] += [steps] if number > job.warm_up else []
+        report("rounds", number, len(job.order))
+    Path(sys.argv[2]).write_bytes(msgspec.json.encode(player.result(ran)))
     player.shutdown()
-    result.write(Path(sys.argv[2]))
     return 0
 
 
-def _config(argv: tuple[str, ...]) -> VllmConfig:
+def _config(argv: Sequence[str]) -> VllmConfig:
     settings = ServerSettings()
     from server.vllm.flags import parse_arguments
 
@@ -72,35 +76,32 @@ class _Player:
     def play(self, played: Round) -> list[Step]:
         """Run one round to its end."""
         scheduler: Any = self._core.scheduler
-        scheduler.use_chunks(played.sizes["prefill"])
-        self._core.collective_rpc("use_buckets", args=(played.sizes,))
-        coming = deque(sorted(played.requests, key=lambda request: request.step))
+        scheduler.use_chunks(played.tables["prefill"])
+        self._core.collective_rpc("use_buckets", args=(played.tables,))
+        coming = deque(sorted(played.requests, key=lambda request: request.at))
         steps: list[Step] = []
-        waited = 0
+        clock = 0.0
         while coming or scheduler.has_requests():
             if coming and not scheduler.has_requests():
-                waited = max(waited, coming[0].step - len(steps))
-            while coming and coming[0].step <= len(steps) + waited:
+                clock = max(clock, coming[0].at)
+            while coming and coming[0].at <= clock:
                 self._add(coming.popleft())
             began = time.perf_counter()
             self._core.step()
             seconds = time.perf_counter() - began
             if (taken := scheduler.take_step()) is not None:
-                steps.append(Step(taken[0], taken[1], seconds))
+                phase, size = taken
+                steps.append(Step(phase, size, seconds))
+                clock += 1
         return steps
 
-    def about(self) -> dict[str, Any]:
-        """What a schedule depends on besides the buckets."""
+    def result(self, ran: list[list[list[Step]]]) -> ReplayResult:
+        """Add what a schedule depends on besides the buckets."""
         # As the platform has settled them.
         additional: Any = self._config.additional_config
         rbln = additional["rbln"]
-        return {
-            "model": self._config.model_config.model,
-            "max_num_seqs": self._config.scheduler_config.max_num_seqs,
-            "max_model_len": self._config.model_config.max_model_len,
-            "decode_steps_per_chunk": rbln["decode_steps_per_chunk"],
-            "prefill_step_tokens": rbln["prefill_step_tokens"],
-        }
+        pace = Pace(rbln["decode_steps_per_chunk"], rbln["prefill_step_tokens"])
+        return ReplayResult(ran, self._config.model_config.max_model_len, pace)
 
     def shutdown(self) -> None:
         """End the engine's processes."""

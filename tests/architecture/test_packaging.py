@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from packaging.version import Version
 
 import server
-from tests.architecture.source_tree import ROOT
+from tests.architecture.source_tree import PACKAGES, ROOT
 
 
 def _toml(path: str) -> dict[str, Any]:
@@ -78,6 +81,28 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert server.__version__ == version
     assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert importlib.metadata.version("rbln-serve") == version
+
+
+def test_a_wheel_holds_the_code_and_the_default_models_checkpoint_alone(tmp_path: Path) -> None:
+    """Built from a copy: setuptools leaves a folder beside what it builds."""
+    sources = tmp_path / "sources"
+    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        sources.mkdir(exist_ok=True)
+        copy(ROOT / name, sources / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--no-index", "--quiet", "--wheel-dir", str(tmp_path), str(sources)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = [name for name in file.namelist() if ".dist-info/" not in name]
+    data = next(name.partition("/")[0] for name in names if ".data/" in name)
+    assert {name.partition("/")[0] for name in names} == {"server", "rbln_backend", data}
+    model = f"{data}/data/share/rbln-serve/default-model/"
+    checkpoint = ROOT / "default_model/checkpoint"
+    assert {name.removeprefix(model) for name in names if name.startswith(data)} == {
+        path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()
+    }
 
 
 def test_a_wrong_python_is_refused_with_advice(tmp_path: Path) -> None:

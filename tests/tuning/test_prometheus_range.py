@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.tuning.prometheus_range import Range, read_range
+from server.tuning.prometheus_range import Range
 from tests.operators.prometheus_process import Prometheus, tool
 
 STEP_S, SAMPLES = 15, 9
@@ -51,7 +51,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
 def test_counters_become_steps_by_their_mean_size(prometheus: tuple[str, float]) -> None:
     url, first = prometheus
     end = first + (SAMPLES - 1) * STEP_S
-    usage = read_range(Range(url, first, end, STEP_S, 'job="rbln-serve"'))
+    usage = Range(url, first, end, STEP_S, 'job="rbln-serve"').read()
     intervals = SAMPLES - 1
     decode, prefill = usage.phases["decode"], usage.phases["prefill"]
     assert decode.steps_by_size == {3: 30 * intervals}
@@ -64,6 +64,6 @@ def test_counters_become_steps_by_their_mean_size(prometheus: tuple[str, float])
 def test_a_server_that_is_not_there_is_said(prometheus: tuple[str, float]) -> None:
     url, first = prometheus
     with pytest.raises(ValueError, match="has no steps of a server with"):
-        read_range(Range(url, first, first + 60, STEP_S, 'job="other"'))
+        Range(url, first, first + 60, STEP_S, 'job="other"').read()
     with pytest.raises(ValueError, match="refuses"):
-        read_range(Range(url, first, first + 60, STEP_S, "job="))
+        Range(url, first, first + 60, STEP_S, "job=").read()

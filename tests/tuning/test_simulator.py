@@ -8,9 +8,8 @@ import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
-from rbln_backend.scheduler.simulator import Arrival, Shapes, simulate
-from server.tuning.measure import Replayer, sizes_of
-from server.tuning.replay_job import Request, Round
+from rbln_backend.scheduler.simulator import Request, simulate, simulate_periods
+from server.tuning.replayer import Replayer, Round
 from tests.checkpoints import CheckpointCache
 
 TABLES = {"prefill": BucketTable((16, 32)), "decode": BucketTable((1, 2, 4))}
@@ -18,61 +17,59 @@ TIMES = {"prefill": StepTimes({16: 0.02, 32: 0.03}), "decode": StepTimes({1: 0.0
 
 
 def test_a_worked_example() -> None:
-    arrivals = [Arrival(0.0, 10, 3), Arrival(0.005, 20, 2), Arrival(9.0, 1, 2)]
-    schedule = simulate(arrivals, Shapes.of(TABLES), TIMES)
+    trace = [Request(0.0, 10, 3), Request(0.005, 20, 2), Request(9.0, 1, 2)]
+    schedule = simulate(trace, TABLES, TIMES)
+    ran = schedule.usage.phases
     # Chunk of 10, a decode step that it owes, chunk of 20, both decode; then the prompt of one
     # token, which needs no chunk.
-    assert schedule.phases["prefill"].steps_by_size == {10: 1, 20: 1}
-    assert schedule.phases["decode"].steps_by_size == {1: 3, 2: 1}
-    assert schedule.came_before == [(0, 0), (0, 1), (1, 0)]
-    assert schedule.seconds == pytest.approx(0.02 + 0.03 + 3 * 0.01 + (0.01 + 0.01 / 3))
+    assert ran["prefill"].steps_by_size == {10: 1, 20: 1}
+    assert ran["decode"].steps_by_size == {1: 3, 2: 1}
+    assert schedule.periods == [[Request(0, 10, 3), Request(1, 20, 2)], [Request(0, 1, 2)]]
+    assert ran["prefill"].seconds == pytest.approx(0.02 + 0.03)
+    assert ran["decode"].seconds == pytest.approx(3 * 0.01 + (0.01 + 0.01 / 3))
 
 
-def test_periods_stay_apart_whatever_their_steps() -> None:
-    arrivals = [Arrival(0.0, 10, 3), Arrival(0.005, 20, 2), Arrival(9.0, 1, 2)]
-    shapes = Shapes.of(TABLES)
-    once = simulate(arrivals, shapes, TIMES, [(0, 0), (0, 1), (1, 0)])
-    # A longer wait takes no steps, and the end of a period does not depend on its length.
-    again = simulate(arrivals, shapes, TIMES, [(0, 0), (0, 50), (1, 0)])
-    assert once.came_before == [(0, 0), (0, 1), (1, 0)]
-    assert again.came_before == [(0, 0), (0, 50), (1, 0)]
-    assert again.phases["decode"].steps_by_size == {1: 5}
+def test_a_wait_within_a_period_takes_no_steps() -> None:
+    for at in (1, 50):
+        periods = [[Request(0, 10, 3), Request(at, 20, 2)], [Request(0, 1, 2)]]
+        ran = simulate_periods(periods, TABLES, TIMES).phases
+        assert ran["prefill"].steps_by_size == {10: 1, 20: 1}
+        assert ran["decode"].steps_by_size == ({1: 3, 2: 1} if at == 1 else {1: 5})
+
+
+def test_other_buckets_do_the_work_of_a_period_at_the_same_steps() -> None:
+    """Here a step takes seconds, so that by the clock all would have come before the second."""
+    slow = {"prefill": StepTimes({16: 9.0}), "decode": StepTimes({1: 9.0})}
+    trace = [Request(0.1 * n, 10, 6) for n in range(3)]
+    periods = simulate(trace, TABLES, TIMES).periods
+    ran = simulate_periods(periods, TABLES, slow)
+    assert ran.phases["decode"].steps_by_size == {1: 15}
+    assert [len(period) for period in periods] == [1, 1, 1]
 
 
 def test_no_more_run_at_once_than_there_are_rows() -> None:
-    schedule = simulate([Arrival(0.0, 8, 20)] * 9, Shapes.of(TABLES), TIMES)
-    assert max(schedule.phases["decode"].steps_by_size) == 4
-    rows = sum(n * c for n, c in schedule.phases["decode"].steps_by_size.items())
+    decode = simulate([Request(0.0, 8, 20)] * 9, TABLES, TIMES).usage.phases["decode"]
+    assert max(decode.steps_by_size) == 4
     # The first token of each is that of its chunk.
-    assert rows == 9 * 19
+    assert sum(n * count for n, count in decode.steps_by_size.items()) == 9 * 19
 
 
 @pytest.mark.engine
 def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache) -> None:
     """In all of its buckets, and then in some of them alone."""
     lengths = [(5, 4), (40, 9), (1, 3), (33, 2), (17, 6), (70, 5), (2, 12), (16, 1), (31, 7)]
-    arrivals = [Arrival(0.03 * n, *pair) for n, pair in enumerate(lengths)]
-    flags = ("--max-model-len", "128", "--block-size", "32")
-    replayer = Replayer((str(checkpoints("llama")), *flags), 240.0)
-    planned = simulate(arrivals, Shapes.of(TABLES), TIMES)
-    requests = tuple(
-        Request(step, arrival.prompt_tokens, arrival.output_tokens)
-        for (period, step), arrival in zip(planned.came_before, arrivals, strict=True)
-        if period == 0
-    )
+    trace = [Request(0.03 * n, *pair) for n, pair in enumerate(lengths)]
+    argv = (str(checkpoints("llama")), "--max-model-len", "128", "--block-size", "32")
+    (period,) = simulate(trace, TABLES, TIMES).periods
     few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}
-    rounds = [Round(requests, sizes_of(tables)) for tables in (TABLES, few)]
-    result = replayer.run("replay", TABLES, rounds)
+    rounds = [Round(period, TABLES), Round(period, few)]
+    result = Replayer(argv, 240.0).run("replay", rounds, [1, 0, 1], warm_up=1)
     counts = []
-    for tables, steps in zip((TABLES, few), result.rounds, strict=True):
-        settled = Shapes(
-            *(tables["prefill"], tables["decode"], 4),
-            decode_steps_per_chunk=result.about["decode_steps_per_chunk"],
-            prefill_step_tokens=result.about["prefill_step_tokens"],
-        )
-        wanted = simulate(arrivals, settled, TIMES, planned.came_before)
+    for played, repeats in zip(rounds, result.ran, strict=True):
+        wanted = simulate_periods([period], played.tables, TIMES, result.pace).phases
+        (steps,) = repeats
         ran = {phase: Counter(s.size for s in steps if s.phase == phase) for phase in TABLES}
-        assert ran == {phase: wanted.phases[phase].steps_by_size for phase in TABLES}
+        assert ran == {phase: wanted[phase].steps_by_size for phase in TABLES}
         assert all(step.seconds > 0 for step in steps)
         counts.append(ran["prefill"])
     assert counts[0] != counts[1]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.scheduler.simulator import Arrival
+from rbln_backend.scheduler.simulator import Request
 from server.tuning.trace import read_trace
 
-WANTED = [Arrival(0.0, 10, 5), Arrival(1.5, 20, 7)]
+WANTED = [Request(0.0, 10, 5), Request(1.5, 20, 7)]
 FORMS = {
     "ours.jsonl": '{"arrival_s": 8.5, "prompt_tokens": 20, "output_tokens": 7}\n'
     '{"arrival_s": 7, "prompt_tokens": 10, "output_tokens": 5}\n',
@@ -28,7 +28,7 @@ def test_every_form(name: str, tmp_path: Path) -> None:
     path.write_text(FORMS[name])
     found = read_trace(path)
     assert [(a.prompt_tokens, a.output_tokens) for a in found] == [(10, 5), (20, 7)]
-    assert [a.at_s for a in found] == pytest.approx([a.at_s for a in WANTED])
+    assert [a.at for a in found] == pytest.approx([a.at for a in WANTED])
 
 
 @pytest.mark.parametrize(

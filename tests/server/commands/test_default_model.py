@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from default_model.build import write_checkpoint
+from default_model.paths import CHECKPOINT
 from tests.default_model_answers import CALL, CHAT, EXTRACTION, SCHEMA
 from tests.server.real_server import RealServer
 
@@ -19,12 +19,10 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     folder = tmp_path_factory.mktemp("d")
-    model = folder / "default-model"
-    write_checkpoint(model)
     flags = ["--served-model-name", "default-model", "--dtype", "bfloat16"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--enable-lora", "--lora-modules", f"pirate={model / 'adapter'}"]
-    with RealServer(model, folder, *flags) as up:
+    flags += ["--enable-lora", "--lora-modules", f"pirate={CHECKPOINT / 'adapter'}"]
+    with RealServer(CHECKPOINT, folder, *flags) as up:
         up.until_ready()
         yield openai.OpenAI(base_url=f"{up.url}/v1", api_key="none")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.bucketing.advice import advise
+from rbln_backend.bucketing.tuner import advise
 from rbln_backend.bucketing.usage import Usage, about_engine
 
 
@@ -27,12 +27,6 @@ def test_it_names_sizes_saving_and_setting() -> None:
     assert decode["padding_then"] == 0.0
     assert decode["padding_now"] > 0.7
     assert '"decode_batch_bucket_manual_buckets": [1, 5, 8]' in decode["setting"]
-
-
-def test_the_number_of_graphs_can_be_limited() -> None:
-    told = usage({1: 6, 5: 2})
-    told.phases["decode"].note(1, 1, 0.004)
-    assert advise(told, {"decode": 2})["decode"]["suggested"] == [1, 8]
 
 
 def test_one_measured_bucket_says_nothing_of_smaller_ones() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import MeasuredTimes, StepTimes, Suggestion, suggest_buckets
+from rbln_backend.bucketing.tuner import MeasuredTimes, StepTimes, saving, suggest
 from rbln_backend.errors import BucketError
 
 ROWS = StepTimes({})
@@ -30,13 +30,13 @@ def test_no_other_set_is_cheaper(
     counts: dict[int, int], times: dict[int, float], limit: int
 ) -> None:
     step_times = StepTimes(times)
-    found = suggest_buckets(counts, step_times, BucketTable((2, 9)), limit)
-    assert len(found.buckets) <= limit
-    assert found.buckets[-1] == 9
+    found = suggest(counts, step_times, BucketTable((2, 9)), limit)
+    assert len(found.suggested) <= limit
+    assert found.suggested.largest == 9
     every = ((*smaller, 9) for size in range(limit) for smaller in combinations(range(1, 9), size))
     best = min(cost(counts, step_times, buckets) for buckets in every)
-    assert found.seconds_then == pytest.approx(best)
-    assert found.seconds_then == pytest.approx(cost(counts, step_times, found.buckets))
+    assert found.then.seconds == pytest.approx(best)
+    assert found.then.seconds == pytest.approx(cost(counts, step_times, found.suggested.sizes))
 
 
 @given(
@@ -52,14 +52,14 @@ def test_no_other_set_of_measured_buckets_is_cheaper(
     """Also where a larger bucket is the faster one."""
     measured = {**times, 9: largest}
     step_times = MeasuredTimes(measured, row)
-    found = suggest_buckets(counts, step_times, BucketTable((9,)), limit)
-    assert {*found.buckets} <= {*measured}
-    assert len(found.buckets) <= limit
+    found = suggest(counts, step_times, BucketTable((9,)), limit)
+    assert {*found.suggested} <= {*measured}
+    assert len(found.suggested) <= limit
     every = (
         (*smaller, 9) for size in range(limit) for smaller in combinations(sorted(times), size)
     )
     best = min(cost(counts, step_times, buckets) for buckets in every)
-    assert found.seconds_then == pytest.approx(best)
+    assert found.then.seconds == pytest.approx(best)
 
 
 @given(
@@ -71,42 +71,45 @@ def test_slack_buys_less_padding_and_is_kept(
     counts: dict[int, int], times: dict[int, float], slack: float
 ) -> None:
     step_times, table = MeasuredTimes({**times, 9: 1.0}, 0.0), BucketTable((9,))
-    best = suggest_buckets(counts, step_times, table, 3)
-    found = suggest_buckets(counts, step_times, table, 3, slack)
-    assert len(found.buckets) <= 3
-    assert found.seconds_then <= best.seconds_then * (1 + slack) + 1e-9
-    assert found.padded_rows_then <= best.padded_rows_then
+    best = suggest(counts, step_times, table, 3)
+    found = suggest(counts, step_times, table, 3, slack)
+    assert len(found.suggested) <= 3
+    assert found.then.seconds <= best.then.seconds * (1 + slack) + 1e-9
+    assert found.then.padded <= best.then.padded
 
 
 def test_of_sets_that_take_about_as_long_the_one_that_pads_less_is_taken() -> None:
     times = MeasuredTimes({3: 0.1, 5: 0.1005, 8: 0.1, 32: 1.0}, 0.0)
     counts, table = {3: 10, 5: 10, 32: 1}, BucketTable((32,))
-    assert suggest_buckets(counts, times, table, 3).buckets == (8, 32)
-    found = suggest_buckets(counts, times, table, 3, 0.01)
-    assert (found.buckets, found.padded_rows_then) == ((3, 5, 32), 0)
+    assert suggest(counts, times, table, 3).suggested.sizes == (8, 32)
+    found = suggest(counts, times, table, 3, 0.01)
+    assert (found.suggested.sizes, found.then.padded) == ((3, 5, 32), 0)
 
 
 def test_thousands_of_sizes_are_searched_exactly() -> None:
     # All sizes alike and a step that costs its tokens: equal distances are the best.
     counts = dict.fromkeys(range(1, 4097), 3)
-    found = suggest_buckets(counts, ROWS, BucketTable((4096,)), 8)
-    assert found.buckets == tuple(range(512, 4097, 512))
+    found = suggest(counts, ROWS, BucketTable((4096,)), 8)
+    assert found.suggested.sizes == tuple(range(512, 4097, 512))
 
 
 def test_a_worked_example() -> None:
     counts = {1: 700, 6: 250, 32: 50}
-    found = suggest_buckets(counts, ROWS, BucketTable((8, 32)), 3)
-    assert found == Suggestion(
-        (1, 6, 32), 1000, 700 * 8 + 250 * 8 + 50 * 32, 700 + 1500 + 1600, 700 * 7 + 250 * 2, 0
-    )
-    assert found.saving == pytest.approx(1 - 3800 / 9200)
+    found = suggest(counts, ROWS, BucketTable((8, 32)), 3)
+    assert found.suggested.sizes == (1, 6, 32)
+    assert (found.now.steps, found.then.steps) == (1000, 1000)
+    assert found.now.seconds == 700 * 8 + 250 * 8 + 50 * 32
+    assert found.then.seconds == 700 + 1500 + 1600
+    assert (found.now.padded, found.then.padded) == (700 * 7 + 250 * 2, 0)
+    assert found.now.padding == pytest.approx(5400 / 9200)
+    assert saving(found.now.seconds, found.then.seconds) == pytest.approx(1 - 3800 / 9200)
 
 
 def test_a_bucket_that_saves_nothing_is_left_out() -> None:
     # Up to 4 rows a step takes the same time: smaller graphs would be for nothing.
     flat = StepTimes({1: 0.01, 4: 0.01, 8: 0.02})
-    found = suggest_buckets({1: 10, 2: 10, 3: 10, 4: 10, 8: 1}, flat, BucketTable((8,)), 8)
-    assert found.buckets == (4, 8)
+    found = suggest({1: 10, 2: 10, 3: 10, 4: 10, 8: 1}, flat, BucketTable((8,)), 8)
+    assert found.suggested.sizes == (4, 8)
 
 
 def test_times_are_interpolated_and_never_fall() -> None:
@@ -122,17 +125,17 @@ def test_measured_times_are_taken_as_they_are() -> None:
     times = MeasuredTimes({2: 0.2, 4: 0.4, 8: 0.3, 16: 0.6}, 0.01)
     assert [times.of(n, n) for n in (2, 4, 8, 16)] == pytest.approx([0.2, 0.4, 0.3, 0.6])
     assert times.of(16, 10) == pytest.approx(0.54)
-    assert [times.candidate(n) for n in (1, 3, 4, 8, 9)] == [2, 8, 8, 8, 16]
+    assert [times.candidate(n, 0.0) for n in (1, 3, 4, 8, 9)] == [2, 8, 8, 8, 16]
 
 
 def test_nothing_recorded_suggests_the_largest_alone() -> None:
-    found = suggest_buckets({}, ROWS, BucketTable((1, 4)), 4)
-    assert found.buckets == (4,)
-    assert (found.steps, found.saving) == (0, 0.0)
+    found = suggest({}, ROWS, BucketTable((1, 4)), 4)
+    assert found.suggested.sizes == (4,)
+    assert (found.then.steps, found.then.padding, saving(0.0, 0.0)) == (0, 0.0, 0.0)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BucketError, match=r"1 to 5 .* up to 4"):
-        suggest_buckets({1: 1, 5: 1}, ROWS, BucketTable((4,)), 2)
+        suggest({1: 1, 5: 1}, ROWS, BucketTable((4,)), 2)
     with pytest.raises(BucketError, match="greater than 0, got 0"):
-        suggest_buckets({1: 1}, ROWS, BucketTable((4,)), 0)
+        suggest({1: 1}, ROWS, BucketTable((4,)), 0)

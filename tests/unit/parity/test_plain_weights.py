@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rbln_backend.parity.plain_weights import add_adapter, read_weights, unpacked
+from rbln_backend.parity.sides.plain_weights import add_adapter, read_weights, unpacked
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint

@@ -1,63 +1,27 @@
-"""The default model is what is built: the same bytes every time, whole, small and described."""
+"""The default model's checkpoint is small and described, and its tokenizer and template work."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from default_model.build import checkpoint_files, write_checkpoint
 from default_model.card import card
 from default_model.paths import CHECKPOINT
 
 
-def _files(folder: Path) -> set[str]:
-    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-
-
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("default") / "model"
-    write_checkpoint(out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: Path) -> Any:
-    return AutoTokenizer.from_pretrained(model_dir)
-
-
-def test_another_process_writes_the_same_bytes(model_dir: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "default_model.build", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, env={"PYTHONHASHSEED": "7"})
-    names = _files(model_dir)
-    assert _files(tmp_path) == names
-    for name in names:
-        assert (tmp_path / name).read_bytes() == (model_dir / name).read_bytes(), name
-
-
-def test_config_comes_last_so_that_half_a_checkpoint_does_not_load() -> None:
-    assert list(checkpoint_files())[-1] == "config.json"
-
-
-def test_a_rebuild_replaces_damaged_files_and_leaves_nothing_else(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    write_checkpoint(tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_size > 5_000_000
-    assert _files(tmp_path) == set(checkpoint_files())
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
 def test_it_is_small_enough_for_a_repository() -> None:
-    weights = [content for name, content in checkpoint_files().items() if "safetensors" in name]
+    weights = list(CHECKPOINT.rglob("*.safetensors"))
     assert len(weights) == 2
-    assert sum(map(len, weights)) < 12_000_000
+    assert sum(path.stat().st_size for path in weights) < 12_000_000
 
 
 def test_the_card_says_what_was_trained_and_measured() -> None:

@@ -10,12 +10,12 @@ from rbln_backend.reporting.child_process import report
 
 
 def main() -> int:
-    """``python -m rbln_backend.parity.child JOB RESULT``; the log goes to standard error."""
+    """``python -m rbln_backend.parity.sides JOB RESULT``; the log goes to standard error."""
     job = Job.read(Path(sys.argv[1]))
     if job.side == "transformers":
-        from rbln_backend.parity import transformers_side as side
+        from rbln_backend.parity.sides import transformers_side as side
     else:
-        from rbln_backend.parity import vllm_side as side  # type: ignore[no-redef]
+        from rbln_backend.parity.sides import vllm_side as side  # type: ignore[no-redef]
     side.run(job, report).write(Path(sys.argv[2]))
     return 0
 

@@ -6,8 +6,8 @@ import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import MeasuredTimes
-from server.tuning.replay_job import Step
-from server.tuning.trace_times import steps_of, times_of
+from server.tuning.replayer import Round, Step
+from server.tuning.step_times import ran_of, times_in_trace
 
 # Alone a full bucket takes 10 ms and 1 ms a row.
 ALONE = MeasuredTimes({bucket: 0.010 + 0.001 * bucket for bucket in (2, 4, 8, 16)}, 0.001)
@@ -23,7 +23,7 @@ def test_times_are_those_of_the_trace() -> None:
         (bucket, size): [_taken(bucket, size)] * count
         for bucket, size, count in ((4, 3, 20), (4, 4, 5), (8, 5, 9), (8, 7, 9), (16, 16, 2))
     }
-    times = times_of(ran, ALONE)
+    times = times_in_trace(ran, ALONE)
     assert times.row == pytest.approx(0.002)
     assert times.of(4, 3) == pytest.approx(_taken(4, 3))
     assert times.of(8, 8) == pytest.approx(_taken(8, 8))
@@ -31,26 +31,26 @@ def test_times_are_those_of_the_trace() -> None:
 
 def test_a_bucket_that_hardly_ran_takes_its_share_more() -> None:
     ran = {(4, 4): [_taken(4, 4)] * 20, (16, 16): [9.0]}
-    times = times_of(ran, ALONE)
+    times = times_in_trace(ran, ALONE)
     assert times.of(16, 16) == pytest.approx(1.5 * ALONE.of(16, 16))
     assert times.of(2, 2) == pytest.approx(1.5 * ALONE.of(2, 2))
 
 
 def test_rows_that_ran_often_are_taken_as_they_ran() -> None:
     ran = {(4, 3): [0.5] * 12, (4, 4): [_taken(4, 4)] * 40}
-    times = times_of(ran, ALONE)
+    times = times_in_trace(ran, ALONE)
     assert times.of(4, 3) == 0.5
     assert times.of(4, 4) == pytest.approx(_taken(4, 4))
 
 
 def test_one_slow_step_does_not_count() -> None:
     ran = {(4, 4): [_taken(4, 4)] * 20 + [9.0]}
-    assert times_of(ran, ALONE).of(4, 4) == pytest.approx(_taken(4, 4))
+    assert times_in_trace(ran, ALONE).of(4, 4) == pytest.approx(_taken(4, 4))
 
 
 def test_without_steps_the_times_alone_stay() -> None:
-    assert times_of({}, ALONE) is ALONE
-    assert times_of({(4, 4): [0.1]}, ALONE) is ALONE
+    assert times_in_trace({}, ALONE) is ALONE
+    assert times_in_trace({(4, 4): [0.1]}, ALONE) is ALONE
 
 
 def test_what_a_step_takes_more_after_a_chunk_is_the_chunks() -> None:
@@ -61,7 +61,10 @@ def test_what_a_step_takes_more_after_a_chunk_is_the_chunks() -> None:
         *[Step("decode", 3, 0.1)] * 2,
         Step("prefill", 12, 0.5),
     ]
-    ran = steps_of([(tables, steps)])
+    ran = ran_of([Round([], tables)], [[steps]], in_trace=True)
     assert ran["prefill"][16, 9] == [pytest.approx(0.7)]
     assert ran["prefill"][16, 12] == [0.5]
     assert ran["decode"][4, 3] == pytest.approx([0.1] * 3)
+    alone = ran_of([Round([], tables)], [[steps]])
+    assert alone["prefill"][16, 9] == [0.5]
+    assert sorted(alone["decode"][4, 3]) == [0.1, 0.1, 0.3]
