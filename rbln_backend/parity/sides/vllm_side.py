@@ -14,12 +14,12 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from rbln_backend.reporting.child_process import Report
 from rbln_backend.parity.job import Answer, FloatArray, IntArray, Job, SideResult
 from rbln_backend.parity.sides.engines import Engine, OfflineEngine, start_engine
 from rbln_backend.parity.sides.forced_tokens import FORCED_TOKENS
 from rbln_backend.parity.sides.probe import probe
 from rbln_backend.parity.sides.profile import profiled
+from rbln_backend.reporting.child_process import Report
 
 
 def run(job: Job, report: Report) -> SideResult:
