@@ -1,7 +1,8 @@
-"""Every upstream vLLM 0.30 name the backend builds on, imported here once.
+"""The vLLM names that the backend builds on in every engine, imported here once.
 
-A release that moves one of them breaks this module and nothing else; ``tests`` import it to say
-which. What is replaced upstream stands in the ledger, ``patches`` in this package.
+Its neighbours have those that only some engines need. All that is used of vLLM, here, elsewhere
+and through what is imported, stands in deploy/upstream/names.txt; `make upstream VLLM=…` says what
+another release would break. What is replaced at run time stands in the ledger, ``patches``.
 """
 
 from __future__ import annotations
