@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import types
@@ -100,6 +101,8 @@ def _shape(found: Any) -> str:
     if isinstance(found, type) and (fields := _fields(found)):
         settings = f"{found.__module__}.".startswith(_SETTINGS)
         return "settings" if settings else f"record of {', '.join(fields)}"
+    if isinstance(found, enum.EnumMeta):
+        return f"choice of {', '.join(found.__members__)}"
     if isinstance(found, classmethod | staticmethod):
         return f"{type(found).__name__} {_parameters(found.__func__)}"
     if inspect.isfunction(found):

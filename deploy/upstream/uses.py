@@ -235,6 +235,8 @@ class _Scope(ast.NodeVisitor):
         match node:
             case ast.Call(ast.Name("setattr"), [owner, ast.Constant(str(name)), _]):
                 self._replace(ast.Attribute(owner, name))
+            case ast.Call(ast.Name("getattr"), [owner, ast.Constant(str(name)), *_]):
+                self.visit_Attribute(ast.Attribute(owner, name))
         self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> None:
@@ -308,10 +310,13 @@ class _Scope(ast.NodeVisitor):
         return f"{owner}.{name}" if owner else ""
 
     def _result(self, call: ast.Call) -> str:
-        """Return the type of what a constructor makes."""
+        """Return the type of what a constructor makes, or a class method that is named for it."""
         if _written(call.func) == "super":
             return next(iter(self._finder.upstream_bases(self._class)), "")
         made = self._type(call.func)
+        owner, _, method = made.rpartition(".")
+        if method.startswith("from_"):
+            return self._type(call.func.value) if isinstance(call.func, ast.Attribute) else owner
         return made if made.rpartition(".")[2][:1].isupper() else ""
 
 

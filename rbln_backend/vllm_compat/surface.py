@@ -98,10 +98,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -179,7 +185,9 @@ __all__ = [
     "BlockPool",
     "CachedRequestData",
     "CachedRequestState",
+    "ChunkedLocalAttentionSpec",
     "CompilationTimes",
+    "CrossAttentionSpec",
     "CustomOp",
     "DeviceCommunicatorBase",
     "DispatchPooler",
@@ -208,6 +216,8 @@ __all__ = [
     "Llama3RotaryEmbedding",
     "LogitBiasLogitsProcessor",
     "LogprobsTensors",
+    "MLAAttentionSpec",
+    "MambaSpec",
     "MinTokensLogitsProcessor",
     "MoERunner",
     "ModelConfig",
@@ -234,7 +244,9 @@ __all__ = [
     "SequencePooler",
     "SiluAndMul",
     "SingleTypeKVCacheManager",
+    "SlidingWindowMLASpec",
     "SlidingWindowSpec",
+    "UniformTypeKVCacheSpecs",
     "UnquantizedFusedMoEMethod",
     "VllmConfig",
     "WorkerBase",
