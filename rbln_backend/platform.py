@@ -31,6 +31,8 @@ from rbln_backend.vllm_compat.patches import inspect_models_here
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
 
     from rbln_backend.grammar.trial import GrammarTrial
 
@@ -122,16 +124,20 @@ class RblnPlatform(Platform):
         """KV caches are bound by layer name, so equal layer indices do not collide."""
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
         from vllm.v1.attention.backend import AttentionType
 
-        selector = args[0] if args else kwargs.get("attn_selector_config")
         # Sparse attention of today is MLA as well.
-        if getattr(selector, "use_sparse", False):
+        if attn_selector_config.use_sparse:
             raise SPARSE_ATTENTION.refusal()
-        if getattr(selector, "use_mla", False):
+        if attn_selector_config.use_mla:
             raise MLA.refusal()
-        if getattr(selector, "attn_type", None) == AttentionType.ENCODER_ONLY:
+        if attn_selector_config.attn_type == AttentionType.ENCODER_ONLY:
             return "rbln_backend.attention.encoder.EncoderAttentionBackend"
         return "rbln_backend.attention.backend.RblnAttentionBackend"
 

@@ -112,7 +112,7 @@ class WindowManager(SingleTypeKVCacheManager):
             return 0
         return 1
 
-    def allocate_new_blocks(self, request_id: str, *_: Any) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, *_: Any, **__: Any) -> list[KVCacheBlock]:
         held = self.req_to_blocks[request_id]
         if held:
             return []

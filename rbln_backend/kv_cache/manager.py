@@ -9,6 +9,15 @@ from rbln_backend.vllm_compat.surface import KVCacheBlocks, KVCacheManager, Requ
 
 # How vLLM's scheduler asks for a running request.
 _RUNNING = {"num_lookahead_tokens": 0}
+# All that vLLM's manager holds. What else a release gives it may be of the coordinator it had.
+_HELD = frozenset(
+    """
+    block_pool coordinator empty_kv_cache_blocks enable_caching enable_kv_cache_events
+    kv_cache_config kv_cache_event_metadata log_stats mamba_fine_grained_prefix_cache max_model_len
+    metrics_collector num_kv_cache_groups prefix_cache_stats retained_hit_group_ids use_eagle
+    watermark_blocks
+    """.split()
+)
 
 
 class RblnKvCacheManager(KVCacheManager):
@@ -21,7 +30,10 @@ class RblnKvCacheManager(KVCacheManager):
 
     def __init__(self, upstream: KVCacheManager, coordinator: RblnKvCoordinator) -> None:
         """Take the place of ``upstream``, which holds nothing yet."""
-        vars(self).update(vars(upstream))
+        held = vars(upstream)
+        unknown = sorted(held.keys() ^ _HELD)
+        assert not unknown, f"vLLM's KVCacheManager does not hold what it did: {unknown}"
+        vars(self).update(held)
         self.coordinator = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size

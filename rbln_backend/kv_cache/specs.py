@@ -21,9 +21,15 @@ from rbln_backend.unsupported import (
 )
 from rbln_backend.vllm_compat.surface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     VllmConfig,
 )
 
@@ -127,28 +133,28 @@ def window_spec(
     )
 
 
-_KINDS_WITHOUT_OP: Mapping[str, Feature] = {
-    "MLAAttentionSpec": MLA,
-    "SlidingWindowMLASpec": MLA,
-    "ChunkedLocalAttentionSpec": CHUNKED_ATTENTION,
-    "MambaSpec": STATE_SPACE,
-    "CrossAttentionSpec": ENCODER_DECODER,
+_KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {
+    MLAAttentionSpec: MLA,
+    SlidingWindowMLASpec: MLA,
+    ChunkedLocalAttentionSpec: CHUNKED_ATTENTION,
+    MambaSpec: STATE_SPACE,
+    CrossAttentionSpec: ENCODER_DECODER,
 }
 """vLLM's specs that are known to need an op we lack."""
 
 
 def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
     """``spec`` if it is dense causal attention; raises ``UnsupportedModelError`` otherwise."""
-    kind = type(spec).__name__
+    kind = type(spec)
     if kind in _KINDS_WITHOUT_OP:
         raise _KINDS_WITHOUT_OP[kind].refusal(f"layer {layer_name}")
-    known = type(spec) in (FullAttentionSpec, SlidingWindowSpec)
+    known = kind in (FullAttentionSpec, SlidingWindowSpec)
     if not known or not isinstance(spec, AttentionSpec):
         raise UnsupportedModelError(
-            f"layer {layer_name}: KV cache kind {kind} is not supported by the "
+            f"layer {layer_name}: KV cache kind {kind.__name__} is not supported by the "
             "RBLN backend, which has full attention and sliding windows"
         )
-    if getattr(spec, "non_causal", False):
+    if isinstance(spec, FullAttentionSpec) and spec.non_causal:
         raise PREFIX_LM.refusal(f"layer {layer_name}")
     if spec.head_size_v != spec.head_size:
         raise UNEQUAL_HEADS.refusal(
@@ -159,8 +165,9 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
 
 def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, PagedSpec | WindowSpec]:
     """The spec of each layer of a group; vLLM wraps layers of different shapes in one."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    found = inner if inner is not None else dict.fromkeys(layer_names, spec)
+    found = dict.fromkeys(layer_names, spec)
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        found = spec.kv_cache_specs
     result: dict[str, PagedSpec | WindowSpec] = {}
     for name in layer_names:
         layer_spec = found[name]
@@ -171,7 +178,7 @@ def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, PagedSpe
 
 def any_layer_spec(spec: KVCacheSpec) -> PagedSpec | WindowSpec:
     """The spec of some layer of a group, whichever ranks the layers are on."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    found = next(iter(inner.values())) if inner else spec
-    assert isinstance(found, PagedSpec | WindowSpec), str(type(found))
-    return found
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    assert isinstance(spec, PagedSpec | WindowSpec), str(type(spec))
+    return spec

@@ -1,1 +1,1 @@
-"""The one place where upstream names that are not public API enter the backend."""
+"""vLLM as the backend sees it: names by who needs them, and the ledger of what is replaced."""

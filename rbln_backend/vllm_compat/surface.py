@@ -1,7 +1,8 @@
-"""Every upstream vLLM 0.30 name the backend builds on, imported here once.
+"""The vLLM names that the backend builds on in every engine, imported here once.
 
-A release that moves one of them breaks this module and nothing else; ``tests`` import it to say
-which. What is replaced upstream stands in the ledger, ``patches`` in this package.
+Its neighbours have those that only some engines need. All that is used of vLLM, here, elsewhere
+and through what is imported, stands in deploy/upstream/names.txt; `make upstream VLLM=…` says what
+another release would break. What is replaced at run time stands in the ledger, ``patches``.
 """
 
 from __future__ import annotations
@@ -97,10 +98,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -178,7 +185,9 @@ __all__ = [
     "BlockPool",
     "CachedRequestData",
     "CachedRequestState",
+    "ChunkedLocalAttentionSpec",
     "CompilationTimes",
+    "CrossAttentionSpec",
     "CustomOp",
     "DeviceCommunicatorBase",
     "DispatchPooler",
@@ -207,6 +216,8 @@ __all__ = [
     "Llama3RotaryEmbedding",
     "LogitBiasLogitsProcessor",
     "LogprobsTensors",
+    "MLAAttentionSpec",
+    "MambaSpec",
     "MinTokensLogitsProcessor",
     "MoERunner",
     "ModelConfig",
@@ -233,7 +244,9 @@ __all__ = [
     "SequencePooler",
     "SiluAndMul",
     "SingleTypeKVCacheManager",
+    "SlidingWindowMLASpec",
     "SlidingWindowSpec",
+    "UniformTypeKVCacheSpecs",
     "UnquantizedFusedMoEMethod",
     "VllmConfig",
     "WorkerBase",

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import BackgroundResources
 
 _NO_WAIT = int(zmq.DONTWAIT)
 
@@ -82,8 +83,9 @@ class EngineSocket(zmq.asyncio.Socket):
 
 def receive_directly(engine: AsyncLLM) -> EngineSocket:
     """Let a new engine's client receive through this socket; before its first request."""
-    resources = engine.engine_core.resources
+    resources: BackgroundResources = engine.engine_core.resources
     assert resources.output_queue_task is None, "the client receives already"
+    assert isinstance(resources.output_socket, zmq.asyncio.Socket)
     socket = EngineSocket(resources.output_socket)
     resources.output_socket = socket
     return socket

@@ -82,16 +82,13 @@ async def build_frontend(
     engine: GatedLLM, args: Namespace, tasks: tuple[SupportedTask, ...], settings: ServerSettings
 ) -> VllmFrontend:
     """Build vLLM's serving classes around a running engine."""
-    from vllm.entrypoints.generate.base import protocol
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-    from vllm.entrypoints.openai.chat_completion import serving as chat
-    from vllm.entrypoints.openai.completion import serving as completion
 
     from server.vllm.gated_engine import leave_tags_to_the_gate
 
-    stream_chunks.install_chat(chat)
-    stream_chunks.install_completion(completion)
-    leave_tags_to_the_gate(protocol)
+    stream_chunks.install_chat()
+    stream_chunks.install_completion()
+    leave_tags_to_the_gate()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
     state = State()

@@ -6,7 +6,6 @@ gets it. Upstream would validate it there, on the event loop; here it waits for 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -60,12 +59,14 @@ class GatedLLM(MeteredLLM):
             raise
 
 
-def leave_tags_to_the_gate(protocol: ModuleType) -> None:
-    """Keep vLLM's request models, in `protocol`, from parsing structural tags; idempotent.
+def leave_tags_to_the_gate() -> None:
+    """Keep vLLM's request models from parsing structural tags; idempotent.
 
     They would do it on the event loop, for as long as it takes; the gate has done it before.
     """
-    protocol.validate_structural_tag_payload = _pass_any_tag  # type: ignore[attr-defined]
+    from vllm.entrypoints.generate.base import protocol
+
+    protocol.validate_structural_tag_payload = _pass_any_tag
 
 
 def _pass_any_tag(payload: object, *, parameter: str) -> None:

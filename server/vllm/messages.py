@@ -35,7 +35,7 @@ def over_chat_requests(serving: AnthropicServingMessages) -> AnthropicServingMes
         def to_chat_completion_request(cls, anthropic_request: Any, **_: Any) -> Any:
             return anthropic_request
 
-    made = copy.copy(serving)
+    made: AnthropicServingMessages = copy.copy(serving)
     made.__class__ = OverChatRequests
     return made
 

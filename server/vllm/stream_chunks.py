@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, Protocol
 
 from pydantic_core import to_json
@@ -23,27 +22,33 @@ _CHAT_IDLE = ("logprobs", "finish_reason", "token_ids")
 _COMPLETION_IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
 
 
-def install_chat(serving: ModuleType) -> None:
-    """Put the makers in the place of the models in `serving`, vLLM's module; idempotent."""
+def install_chat() -> None:
+    """Put the makers in the place of the models in vLLM's module; idempotent."""
+    from vllm.entrypoints.openai.chat_completion import serving as chat
+
+    serving: Any = chat
     if isinstance(serving.DeltaMessage, type):
         makers = ChatMakers(
             serving.DeltaMessage,
             serving.ChatCompletionResponseStreamChoice,
             serving.ChatCompletionStreamResponse,
         )
-        serving.DeltaMessage = makers.delta  # type: ignore[attr-defined]
-        serving.ChatCompletionResponseStreamChoice = makers.choice  # type: ignore[attr-defined]
-        serving.ChatCompletionStreamResponse = makers.chunk  # type: ignore[attr-defined]
+        serving.DeltaMessage = makers.delta
+        serving.ChatCompletionResponseStreamChoice = makers.choice
+        serving.ChatCompletionStreamResponse = makers.chunk
 
 
-def install_completion(serving: ModuleType) -> None:
-    """Put the makers in the place of the models in `serving`, vLLM's module; idempotent."""
+def install_completion() -> None:
+    """Put the makers in the place of the models in vLLM's module; idempotent."""
+    from vllm.entrypoints.openai.completion import serving as completion
+
+    serving: Any = completion
     if isinstance(serving.CompletionStreamResponse, type):
         makers = CompletionMakers(
             serving.CompletionResponseStreamChoice, serving.CompletionStreamResponse
         )
-        serving.CompletionResponseStreamChoice = makers.choice  # type: ignore[attr-defined]
-        serving.CompletionStreamResponse = makers.chunk  # type: ignore[attr-defined]
+        serving.CompletionResponseStreamChoice = makers.choice
+        serving.CompletionStreamResponse = makers.chunk
 
 
 @dataclass(slots=True)

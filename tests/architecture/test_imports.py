@@ -68,16 +68,6 @@ def test_only_the_front_end_adapters_import_vllm_entrypoints() -> None:
     assert all(name.startswith("server/vllm/") for name in importers)
 
 
-def test_only_the_surface_imports_private_vllm_names() -> None:
-    private = {
-        relative(path)
-        for path in python_files("rbln_backend", "server")
-        for name in _imported_modules(path)
-        if name.startswith("vllm.") and any(part.startswith("_") for part in name.split("."))
-    }
-    assert private <= {"rbln_backend/vllm_compat/surface.py"}
-
-
 @pytest.mark.parametrize("module", ["unittest.mock", "mock"])
 def test_nothing_is_mocked(module: str) -> None:
     assert _importers(module, *PACKAGES, "tests") == set()

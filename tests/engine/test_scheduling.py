@@ -220,3 +220,23 @@ def _random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
         logit_bias=rng.choice([None, {20: 3.0}]),
         min_tokens=rng.choice([0, 1]),
     )
+
+
+@KINDS
+def test_most_tokens_ask_no_group_for_blocks(engines: Engines, arch: str) -> None:
+    """vLLM's scheduler asks for a running request in the way that our manager takes short."""
+    engine = engines(arch)
+    coordinator = engine.core.scheduler.kv_cache_manager.coordinator
+    original, asked = coordinator.get_num_blocks_to_allocate, 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return original(*args, **kwargs)
+
+    coordinator.get_num_blocks_to_allocate = counting
+    try:
+        engine.generate(make_prompts([20], seed=3), greedy(64))
+    finally:
+        del coordinator.get_num_blocks_to_allocate
+    assert 0 < asked < 64 / 2

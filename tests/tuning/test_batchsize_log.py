@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,27 @@ def test_processes_add_up(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG + LOG.replace("pid=7", "pid=8"))
     assert read_log(path, 32, 256).phases["decode"].steps_by_size == {1: 180, 6: 20}
+
+
+_REAL_STEPS = """
+from vllm import envs
+envs.environment_variables["VLLM_LOG_BATCHSIZE_INTERVAL"] = lambda: 0.0
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+for size in (3, 3, 3, 300, 300):
+    with set_forward_context({}, VllmConfig(), num_tokens=size):
+        pass
+"""
+
+
+def test_what_vllm_itself_logs_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    with path.open("w") as log:
+        command = [sys.executable, "-c", _REAL_STEPS]
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    usage = read_log(path, largest_batch=32, largest_chunk=256)
+    assert usage.phases["decode"].steps_by_size == {3: 3}
+    assert usage.phases["prefill"].steps_by_size == {256: 2, 44: 2}
 
 
 def test_a_log_without_it_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -99,14 +98,15 @@ def test_other_options_of_the_dump_are_respected() -> None:
     assert "null" not in ours
 
 
-def test_the_makers_take_the_models_places_once() -> None:
-    module = ModuleType("serving")
-    vars(module).update(MODELS)
-    install_chat(module)
-    first = module.DeltaMessage
-    install_chat(module)
-    assert module.DeltaMessage == first
-    assert isinstance(module.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])
+def test_the_makers_take_the_models_places_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, model in MODELS.items():
+        monkeypatch.setattr(serving, name, model)
+    install_chat()
+    first = serving.DeltaMessage
+    assert first is not MODELS["DeltaMessage"]
+    install_chat()
+    assert serving.DeltaMessage == first
+    assert isinstance(serving.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])
 
 
 COMPLETION = (completion.CompletionResponseStreamChoice, completion.CompletionStreamResponse)
@@ -158,10 +158,11 @@ def test_anything_else_of_completions_is_vllms_own(
     assert ours == theirs
 
 
-def test_a_chunk_of_usage_alone_is_vllms_own() -> None:
-    module = ModuleType("serving")
-    module.CompletionResponseStreamChoice, module.CompletionStreamResponse = COMPLETION
-    install_completion(module)
-    install_completion(module)
-    chunk = module.CompletionStreamResponse(id="x", created=1, model="m", choices=[])
+def test_a_chunk_of_usage_alone_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in COMPLETION:
+        monkeypatch.setattr(completion, model.__name__, model)
+    install_completion()
+    install_completion()
+    assert completion.CompletionStreamResponse is not COMPLETION[1]
+    chunk = completion.CompletionStreamResponse(id="x", created=1, model="m", choices=[])
     assert isinstance(chunk, COMPLETION[1])

@@ -257,3 +257,17 @@ def test_another_salt_never_hits(name: str) -> None:
         before = world.hits
         world.admit()
         assert world.hits - before == expected
+
+
+def test_a_manager_that_holds_more_than_is_known_is_not_taken_over() -> None:
+    shape = Shape(16, 4, [], True, 8, 0, 32)
+    world = World(shape)
+    upstream = KVCacheManager(
+        kv_cache_config=world.config,
+        max_model_len=MAX_LEN,
+        scheduler_block_size=shape.block_size,
+        hash_block_size=shape.block_size,
+    )
+    upstream.partial_blocks = upstream.coordinator.single_type_managers  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="partial_blocks"):
+        RblnKvCacheManager(upstream, world.coordinator)

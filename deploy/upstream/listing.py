@@ -1,0 +1,125 @@
+"""The list of what we use of vLLM, `names.txt`, and how the installed release differs from it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.upstream.shapes import AbsentError, shape, short, signature
+from deploy.upstream.uses import Uses
+
+FILE = Path(__file__).with_name("names.txt")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the installed vLLM has of what we use."""
+
+    shapes: Mapping[str, str]
+    """The shape of each name of the list."""
+    absent: tuple[str, ...]
+    """Why an import or a replacement of ours would fail."""
+    refused: tuple[str, ...]
+    """What vLLM may pass to a method of ours that does not take it."""
+
+
+def look_up(uses: Uses) -> Found:
+    """Look everything up. Members that vLLM does not have are taken for our own."""
+    shapes, absent = {}, []
+    for name in sorted(uses.names):
+        try:
+            shapes[name] = shape(name)
+        except AbsentError as error:
+            absent.append(f"{name}: {error}")
+    for name in sorted(uses.replaced):
+        try:
+            shape(name)
+        except AbsentError as error:
+            absent.append(f"{name}, which we replace: {error}")
+    for name in sorted(uses.members):
+        try:
+            shapes[short(name)] = shape(name)
+        except AbsentError:
+            continue
+    return Found(shapes, tuple(absent), tuple(_refused(uses)))
+
+
+def read_list(path: Path = FILE) -> dict[str, str]:
+    """Return the shapes that were recorded."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return dict(line.split(" ", 1) for line in lines if not line.startswith("#"))
+
+
+def write_list(shapes: Mapping[str, str], version: str, path: Path = FILE) -> None:
+    """Record `shapes` as what vLLM `version` has."""
+    header = f"# What we use of vLLM {version}, and what it looks like; `make names` writes it."
+    lines = [header, *(f"{name} {shapes[name]}" for name in sorted(shapes))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def breaks(recorded: Mapping[str, str], found: Found) -> Iterator[tuple[str, list[str]]]:
+    """Yield kinds of differences that break us, or may, each with its lines."""
+    shapes = found.shapes
+    common = sorted(recorded.keys() & shapes.keys())
+    missing = {line.partition(":")[0] for line in found.absent}
+    gone = [name for name in sorted(recorded.keys() - shapes.keys()) if name not in missing]
+    changed = [name for name in common if recorded[name] != shapes[name]]
+    yield "imports and replacements that fail", list(found.absent)
+    yield "members that are gone", [f"{name} {recorded[name]}" for name in gone]
+    yield (
+        "what looks different",
+        [f"{name}: {_difference(recorded[name], shapes[name])}" for name in changed],
+    )
+    yield "overrides that do not take what vLLM passes", list(found.refused)
+    yield "not in the list", [f"{n} {shapes[n]}" for n in sorted(shapes.keys() - recorded.keys())]
+
+
+def _difference(was: str, now: str) -> str:
+    """Return what of a shape is gone and what is new; a list of parameters or of fields is long."""
+    parts = re.compile(r",? (?:of )?|[()]")
+    before, after = ([p for p in parts.split(text) if p] for text in (was, now))
+    gone = [f"-{part}" for part in before if part not in after]
+    new = [f"+{part}" for part in after if part not in before]
+    return " ".join(gone + new) or "another order"
+
+
+def _refused(uses: Uses) -> Iterator[str]:
+    for (name, class_name), ours in sorted(uses.overrides.items()):
+        try:
+            theirs = signature(name)
+        except AbsentError:
+            continue
+        method = name.rpartition(".")[2]
+        if theirs is None or method == "__init__":
+            continue
+        for problem in refusals(ours, theirs):
+            yield f"{class_name}.{method}: {problem}"
+
+
+def refusals(ours: inspect.Signature, theirs: inspect.Signature) -> Iterator[str]:
+    """Yield why a method would not take what is passed to another."""
+    kinds = inspect.Parameter
+    by_place = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    variable = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    taken, passed = _without_self(ours), _without_self(theirs)
+    any_place = any(p.kind is kinds.VAR_POSITIONAL for p in taken)
+    any_name = any(p.kind is kinds.VAR_KEYWORD for p in taken)
+    places = sum(p.kind in by_place for p in taken)
+    for index, parameter in enumerate(passed):
+        named = any_name or parameter.name in ours.parameters
+        if not named and parameter.kind is not kinds.VAR_POSITIONAL:
+            yield f"takes no {parameter.name}"
+        elif parameter.kind in by_place and not any_place and index >= places:
+            yield f"takes {parameter.name} by name alone"
+    for parameter in taken:
+        needed = parameter.kind not in variable and parameter.default is parameter.empty
+        if needed and parameter.name not in theirs.parameters:
+            yield f"wants {parameter.name}, which nobody passes"
+
+
+def _without_self(found: inspect.Signature) -> list[inspect.Parameter]:
+    parameters = list(found.parameters.values())
+    return parameters[1:] if next(iter(found.parameters), "") in ("self", "cls") else parameters

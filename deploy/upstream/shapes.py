@@ -1,0 +1,149 @@
+"""What the installed vLLM has under a name, in a line to compare with another release's."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from deploy.upstream.typing_of import is_member, type_of_member
+
+_MISSING = object()
+_EVERYBODYS = ("__init__", "__class__")
+# Each release has some more of these, and leaves them off.
+_SETTINGS = ("vllm.config.", "vllm.engine.arg_utils.")
+
+
+class AbsentError(Exception):
+    """There is nothing under a name, or nobody says of which class it is."""
+
+
+def shape(name: str) -> str:
+    """Return the shape of `name`: `module`, `class`, `(self, request, raw_request=None)`.
+
+    Raises `AbsentError`.
+    """
+    owner, member = _find(name)
+    if member is None:
+        return "module"
+    if member == "__init__" and isinstance(owner, type):
+        return _constructor(owner)
+    return _shape(_value(owner, member))
+
+
+def short(name: str) -> str:
+    """Return how a list calls `name`: a member by its class alone, wherever that one lies.
+
+    `vllm.config.VllmConfig.cache_config.block_size` is `CacheConfig.block_size`.
+
+    Raises `AbsentError`.
+    """
+    owner, member = _find(name)
+    return f"{owner.__qualname__}.{member}" if isinstance(owner, type) else name
+
+
+def signature(name: str) -> inspect.Signature | None:
+    """Return what a method takes, None for what is no method. Raises `AbsentError`."""
+    owner, member = _find(name)
+    found = _value(owner, member or "")
+    function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    return inspect.signature(function) if inspect.isfunction(function) else None
+
+
+def _find(name: str) -> tuple[Any, str | None]:
+    """Return the module or class that has what `name` ends in, and that end."""
+    module, rest = _module(name)
+    owner: Any = module
+    for index, part in enumerate(rest):
+        if isinstance(owner, types.ModuleType):
+            exists = hasattr(owner, part)
+        else:
+            exists = part in _EVERYBODYS or is_member(owner, part)
+        if not exists:
+            raise AbsentError(f"{owner.__name__} has no {part}")
+        if index + 1 < len(rest):
+            inner = getattr(owner, part) if owner is module else type_of_member(owner, part)
+            if not isinstance(inner, type | types.ModuleType):
+                raise AbsentError(f"the type of {part} in {name} is not known")
+            owner = inner
+    return owner, rest[-1] if rest else None
+
+
+def _module(name: str) -> tuple[types.ModuleType, list[str]]:
+    """Import as much of `name` as is modules; return the last of them and the rest."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        try:
+            return importlib.import_module(path), parts[length:]
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+                raise AbsentError(f"{path} cannot be imported: {error}") from error
+        except ImportError as error:
+            raise AbsentError(f"{path} cannot be imported: {error}") from error
+    raise AbsentError(f"{parts[0]} is not installed")
+
+
+def _value(owner: type | types.ModuleType, member: str) -> Any:
+    if isinstance(owner, types.ModuleType):
+        return getattr(owner, member, _MISSING)
+    return inspect.getattr_static(owner, member, _MISSING)
+
+
+def _shape(found: Any) -> str:
+    if isinstance(found, type) and (fields := _fields(found)):
+        settings = f"{found.__module__}.".startswith(_SETTINGS)
+        return "settings" if settings else f"record of {', '.join(fields)}"
+    if isinstance(found, enum.EnumMeta):
+        return f"choice of {', '.join(found.__members__)}"
+    if isinstance(found, classmethod | staticmethod):
+        return f"{type(found).__name__} {_parameters(found.__func__)}"
+    if inspect.isfunction(found):
+        return _parameters(found)
+    for kind, word in ((types.ModuleType, "module"), (type, "class"), (property, "property")):
+        if isinstance(found, kind):
+            return word
+    return "attribute"
+
+
+def _constructor(owner: type) -> str:
+    """Return what a constructor takes; of a record, whose fields are names, only what it must."""
+    record = bool(_fields(owner)) or issubclass(owner, BaseModel)
+    return _parameters(owner, optional=not record)
+
+
+def _fields(found: type) -> tuple[str, ...]:
+    """Return what a record holds: what is not looked at there may still mean something."""
+    if issubclass(found, msgspec.Struct):
+        return found.__struct_fields__
+    if dataclasses.is_dataclass(found):
+        return tuple(field.name for field in dataclasses.fields(found))
+    return ()
+
+
+def _parameters(function: Callable[..., Any], *, optional: bool = True) -> str:
+    """Return a signature without annotations and with only the plain ones of its defaults."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    shown = []
+    for parameter in found.parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and not optional:
+            continue
+        if default is not parameter.empty and not _is_plain(default):
+            default = ...
+        shown.append(parameter.replace(annotation=parameter.empty, default=default))
+    return str(inspect.Signature(shown)).replace("Ellipsis", "...")
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in (bool, int, float, str)

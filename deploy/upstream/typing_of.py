@@ -1,0 +1,147 @@
+"""Which attributes the instances of vLLM's classes have, and of which classes these are.
+
+Read from annotations and from what methods assign to `self`: no engine has to be made.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an assignment says of a type: an annotation, and attributes from there."""
+
+    annotation: str
+    path: tuple[str, ...] = ()
+
+
+def is_member(owner: type, name: str) -> bool:
+    """Whether instances of `owner` have an attribute, by a class of vLLM."""
+    return any(
+        name in vars(base) or name in _annotations(base) or name in _assigned(base)
+        for base in _upstream(owner)
+    )
+
+
+def type_of_member(owner: type, name: str) -> Any:
+    """Return the class of an attribute of instances of `owner`; None where nothing says it."""
+    for base in _upstream(owner):
+        found = vars(base).get(name)
+        if isinstance(found, property):
+            return _class_of(getattr(found.fget, "__annotations__", {}).get("return"), base)
+        if name in _annotations(base):
+            return _class_of(_annotations(base)[name], base)
+        if said := _assigned(base).get(name):
+            return _follow(said, base)
+    return None
+
+
+def _upstream(owner: type) -> list[type]:
+    return [base for base in owner.__mro__ if f"{base.__module__}.".startswith("vllm.")]
+
+
+def _annotations(owner: type) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = vars(owner).get("__annotations__", {})
+    return found
+
+
+def _follow(said: _Said, owner: type) -> Any:
+    found = _class_of(said.annotation, owner) if said.annotation else owner
+    for name in said.path:
+        found = type_of_member(found, name) if isinstance(found, type) else None
+    return found
+
+
+def _class_of(annotation: Any, owner: type) -> Any:
+    """Return the class that an annotation in the module of `owner` means."""
+    module = sys.modules[owner.__module__]
+    holder = type("Holder", (), {"__annotations__": {"it": annotation}})
+    try:
+        hint = typing.get_type_hints(holder, vars(module), _Imports(module))["it"]
+    except (NameError, TypeError, AttributeError, SyntaxError, ImportError):
+        return None
+    alternatives = typing.get_args(hint) if _is_union(hint) else (hint,)
+    classes = [one for one in alternatives if isinstance(one, type) and one is not type(None)]
+    return classes[0] if classes else None
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+class _Imports(dict[str, Any]):
+    """What a module imports for type checkers alone."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        super().__init__()
+        self._sources = _imports(module)
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._sources:
+            raise KeyError(name)
+        module, original = self._sources[name]
+        return getattr(sys.modules.get(module) or __import__(module, fromlist=["_"]), original)
+
+
+@cache
+def _imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
+    tree = ast.parse(inspect.getsource(module))
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+    }
+
+
+@cache
+def _assigned(owner: type) -> dict[str, _Said | None]:
+    """Return what the methods of a class assign to `self`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    found: dict[str, _Said | None] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            taken = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation}
+            for node in ast.walk(function):
+                for name, said in _said_by(node, taken):
+                    found[name] = found.get(name) or said
+    return found
+
+
+def _said_by(node: ast.AST, taken: Mapping[str, str]) -> Iterator[tuple[str, _Said | None]]:
+    if isinstance(node, ast.AnnAssign):
+        yield from ((name, _Said(ast.unparse(node.annotation))) for name in _own(node.target))
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple):
+                yield from ((name, None) for one in target.elts for name in _own(one))
+            else:
+                yield from ((name, _type_of_value(node.value, taken)) for name in _own(target))
+
+
+def _own(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+        yield target.attr
+
+
+def _type_of_value(value: ast.expr, taken: Mapping[str, str]) -> _Said | None:
+    """Return what is said by a constructor's name, or by a parameter and attributes of it."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return _Said(value.func.id) if value.func.id[:1].isupper() else None
+    first, *rest = ast.unparse(value).split(".")
+    if first == "self" and rest:
+        return _Said("", tuple(rest))
+    return _Said(taken[first], tuple(rest)) if first in taken else None
