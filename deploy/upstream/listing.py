@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.upstream.shapes import AbsentError, shape, short, signature
+from deploy.upstream.shapes import AbsentError, readers, shape, short, signature
 from deploy.upstream.uses import Uses
 
 FILE = Path(__file__).with_name("names.txt")
@@ -41,7 +41,7 @@ def look_up(uses: Uses) -> Found:
             absent.append(f"{name}, which we replace: {error}")
     for name in sorted(uses.members):
         try:
-            shapes[short(name)] = shape(name)
+            shapes[short(name)] = shape(name) + (readers(name) if name in uses.steered else "")
         except AbsentError:
             continue
     return Found(shapes, tuple(absent), tuple(_refused(uses)))

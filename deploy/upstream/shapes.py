@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from deploy.upstream.typing_of import is_member, type_of_member
+from deploy.upstream.typing_of import is_member, reads, type_of_member
 
 _MISSING = object()
 _EVERYBODYS = ("__init__", "__class__")
@@ -55,6 +55,14 @@ def signature(name: str) -> inspect.Signature | None:
     found = _value(owner, member or "")
     function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     return inspect.signature(function) if inspect.isfunction(function) else None
+
+
+def readers(name: str) -> str:
+    """Return which methods of the class read one of its attributes, and how often."""
+    owner, member = _find(name)
+    found = reads(owner, member or "")
+    told = (f"{method}:{count}" for method, count in sorted(found.items()))
+    return f" read by {' '.join(told)}" if found else ""
 
 
 def _find(name: str) -> tuple[Any, str | None]:

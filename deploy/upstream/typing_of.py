@@ -11,6 +11,7 @@ import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -44,6 +45,32 @@ def type_of_member(owner: type, name: str) -> Any:
         if said := _assigned(base).get(name):
             return _follow(said, base)
     return None
+
+
+def reads(owner: type, name: str) -> Mapping[str, int]:
+    """Return how often each method of vLLM's classes reads an attribute of `self`."""
+    found: Counter[str] = Counter()
+    for base in _upstream(owner):
+        for function in ast.walk(_tree(base)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                loads = (node for node in ast.walk(function) if _is_read(node, name))
+                found.update({function.name: sum(1 for _ in loads)})
+    return +found
+
+
+def _is_read(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Attribute(ast.Name("self"), attr, ast.Load()):
+            return attr == name
+    return False
+
+
+@cache
+def _tree(owner: type) -> ast.Module:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
 
 
 def _upstream(owner: type) -> list[type]:
@@ -107,12 +134,8 @@ def _imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
 @cache
 def _assigned(owner: type) -> dict[str, _Said | None]:
     """Return what the methods of a class assign to `self`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    except (OSError, TypeError, SyntaxError):
-        return {}
     found: dict[str, _Said | None] = {}
-    for function in ast.walk(tree):
+    for function in ast.walk(_tree(owner)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             taken = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation}
             for node in ast.walk(function):

@@ -30,6 +30,8 @@ class Uses:
     """What is reached through these; of a subclass of ours, also what may be its own."""
     replaced: set[str] = field(default_factory=set)
     """What is assigned from outside."""
+    steered: set[str] = field(default_factory=set)
+    """What a subclass of ours assigns to itself: it matters where vLLM's own methods read it."""
     overrides: dict[tuple[str, str], inspect.Signature] = field(default_factory=dict)
     """Of what may be a method of vLLM's, and our class: what ours takes."""
 
@@ -38,7 +40,6 @@ class Uses:
 class _Class:
     """A class of ours."""
 
-    node: ast.ClassDef
     bases: list[str]
     attributes: dict[str, str] = field(default_factory=dict)
     """What is known of the types of its instances' attributes."""
@@ -88,16 +89,23 @@ class _Finder:
         self._classes: dict[str, _Class] = {}
         for module in modules:
             self._note_classes(module)
-        # Twice: the first round learns the types of attributes that the second follows.
-        for _ in range(2):
-            for module in modules:
-                self._visit(module)
+        # One round learns the types of attributes that the next one follows.
+        known = -1
+        while known != (known := self._round(modules)):
+            pass
+
+    def _round(self, modules: list[_Module]) -> int:
+        """Visit everything; return how much is known."""
+        for module in modules:
+            self._visit(module)
+        types = sum(len(known.attributes) for known in self._classes.values())
+        return types + len(self.found.members)
 
     def _note_classes(self, module: _Module) -> None:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 bases = [self.meaning(_written(base), module) for base in node.bases]
-                self._classes[f"{module.name}.{node.name}"] = _Class(node, bases)
+                self._classes[f"{module.name}.{node.name}"] = _Class(bases)
 
     def meaning(self, written: str, module: _Module) -> str:
         """Return what a dotted expression means: through imports, ours of others' included."""
@@ -256,6 +264,8 @@ class _Scope(ast.NodeVisitor):
             self._types[target.id] = self._type(value) if value is not None else ""
         elif self._is_own(target):
             assert isinstance(target, ast.Attribute)
+            bases = self._finder.upstream_bases(self._class)
+            self._finder.found.steered.update(f"{base}.{target.attr}" for base in bases)
             known = self._finder.attribute(self._class, target.attr)
             self._finder.learn(self._class, target.attr, known or self._type(value))
         else:

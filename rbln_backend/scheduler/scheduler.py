@@ -149,7 +149,10 @@ class RblnScheduler(Scheduler):
             self._narrowed(prefilling, hidden, max_running=1),
             self._cut(prefilling),
         ):
-            return super().schedule(throttle_prefills)
+            output = super().schedule(throttle_prefills)
+        admitted = len(output.num_scheduled_tokens)
+        assert admitted <= 1, "vLLM's Scheduler.schedule does not heed max_num_running_reqs"
+        return output
 
     def _schedule_decode(
         self, prefilling: list[Request], throttle_prefills: bool

@@ -41,7 +41,7 @@ def test_every_path_named_in_the_architecture_exists(page: str) -> None:
     "page",
     [
         *("README.md", "CHANGELOG.md", "docs/architecture.md", "docs/engine.md"),
-        *("docs/http_api.md", "docs/security.md"),
+        *("docs/http_api.md", "docs/security.md", "docs/upgrading.md"),
     ],
 )
 def test_links_between_pages_lead_somewhere(page: str) -> None:

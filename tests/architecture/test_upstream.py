@@ -20,6 +20,7 @@ from tests.architecture.source_tree import ROOT
 # Settings, which a platform is asked to settle; messages of one step; the runner's own tables.
 WRITTEN_TO = (
     "vllm.config.",
+    "vllm.engine.arg_utils.",
     "vllm.v1.core.sched.output.",
     "vllm.v1.worker.gpu_input_batch.",
     "vllm.v1.worker.worker_base.WorkerBase.load_config.",
