@@ -78,8 +78,7 @@ def create_app(
     app.include_router(models_router(frontend, shown))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
-    page = (versions["version"], settings.root_path)
-    app.include_router(openapi_router(lifecycle, frontend, *page, console=settings.console))
+    app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
     app.include_router(admin_router(settings, lifecycle))
     if settings.console:
         app.include_router(console_router())

@@ -48,6 +48,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,22 @@ class ErrorRow:
     type: str
     code: str
     outcome: str
+
+
+class ErrorObject(TypedDict):
+    """What OpenAI's clients look at."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorEnvelope(TypedDict):
+    """The body of every error; `type` is there on Anthropic's routes alone."""
+
+    error: ErrorObject
+    type: NotRequired[Literal["error"]]
 
 
 _MAX_MESSAGE = 2000
@@ -100,10 +119,10 @@ class ServerError(Exception):
         """The table's row for this class."""
         return TABLE[type(self)]
 
-    def envelope(self) -> dict[str, object]:
+    def envelope(self) -> ErrorEnvelope:
         """Return OpenAI's error object; `code` is always a string."""
         row = self.row
-        error = {"message": self.message, "type": row.type, "param": self.param, "code": row.code}
+        error = ErrorObject(message=self.message, type=row.type, param=self.param, code=row.code)
         return {"error": error}
 
     def body(self, *, anthropic: bool = False) -> bytes:

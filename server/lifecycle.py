@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from rbln_backend.reporting.progress import GraphProgress, ProgressSnapshot
 from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
@@ -38,6 +40,35 @@ class Phase(enum.IntEnum):
     def label(self) -> str:
         """The phase's name in probes and metrics."""
         return self.name.lower()
+
+
+_Word = Literal["starting", "ready", "draining", "dead"]
+_WORDS: Mapping[Phase, _Word] = {
+    Phase.READY: "ready",
+    Phase.DRAINING: "draining",
+    Phase.DEAD: "dead",
+}
+
+
+class GraphCounts(TypedDict):
+    """How many graphs of the start-up can be used, and how many there will be."""
+
+    done: int
+    total: int
+
+
+class Status(TypedDict):
+    """The body of the probes; times in seconds."""
+
+    status: _Word
+    phase: str
+    uptime_s: float
+    in_flight: int
+    reason: str | None
+    graphs: GraphCounts
+    eta_s: float | None
+    detail: str
+    ready_after_s: NotRequired[float]
 
 
 class Lifecycle:
@@ -159,12 +190,12 @@ class Lifecycle:
             return _DEFAULT_RETRY_S
         return min(max(1, round(eta)), _MAX_RETRY_S)
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> Status:
         """Return the body of the probes."""
         progress = self._progress
         done, total = self.graphs
-        body: dict[str, object] = {
-            "status": self._status_word(),
+        body: Status = {
+            "status": _WORDS.get(self.phase, "starting"),
             "phase": self.phase.label,
             "uptime_s": round(self.uptime_s, 3),
             "in_flight": self.in_flight,
@@ -218,9 +249,6 @@ class Lifecycle:
         except TimeoutError:
             return False
         return True
-
-    def _status_word(self) -> str:
-        return "starting" if self.starting else self.phase.label
 
     def _story(self) -> str:
         done, total = self.graphs

@@ -1,38 +1,52 @@
-"""The OpenAPI document of what this server offers: vLLM's request models, and our own routes.
+"""The OpenAPI document: FastAPI's, of our routes and of the endpoints of the served model.
 
-Every status that a route answers with is declared, errors with their codes and one envelope.
+A route says what it takes, what it answers and how it can fail; a `DescribedRoute` adds what all
+routes of its scope have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from server import errors
-from server.edge.openapi_operations import (
-    ADMIN,
-    DESCRIPTIONS,
-    ERROR,
-    EVENTS,
-    INFERENCE_FAILURES,
-    JSON,
-    PAGES,
-    PROBES,
-    WORK,
-    Operation,
-)
-from server.errors import TABLE, ServerError
-from server.frontend import Endpoint, WireSchemas
-from server.request.route_table import NEVER_GUARDED, Scope, route_of
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
+from server import errors
+from server.errors import TABLE, ErrorEnvelope, ServerError
+from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.request.body import JSON_TYPE
+from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
+
+BODY_FAILURES = (
+    *(errors.InvalidJsonError, errors.InvalidTypeError, errors.InvalidValueError),
+    *(errors.MissingFieldError, errors.UnknownFieldError, errors.UnsupportedOperationError),
+    *(errors.MediaTypeError, errors.BodyTooLargeError, errors.BodyTimeoutError),
+)
+"""How a request with a body can fail, whatever the route."""
 _GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFailedError)
-_ERROR_REF = {"$ref": "#/components/schemas/Error"}
+_INFERENCE_FAILURES = (
+    *BODY_FAILURES,
+    *(errors.UnsupportedFieldError, errors.ContextLengthError, errors.InvalidSchemaError),
+    *(errors.InvalidGrammarError, errors.ModelNotFoundError, errors.OverloadedError),
+    *(errors.QueueTimeoutError, errors.DeadlineError),
+    *_GATE_FAILURES,
+)
+_REFERENCE = "#/components/schemas/{model}"
 _RETRY = {
     "Retry-After": {
         "description": "Seconds until another try is worth it; `retry-after-ms` has milliseconds.",
         "schema": {"type": "string"},
     }
 }
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_SECURITY: JsonObject = {"security": [*({name: []} for name in _KEYS), {}]}
 _WORDS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "Answer a conversation.",
     Endpoint.COMPLETION: "Continue a text.",
@@ -44,93 +58,91 @@ _WORDS: Mapping[Endpoint, str] = {
 }
 
 
-def openapi_document(
-    schemas: WireSchemas, version: str, root_path: str, *, console: bool
-) -> dict[str, Any]:
-    """Return the document of a server with these endpoints, and with or without its console."""
-    operations = [*PROBES, *PAGES, *DESCRIPTIONS, *WORK, *ADMIN]
-    if not console:
-        operations = [op for op in operations if route_of(op.path).scope is not Scope.PAGE]
-    operations += [_inference(endpoint, schemas) for endpoint in schemas.requests]
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation)
+def failing(*failures: type[ServerError]) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` for the errors that a route may answer with."""
+    codes: dict[int | str, list[str]] = {}
+    for row in map(TABLE.__getitem__, failures):
+        codes.setdefault(row.status, []).append(f"`{row.code}`")
+    schema = {"$ref": _REFERENCE.format(model=ErrorEnvelope.__name__)}
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "rbln-serve", "version": version},
-        "servers": [{"url": root_path or "/"}],
-        "paths": paths,
-        "components": {
-            "schemas": {**schemas.definitions, "Error": ERROR},
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-        },
+        status: {"description": ", ".join(names), "content": {JSON_TYPE: {"schema": schema}}}
+        | ({"headers": _RETRY} if status in (429, 503) else {})
+        for status, names in codes.items()
     }
 
 
-def _inference(endpoint: Endpoint, schemas: WireSchemas) -> Operation:
-    return Operation(
-        path=endpoint.value,
-        method="post",
+def taking(schema: JsonObject, *, required: bool = True) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` for a route that reads its JSON body itself."""
+    return {"requestBody": {"required": required, "content": {JSON_TYPE: {"schema": schema}}}}
+
+
+class DescribedRoute(APIRoute):
+    """A route of one method, described by its handler's docstring, its types and its scope.
+
+    All routes of a scope need the same keys, and have some errors in common.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        route, (method,) = route_of(path), options["methods"]
+        scope = scope_of(route, method)
+        common: list[type[ServerError]] = [errors.InternalError]
+        if scope not in NEVER_GUARDED:
+            common.append(errors.AuthenticationError)
+            options["openapi_extra"] = (options.get("openapi_extra") or {}) | _SECURITY
+        if scope in (Scope.ADMIN, Scope.ADAPTERS):
+            common.append(errors.PermissionDeniedError)
+        if route.gated:
+            common += _GATE_FAILURES
+        options["responses"] = failing(*common) | (options.get("responses") or {})
+        options["operation_id"] = f"{method.lower()}{route.template}"
+        super().__init__(path, endpoint, **options)
+        self.summary, self.description = self.summary or self.description, ""
+
+
+def openapi_document(
+    routes: Sequence[BaseRoute], engine: WireSchemas, version: str, root_path: str
+) -> JsonObject:
+    """Return the document of `routes` and of the engine's endpoints."""
+    document = get_openapi(
+        title="rbln-serve",
+        version=version,
+        servers=[{"url": root_path or "/"}],
+        routes=[*routes, *(_inference(endpoint, engine) for endpoint in engine.requests)],
+    )
+    for path in document["paths"].values():
+        for operation in path.values():
+            # Parameters are checked by the handlers, whose errors are ours.
+            operation["responses"].pop("422", None)
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    document["components"]["schemas"] = {**schemas, **_error_schemas(), **engine.definitions}
+    document["components"]["securitySchemes"] = _KEYS
+    return document
+
+
+def _error_schemas() -> dict[str, JsonObject]:
+    wanted: Any = [("error", "serialization", TypeAdapter(ErrorEnvelope))]
+    _, document = TypeAdapter.json_schemas(wanted, ref_template=_REFERENCE)
+    found: dict[str, JsonObject] = document["$defs"]
+    return found
+
+
+def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
+    """Return a route to describe: the one that answers is there before the engine is."""
+    content: JsonObject = {JSON_TYPE: {"schema": engine.answers[endpoint]}}
+    if endpoint in engine.streaming:
+        content["text/event-stream"] = {}
+    return DescribedRoute(
+        endpoint.value,
+        _nothing,
+        methods=["POST"],
         summary=_WORDS.get(endpoint, "For models that pool."),
-        body=schemas.requests[endpoint],
-        answers={200: ("The answer.", schemas.answers[endpoint])},
-        failures=INFERENCE_FAILURES,
-        media_types=(JSON, EVENTS) if endpoint in schemas.streaming else (JSON,),
+        response_class=Response,
+        response_description="The answer.",
+        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES)},
+        openapi_extra=taking(engine.requests[endpoint]),
     )
 
 
-def _described(operation: Operation) -> dict[str, Any]:
-    route = route_of(operation.path)
-    failures = [*operation.failures, errors.InternalError]
-    if route.scope not in NEVER_GUARDED:
-        failures.append(errors.AuthenticationError)
-    if route.scope in (Scope.ADMIN, Scope.ADAPTERS):
-        failures.append(errors.PermissionDeniedError)
-    if route.gated:
-        failures += _GATE_FAILURES
-    responses = {**_failed(failures), **_succeeded(operation)}
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "operationId": f"{operation.method}{operation.path}",
-        "responses": {str(status): responses[status] for status in sorted(responses)},
-    }
-    if operation.parameters:
-        described["parameters"] = list(operation.parameters)
-    if operation.body is not None:
-        required = bool(operation.body.get("required") or "$ref" in operation.body)
-        content = {JSON: {"schema": operation.body}}
-        described["requestBody"] = {"required": required, "content": content}
-    if route.scope not in NEVER_GUARDED:
-        described["security"] = [{"bearer": []}, {"x-api-key": []}, {}]
-    return described
-
-
-def _succeeded(operation: Operation) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for status, (words, schema) in operation.answers.items():
-        found[status] = {"description": words}
-        content: dict[str, dict[str, Any]] = {name: {} for name in operation.media_types}
-        if content:
-            found[status]["content"] = content
-        if schema is not None:
-            content[operation.media_types[0]]["schema"] = schema
-    return found
-
-
-def _failed(failures: Iterable[type[ServerError]]) -> dict[int, dict[str, Any]]:
-    codes: dict[int, list[str]] = {}
-    for failure in failures:
-        row = TABLE[failure]
-        listed = codes.setdefault(row.status, [])
-        if row.code not in listed:
-            listed.append(row.code)
-    found: dict[int, dict[str, Any]] = {}
-    for status, names in codes.items():
-        words = ", ".join(f"`{name}`" for name in names)
-        found[status] = {"description": words, "content": {JSON: {"schema": _ERROR_REF}}}
-        if status in (429, 503):
-            found[status]["headers"] = _RETRY
-    return found
+def _nothing() -> None: ...

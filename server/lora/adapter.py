@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
-from server.frontend import JsonObject
+from typing_extensions import TypedDict
 
 
-class State(enum.Enum):
+class State(enum.StrEnum):
     """What an adapter is good for; the value is what clients see."""
 
     LOADING = "loading"
@@ -19,6 +20,22 @@ class State(enum.Enum):
     """Nobody finds it any more; its slot is freed after the last request that did."""
     FAILED = "failed"
     """It could not be loaded at start, or the engine could not drop it; `error` says why."""
+
+
+class AdapterObject(TypedDict):
+    """What clients see of an adapter; see `Adapter`."""
+
+    object: Literal["lora_adapter"]
+    name: str
+    state: State
+    slot: int | None
+    rank: int | None
+    in_flight: int
+    path: str
+    lora_int_id: int
+    loaded_at: float | None
+    static: bool
+    error: str | None
 
 
 @dataclass(eq=False, slots=True)
@@ -44,12 +61,12 @@ class Adapter:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the engine has dropped it, or failed to."""
 
-    def to_dict(self) -> JsonObject:
+    def to_dict(self) -> AdapterObject:
         """Return what clients see."""
         return {
             "object": "lora_adapter",
             "name": self.name,
-            "state": self.state.value,
+            "state": self.state,
             "slot": self.slot,
             "rank": self.rank,
             "in_flight": self.in_flight,

@@ -6,7 +6,7 @@ import difflib
 import logging
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from server.errors import (
     InvalidTypeError,
@@ -23,14 +23,22 @@ logger = logging.getLogger(__name__)
 class LoadAdapterBody(BaseModel):
     """What `/v1/load_lora_adapter` takes."""
 
+    model_config = ConfigDict(extra="forbid")
+
     lora_name: str = Field(description="Name that requests will use as their model.")
     lora_path: str = Field(description="PEFT folder; a relative path starts at --lora-root.")
     load_inplace: bool = Field(False, description="Take the place of the adapter of that name.")
-    is_3d_lora_weight: bool = Field(False, description="Only false: no adapters for experts.")
+    is_3d_lora_weight: bool = Field(
+        False,
+        description="Only false: no adapters for experts.",
+        json_schema_extra={"const": False},
+    )
 
 
 class UnloadAdapterBody(BaseModel):
     """What `/v1/unload_lora_adapter` takes."""
+
+    model_config = ConfigDict(extra="forbid")
 
     lora_name: str = Field(description="Name of the adapter.")
     lora_int_id: int | None = Field(None, description="Its id, to remove that one alone.")

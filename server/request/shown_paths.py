@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePath
 
 from server.frontend import JsonObject
+from server.lora.adapter import AdapterObject
 
 _NO_PATHS = ("root_path",)
 """Fields that begin with a slash and are parts of URLs."""
@@ -30,7 +31,7 @@ class ShownPaths:
         """Return a model object, whose `root` may be a path."""
         return {**card, "root": self.of(card["root"])} if card.get("root") else card
 
-    def adapter(self, told: JsonObject) -> JsonObject:
+    def adapter(self, told: AdapterObject) -> AdapterObject:
         """Return an adapter's description; the reason for a failure may name its path."""
         path, error = told["path"], told["error"]
         shown = self.of(path)

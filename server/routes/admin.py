@@ -4,35 +4,57 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
+from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
 from server.frontend import JsonObject
-from server.lifecycle import Lifecycle
+from server.lifecycle import Lifecycle, Status
 from server.request.body import read_json_object
 from server.settings import ServerSettings
 
 _REASON = "POST /admin/drain"
-_FIELDS = ("wait", "timeout_s")
 _MAX_WAIT_S = 3600.0
+
+
+class DrainBody(BaseModel):
+    """What `/admin/drain` takes, if anything."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait: bool = Field(False, description="Answer when nothing is in flight any more.")
+    timeout_s: float | None = Field(
+        None, gt=0, le=_MAX_WAIT_S, description="For so many seconds at most; with `wait` alone."
+    )
+
+
+_FIELDS = tuple(DrainBody.model_fields)
 
 
 def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
     """Return the routes; who may call them was checked before."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
 
     def report() -> JSONResponse:
         return JSONResponse(lifecycle.status(), status_code=202 if lifecycle.in_flight else 200)
 
-    @router.post("/admin/drain")
+    @router.post(
+        "/admin/drain",
+        response_model=Status,
+        responses=failing(*BODY_FAILURES) | {202: {"model": Status}},
+        openapi_extra=taking(DrainBody.model_json_schema(), required=False),
+    )
     async def drain(request: Request) -> JSONResponse:
+        """Take no new requests from now on; what is in flight finishes."""
         wait_s = await _wait_s(request, settings)
         lifecycle.ask_for_drain(_REASON)
         if wait_s:
             await lifecycle.wait_idle(wait_s)
         return report()
 
-    @router.post("/admin/undrain")
+    @router.post("/admin/undrain", response_model=Status)
     async def undrain() -> JSONResponse:
+        """Take requests again after /admin/drain."""
         lifecycle.take_drain_back()
         return JSONResponse(lifecycle.status())
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 
+from server.edge.openapi import DescribedRoute, failing
 from server.errors import RouteNotFoundError, describe
 
 FOLDER = Path(__file__).parents[1] / "console"
@@ -21,6 +22,9 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+}
+_FILE = failing(RouteNotFoundError) | {
+    200: {"content": {kind.partition(";")[0]: {} for kind in _TYPES.values()}}
 }
 _HEADERS = {
     # Nothing from elsewhere, nothing inline: the page works on a host without a network.
@@ -41,18 +45,22 @@ class _File(NamedTuple):
 
 def console_router() -> APIRouter:
     """Return the console's routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
     files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
 
-    @router.api_route("/", methods=["GET", "HEAD"])
+    @router.head("/", include_in_schema=False)
+    @router.get("/", response_class=HTMLResponse)
     async def page(request: Request) -> Response:
+        """The console, a page that shows what the server does."""
         return _answer(files["index.html"], request)
 
-    @router.api_route("/console/{name}", methods=["GET", "HEAD"])
-    async def part(name: str, request: Request) -> Response:
-        if name not in files:
-            raise RouteNotFoundError(f"The console has no file {describe(name)}.")
-        return _answer(files[name], request)
+    @router.head("/console/{file}", include_in_schema=False)
+    @router.get("/console/{file}", response_class=Response, responses=_FILE)
+    async def part(file: str, request: Request) -> Response:
+        """A file of the console."""
+        if file not in files:
+            raise RouteNotFoundError(f"The console has no file {describe(file)}.")
+        return _answer(files[file], request)
 
     return router
 

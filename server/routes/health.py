@@ -8,40 +8,49 @@ vLLM's is, and 503 where vLLM would not listen yet or answer from a dying engine
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from server.lifecycle import Lifecycle, Phase
+from server.edge.openapi import DescribedRoute
+from server.lifecycle import Lifecycle, Phase, Status
+
+_PROBE: Any = {"response_model": Status, "responses": {503: {"model": Status}}}
 
 
 def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRouter:
     """Return the probes' routes."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
 
     def report(healthy: bool) -> JSONResponse:
         headers = {} if healthy else {"retry-after": str(lifecycle.retry_after_s())}
         status = 200 if healthy else 503
         return JSONResponse(lifecycle.status(), status_code=status, headers=headers)
 
-    @router.get("/livez")
+    @router.get("/livez", **_PROBE)
     async def livez() -> JSONResponse:
+        """Whether the process would not be helped by a restart."""
         return report(lifecycle.phase is not Phase.DEAD)
 
-    @router.get("/readyz")
+    @router.get("/readyz", **_PROBE)
     async def readyz() -> JSONResponse:
+        """Whether new requests are taken now; with the progress of the start-up."""
         return report(lifecycle.phase is Phase.READY)
 
-    @router.get("/startupz")
+    @router.get("/startupz", **_PROBE)
     async def startupz() -> JSONResponse:
+        """Whether the service has been ready once."""
         return report(lifecycle.started and lifecycle.phase is not Phase.DEAD)
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response, responses={503: {}})
     async def health() -> Response:
+        """Whether the engine can answer, as vLLM says it."""
         return Response(status_code=200 if lifecycle.phase is Phase.READY else 503)
 
-    @router.get("/version")
+    @router.get("/version", response_model=Mapping[str, str])
     async def version() -> JSONResponse:
+        """Versions of what runs."""
         return JSONResponse(dict(versions))
 
     return router

@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 
+from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
+    AdapterExistsError,
+    InvalidAdapterError,
     InvalidValueError,
+    NoAdapterSlotError,
     NotFoundError,
     RequestError,
     UnsupportedOperationError,
     describe,
 )
 from server.frontend import Frontend, JsonObject
-from server.lora.adapter import Adapter
+from server.lora.adapter import Adapter, AdapterObject
 from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody, parse_body
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
@@ -27,7 +33,18 @@ from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
 
 _ACCEPTED = 202
+_FAILURES = (
+    *(*BODY_FAILURES, NotFoundError),
+    *(InvalidAdapterError, AdapterExistsError, NoAdapterSlotError),
+)
+_WITHOUT_LORA = failing(UnsupportedOperationError)
+_UNKNOWN = failing(UnsupportedOperationError, NotFoundError)
+_GOING = {
+    _ACCEPTED: {"model": AdapterObject},
+    **failing(UnsupportedOperationError, NotFoundError, InvalidValueError),
+}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_WAIT = Query(description="`false` does not wait.", json_schema_extra={"enum": ["true", "false"]})
 
 
 def lora_router(
@@ -37,30 +54,25 @@ def lora_router(
     shown: ShownPaths,
 ) -> APIRouter:
     """Return the adapters' routes; the gate has made sure that there is a front end."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
 
-    def registry() -> AdapterRegistry:
-        adapters = frontend().adapters
-        if adapters is None:
-            raise UnsupportedOperationError(
-                "This server has no LoRA adapters: it was started without --enable-lora."
-            )
-        return adapters
-
-    @router.post("/v1/load_lora_adapter")
+    @router.post("/v1/load_lora_adapter", **_changed_by(LoadAdapterBody))
     async def load(request: Request) -> PlainTextResponse:
+        """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
         wish = parse_body(LoadAdapterBody, body, settings.unknown_fields)
+        name, path = wish.lora_name, wish.lora_path
         with _counted(metrics):
-            await registry().load(wish.lora_name, wish.lora_path, replace=wish.load_inplace)
+            await _registry(frontend()).load(name, path, replace=wish.load_inplace)
         # The line that vLLM answers; its clients look for it.
-        return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' added successfully.")
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    @router.post("/v1/unload_lora_adapter")
+    @router.post("/v1/unload_lora_adapter", **_changed_by(UnloadAdapterBody))
     async def unload(request: Request) -> PlainTextResponse:
+        """Unload a LoRA adapter once its last request has ended."""
         body = await read_json_object(request, settings)
         wish = parse_body(UnloadAdapterBody, body, settings.unknown_fields)
-        adapters = registry()
+        adapters = _registry(frontend())
         if wish.lora_int_id not in (None, adapters.get(wish.lora_name).id):
             raise NotFoundError(
                 f"The adapter {describe(wish.lora_name)} has another id than {wish.lora_int_id}.",
@@ -69,21 +81,25 @@ def lora_router(
         await adapters.unload(wish.lora_name, wait=False)
         return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
 
-    @router.get("/v1/lora_adapters")
+    @router.get("/v1/lora_adapters", response_model=JsonObject, responses=_WITHOUT_LORA)
     async def every(request: Request) -> JSONResponse:
-        adapters = registry()
+        """Every known adapter with its state."""
+        adapters = _registry(frontend())
         data = [_seen(adapter, request, shown) for adapter in adapters.every()]
         limits = {"max_loras": adapters.limits.max_loras, "max_lora_rank": adapters.base.max_rank}
         return JSONResponse({"object": "list", "data": data, **limits})
 
-    @router.get("/v1/lora_adapters/{name:path}")
+    @router.get("/v1/lora_adapters/{name:path}", response_model=AdapterObject, responses=_UNKNOWN)
     async def show(name: str, request: Request) -> JSONResponse:
-        return JSONResponse(_seen(registry().get(name), request, shown))
+        """One adapter with its state."""
+        return JSONResponse(_seen(_registry(frontend()).get(name), request, shown))
 
-    @router.delete("/v1/lora_adapters/{name:path}")
-    async def delete(name: str, request: Request) -> JSONResponse:
-        wait = _wait(request)
-        adapter = await registry().unload(name, wait=wait)
+    @router.delete("/v1/lora_adapters/{name:path}", response_model=JsonObject, responses=_GOING)
+    async def delete(
+        name: str, request: Request, wait: Annotated[str, _WAIT] = "true"
+    ) -> JSONResponse:
+        """Unload an adapter and wait for the end of its last request."""
+        adapter = await _registry(frontend()).unload(name, wait=_wait(wait))
         if not adapter.gone.is_set():
             return JSONResponse(_seen(adapter, request, shown), status_code=_ACCEPTED)
         return JSONResponse({"object": "lora_adapter", "name": name, "deleted": True})
@@ -91,7 +107,22 @@ def lora_router(
     return router
 
 
-def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> JsonObject:
+def _registry(frontend: Frontend) -> AdapterRegistry:
+    if frontend.adapters is None:
+        raise UnsupportedOperationError(
+            "This server has no LoRA adapters: it was started without --enable-lora."
+        )
+    return frontend.adapters
+
+
+def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
+    """Describe a route that takes such a body and answers with a line of text."""
+    taken = taking(body.model_json_schema())
+    responses = failing(*_FAILURES)
+    return {"response_class": PlainTextResponse, "responses": responses, "openapi_extra": taken}
+
+
+def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
     told = adapter.to_dict()
     return told if record_of(request.scope).is_admin else shown.adapter(told)
 
@@ -109,8 +140,7 @@ def _counted(metrics: ServerMetrics) -> Iterator[None]:
         metrics.observe_adapter_load(result, time.perf_counter() - started)
 
 
-def _wait(request: Request) -> bool:
-    given = request.query_params.get("wait", "true")
+def _wait(given: str) -> bool:
     if (wait := _BOOLEANS.get(given.lower())) is None:
         raise InvalidValueError(
             f"'wait' must be true or false, got {describe(given)}.", param="wait"

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 
 from server.admission import Admission
+from server.edge.openapi import DescribedRoute
 from server.frontend import Frontend
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
@@ -25,11 +26,12 @@ def metrics_router(
     advice: BucketAdvice,
 ) -> APIRouter:
     """Return the route of the metrics page; it asks the front end only once there has been one."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
     one_at_a_time = asyncio.Lock()
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def page() -> Response:
+        """Metrics in Prometheus' text format."""
         latest = await advice.latest()
         async with one_at_a_time:
             metrics.observe_lifecycle(lifecycle)

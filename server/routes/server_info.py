@@ -15,6 +15,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
+from server.edge.openapi import DescribedRoute
+from server.frontend import JsonObject
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.request.record import record_of
@@ -65,11 +67,12 @@ def server_info_router(
     shown: ShownPaths,
 ) -> APIRouter:
     """Return the route; the engine's workers describe themselves in `run_dir`."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
     ours = settings.model_dump(mode="json")
 
-    @router.get("/v1/server_info")
+    @router.get("/v1/server_info", response_model=JsonObject)
     async def server_info(request: Request) -> JSONResponse:
+        """What runs here and how; see docs/server_info.md."""
         ranks = read_descriptions(run_dir)
         told: Mapping[str, Any] = ranks[0] if ranks else {}
         body: dict[str, Any] = {

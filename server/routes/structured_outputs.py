@@ -7,21 +7,44 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from server.errors import UnsupportedOperationError
+from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
+from server.errors import OverloadedError, UnsupportedOperationError
 from server.frontend import Frontend
 from server.request.body import read_json_object
 from server.settings import ServerSettings
-from server.structured_outputs.validation import validate
+from server.structured_outputs.validation import Verdict, validate
+
+_FAILURES = (*BODY_FAILURES, OverloadedError)
+_BODY = {
+    "type": "object",
+    "description": "Exactly one of the fields.",
+    "properties": {
+        "json": {"type": ["object", "string", "boolean"]},
+        **{name: {"type": "string"} for name in ("regex", "grammar")},
+        "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "structural_tag": {"type": ["object", "string"]},
+        "response_format": {"type": "object"},
+    },
+    "minProperties": 1,
+    "maxProperties": 1,
+    "additionalProperties": False,
+}
 
 
 def structured_outputs_router(
     frontend: Callable[[], Frontend], settings: ServerSettings
 ) -> APIRouter:
     """Return the route; the gate of the lifecycle has made sure that there is a front end."""
-    router = APIRouter()
+    router = APIRouter(route_class=DescribedRoute)
 
-    @router.post("/v1/structured_outputs/validate")
+    @router.post(
+        "/v1/structured_outputs/validate",
+        response_model=Verdict,
+        responses=failing(*_FAILURES),
+        openapi_extra=taking(_BODY),
+    )
     async def answer(request: Request) -> JSONResponse:
+        """Try a grammar of a structured output without generating anything."""
         body = await read_json_object(request, settings)
         if (grammars := frontend().grammars) is None:
             raise UnsupportedOperationError("The served model does not generate text.")

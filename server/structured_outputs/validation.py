@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import TypedDict
+
 from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
 from server.frontend import JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
@@ -11,7 +13,19 @@ from server.structured_outputs.request_constraints import format_constraint, kin
 FIELDS = (*(kind.value for kind in Kind), "response_format")
 
 
-async def validate(body: JsonObject, gate: GrammarGate) -> JsonObject:
+class Verdict(TypedDict):
+    """What became of a constraint; `compile_ms` is null where nothing had to be compiled."""
+
+    valid: bool
+    reason: str | None
+    code: str | None
+    param: str
+    backend: str
+    compile_ms: float | None
+    cached: bool
+
+
+async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
     """Return what became of the one constraint in `body`.
 
     Raises `UnknownFieldError`, `InvalidValueError` or `InvalidTypeError` for a body that has
@@ -23,8 +37,8 @@ async def validate(body: JsonObject, gate: GrammarGate) -> JsonObject:
     seconds = verdict.seconds
     return {
         "valid": error is None,
-        "reason": error and error.message,
-        "code": error and error.row.code,
+        "reason": None if error is None else error.message,
+        "code": None if error is None else error.row.code,
         "param": constraint.param,
         "backend": BACKEND,
         "compile_ms": None if seconds is None else round(seconds * 1000, 3),

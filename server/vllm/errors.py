@@ -56,6 +56,14 @@ _JSON_TYPES: Mapping[type, str] = {
 }
 
 
+class RefusedError(Exception):
+    """What vLLM's serving classes say in words alone; `status` and `param` come with them."""
+
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param = message, status, param
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What of a request its errors name: fields that hold one value, and where its prompt is."""
@@ -70,20 +78,6 @@ def from_exception(error: Exception, asked: Asked) -> ServerError:
         if isinstance(error, kinds):
             return translate(error, asked)
     return _internal(error, asked)
-
-
-def from_payload(info: Mapping[str, Any], asked: Asked) -> ServerError:
-    """Return our error for the `error` object of one of vLLM's responses or SSE frames."""
-    message, status, param = str(info["message"]), int(info["code"]), info.get("param")
-    if status == 503:
-        return OverloadedError(message)
-    if status >= 500 and status != 501:
-        return InternalError(message)
-    if status == 404:
-        return NotFoundError(message, param=param)
-    if status == 501:
-        return UnsupportedOperationError(message, param=param)
-    return _invalid(message, param, asked)
 
 
 def from_validation(error: ValidationError, body: object, place: str = "") -> RequestError:
@@ -127,10 +121,19 @@ def _blamed_on_request(error: Any, _asked: Asked) -> ServerError:
     return InvalidValueError(str(error))
 
 
+def _refused(error: Any, asked: Asked) -> ServerError:
+    if error.status >= 500:
+        return InternalError(error.message)
+    if error.status == 404:
+        return NotFoundError(error.message, param=error.param)
+    return _invalid(error.message, error.param, asked)
+
+
 _Translation = Callable[[Any, Asked], ServerError]
 _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((ServerError,), lambda error, _: error),
     ((ValidationError,), lambda error, asked: from_validation(error, asked.fields)),
+    ((RefusedError,), _refused),
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
     (

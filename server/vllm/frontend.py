@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 from vllm import envs
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from server.errors import (
     InternalError,
@@ -42,12 +42,13 @@ from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.vllm import stream_chunks
 from server.vllm.adapters import lease, open_adapters
-from server.vllm.errors import Asked, engine_failed, from_exception, from_payload
+from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.messages import merges_inline_system
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Rules, Told
 from server.vllm.reading_process import serve_reading
+from server.vllm.serving import raise_in_messages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -88,6 +89,7 @@ async def build_frontend(
 
     stream_chunks.install_chat()
     stream_chunks.install_completion()
+    raise_in_messages()
     leave_tags_to_the_gate()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
@@ -206,30 +208,34 @@ class VllmFrontend:
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
             await self.grammars.check(told.constraints, on_kind)
-        handler = self._handlers[told.form]
         asked = Asked(told.fields, told.blamed)
-        assert handler.serve is not None
+        answering = self._answer(self._handlers[told.form], told.model, request)
         try:
             if given.large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
-                return await asyncio.to_thread(
-                    asyncio.run, self._serve_beside(handler, told.model, request, asked)
-                )
-            result = await handler.serve(told.model, request)
+                answer = await asyncio.to_thread(asyncio.run, answering)
+            else:
+                answer = await answering
         except Exception as error:
             # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
             raise self._translated(error, asked) from error
-        if isinstance(result, BaseModel):
-            return self._json(handler, result, asked)
+        return answer if isinstance(answer, bytes) else self._frames(endpoint, answer, asked)
+
+    async def _answer(
+        self, handler: Handler, model: BaseModel, request: Request
+    ) -> bytes | AsyncGenerator[Any, None]:
+        assert handler.serve is not None
+        result = await handler.serve(model, request)
+        if isinstance(result, ErrorResponse):
+            error = result.error
+            raise RefusedError(error.message, error.code, error.param)
         if isinstance(result, Response):
             return bytes(result.body)
-        return self._frames(endpoint, result, asked)
-
-    async def _serve_beside(
-        self, handler: Handler, model: BaseModel, request: Request, asked: Asked
-    ) -> bytes:
-        assert handler.serve is not None
-        return self._json(handler, await handler.serve(model, request), asked)
+        if isinstance(result, BaseModel):
+            by_alias, exclude_none = handler.by_alias, handler.exclude_none
+            return result.model_dump_json(by_alias=by_alias, exclude_none=exclude_none).encode()
+        frames: AsyncGenerator[Any, None] = result
+        return frames
 
     async def _find_model(self, fields: JsonObject) -> None:
         name = fields.get("model")
@@ -242,13 +248,6 @@ class VllmFrontend:
             f"The model {describe(name)} does not exist; this server has {served}.", param="model"
         )
 
-    def _json(self, handler: Handler, result: BaseModel, asked: Asked) -> bytes:
-        error = getattr(result, "error", None)
-        if error is not None and type(result).__name__ == "ErrorResponse":
-            raise from_payload(error.model_dump(), asked)
-        text = result.model_dump_json(by_alias=handler.by_alias, exclude_none=handler.exclude_none)
-        return text.encode()
-
     async def _frames(
         self, endpoint: Endpoint, events: AsyncGenerator[Any, None], asked: Asked
     ) -> AsyncGenerator[str, None]:
@@ -256,8 +255,6 @@ class VllmFrontend:
         try:
             async with aclosing(frames) as stream:
                 async for frame in stream:
-                    if frame.startswith(_ERROR_STARTS):
-                        raise from_payload(_error_of(frame), asked)
                     yield frame
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
@@ -323,14 +320,6 @@ def make_rules(
 
 
 _WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
-_ERROR_STARTS = ('data: {"error"', "event: error")
-
-
-def _error_of(frame: str) -> JsonObject:
-    """Return vLLM's error object of an SSE frame, in the OpenAI form."""
-    error: JsonObject = json.loads(frame.partition("data: ")[2])["error"]
-    # Anthropic's events carry no status; vLLM sends them for faults only.
-    return {"code": 500, "param": None, **error}
 
 
 async def _named(events: AsyncIterator[BaseModel]) -> AsyncGenerator[str, None]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from server.vllm.messages import over_chat_requests
+from server.vllm.serving import adapted
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,4 @@ def _serving(state: State, form: str) -> Callable[[Any, Request], Awaitable[Any]
     serving = getattr(state, name, None)
     if serving is None:
         return None
-    if name == _ANTHROPIC:
-        serving = over_chat_requests(serving)
-    return getattr(serving, method)  # type: ignore[no-any-return]
+    return getattr(adapted(serving), method)  # type: ignore[no-any-return]

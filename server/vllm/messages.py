@@ -5,8 +5,7 @@ To convert one validates it a second time, part by part, which must not happen o
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -22,22 +21,6 @@ def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseMod
         request,  # type: ignore[arg-type]  # one of the two that it takes
         merge_inline_system=merge_inline_system,
     )
-
-
-def over_chat_requests(serving: AnthropicServingMessages) -> AnthropicServingMessages:
-    """Return `serving` for requests that `as_chat_request` has converted."""
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-    class OverChatRequests(AnthropicServingMessages):
-        """Takes a request as it is."""
-
-        @classmethod
-        def to_chat_completion_request(cls, anthropic_request: Any, **_: Any) -> Any:
-            return anthropic_request
-
-    made: AnthropicServingMessages = copy.copy(serving)
-    made.__class__ = OverChatRequests
-    return made
 
 
 def merges_inline_system(serving: AnthropicServingMessages | None) -> bool:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,15 @@ from tests.server.real_server import RealServer, descendants
 
 pytestmark = pytest.mark.engine
 
-LONG = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 4}
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "stream": True}
+LONG = {"prompt": "a", "max_tokens": 1000, "n": 4, **ENDLESS}
+HI = [{"role": "user", "content": "a"}]
+STREAMS = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 900, **ENDLESS},
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 900, **ENDLESS},
+    "/v1/responses": {"input": "a", "max_output_tokens": 900, **ENDLESS},
+}
+"""One for each kind of stream that can be told not to end by itself."""
 
 
 @pytest.fixture
@@ -24,12 +33,17 @@ def server(checkpoints: CheckpointCache, tmp_path: Path) -> RealServer:
     return RealServer(checkpoints("llama", dtype="float32"), tmp_path, "--max-model-len", "1024")
 
 
-def in_flight(server: RealServer, out: list[str]) -> threading.Thread:
+def in_flight(
+    server: RealServer,
+    out: list[str],
+    path: str = "/v1/completions",
+    body: dict[str, Any] = LONG,
+) -> threading.Thread:
     """Start a long stream in a thread and return once its first bytes are here."""
     begun = threading.Event()
 
     def run() -> None:
-        with server.client.stream("POST", "/v1/completions", json=LONG) as answer:
+        with server.client.stream("POST", path, json=body) as answer:
             for text in answer.iter_text():
                 out.append(text)
                 begun.set()
@@ -75,8 +89,8 @@ def test_sigterm_finishes_streams_refuses_new_work_and_exits_0(server: RealServe
 def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None:
     with server:
         server.until_ready()
-        out: list[str] = []
-        stream = in_flight(server, out)
+        told: dict[str, list[str]] = {path: [] for path in STREAMS}
+        streams = [in_flight(server, told[path], path, body) for path, body in STREAMS.items()]
         killed = time.monotonic()
         os.kill(server.engine_pid(), signal.SIGKILL)
         while server.client.get("/readyz").status_code == 200:
@@ -85,8 +99,9 @@ def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None
         body = server.client.get("/readyz").json()
         assert body["status"] == "dead"
         assert "exit code -9" in body["reason"]
-        stream.join(10)
-        assert '"code": "engine_failed"' in "".join(out)
+        for stream, (path, texts) in zip(streams, told.items(), strict=True):
+            stream.join(10)
+            assert "".join(texts).count('"code": "engine_failed"') == 1, path
         assert server.process.wait(30) == 1
         assert "exit code -9" in server.log.read_text()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ from tests.server.scripted import Running, ScriptedLauncher, running
 CHAT = "/v1/chat/completions"
 STREAM = {"do": "wait", "stream": True}
 COMMENT = ": keep-alive"
+PROBES = ("/livez", "/readyz", "/startupz", "/health")
 
 
 async def lines_of(service: Running, seconds: float) -> list[str]:
@@ -99,6 +102,26 @@ async def test_the_document_is_there_once_the_engine_is(tmp_path: Path) -> None:
         document = (await service.client.get("/openapi.json")).json()
     loaded = schemathesis.openapi.from_dict(document)
     assert len([result.ok() for result in loaded.get_all_operations()]) > 20
+
+
+async def test_what_is_described_is_whole(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        document = (await service.client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    envelope = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorEnvelope"}}}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"].endswith("."), path
+            assert operation["operationId"] == f"{method}{path}"
+            assert ("security" in operation) is ("401" in operation["responses"])
+            failures = {k: v for k, v in operation["responses"].items() if k >= "400"}
+            if path in PROBES:
+                del failures["503"]
+            for status, failure in failures.items():
+                assert failure["content"] == envelope, (path, status)
+                assert failure["description"].startswith("`"), (path, status)
+    assert schemas["ErrorEnvelope"]["required"] == ["error"]
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document))) == set(schemas)
 
 
 async def test_every_described_method_is_the_routers(tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""What goes wrong in vLLM's streams comes out of them as the exception that it was."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.entrypoints.anthropic import serving as anthropic
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import GenerationError, MaxQueuedTokensError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from server.errors import (
+    ContextLengthError,
+    EngineFailedError,
+    InternalError,
+    InvalidValueError,
+    OverloadedError,
+    ServerError,
+)
+from server.vllm.errors import Asked, RefusedError, from_exception
+from server.vllm.serving import RaisesInStreams, adapted, raise_in_messages
+
+pytestmark = pytest.mark.engine
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+Stream = Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]
+
+
+def bare(serving: type[Any]) -> Any:
+    """A serving instance as the front end has it, with what its streams read and no engine."""
+    made = serving.__new__(serving)
+    made.parser_cls, made.enable_force_include_usage, made.use_harmony = None, False, False
+    made.parser = None
+    return adapted(made)
+
+
+def chat(results: AsyncIterator[Any], serving: type[Any] = OpenAIServingChat) -> Any:
+    request = ChatCompletionRequest(messages=HI, model="m", stream=True)
+    made: Any = bare(serving)
+    return made.chat_completion_stream_generator(request, results, "id", "m", [], None, None)
+
+
+def completion(results: AsyncIterator[Any]) -> Any:
+    request = CompletionRequest(prompt="hi", model="m", stream=True)
+    made = bare(OpenAIServingCompletion)
+    return made.completion_stream_generator(request, [], results, "id", 1, "m", 1, None, None)
+
+
+def responses(results: AsyncIterator[Any]) -> Any:
+    request = ResponsesRequest(input="hi", model="m", stream=True)
+    made = bare(OpenAIServingResponses)
+    params = SamplingParams()
+    return made.responses_stream_generator(request, params, results, None, "m", None, None)
+
+
+def messages(results: AsyncIterator[Any]) -> Any:
+    made = bare(anthropic.AnthropicServingMessages)
+    return made.message_stream_converter(chat(results, anthropic.AnthropicServingMessages))
+
+
+@pytest.fixture(autouse=True)
+def _raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(anthropic, "AnthropicError", anthropic.AnthropicError)
+    raise_in_messages(anthropic)
+    yield
+
+
+async def failing(error: Exception) -> AsyncGenerator[Any, None]:
+    raise error
+    yield
+
+
+async def raised_in(stream: AsyncGenerator[Any, None]) -> Exception:
+    """What ends a stream; none of its frames may tell it."""
+    with pytest.raises(Exception) as caught:
+        async for frame in stream:
+            assert "error" not in str(frame).partition("response=")[0]
+    return caught.value
+
+
+@pytest.mark.parametrize("stream", [chat, completion, responses, messages])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineDeadError(),
+        EngineGenerateError(),
+        GenerationError(),
+        MaxQueuedTokensError(),
+        VLLMValidationError("too long", parameter="input_tokens"),
+        ValueError("wrong"),
+        RuntimeError("a fault"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_every_stream_raises_the_object(stream: Stream, error: Exception) -> None:
+    assert await raised_in(stream(failing(error))) is error
+
+
+async def test_faults_of_the_converter_itself_are_raised() -> None:
+    async def frames(text: str) -> AsyncGenerator[str, None]:
+        yield text
+
+    made = bare(anthropic.AnthropicServingMessages)
+    broken = await raised_in(made.message_stream_converter(frames("data: {no json\n\n")))
+    assert isinstance(broken, ValueError)
+    strange = await raised_in(made.message_stream_converter(frames("no frame")))
+    assert isinstance(strange, RefusedError)
+    assert (strange.status, str(strange)) == (500, "Invalid data format received")
+
+
+ASKED = Asked({"prompt": "hi"}, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("error", "ours", "param"),
+    [
+        (EngineDeadError(), EngineFailedError, None),
+        (MaxQueuedTokensError(), OverloadedError, None),
+        (VLLMValidationError("x", parameter="input_tokens"), ContextLengthError, "prompt"),
+        (GenerationError(), InternalError, None),
+        (RefusedError("x", 500), InternalError, None),
+        (RefusedError("x", 400, "input_tokens"), ContextLengthError, "prompt"),
+        (RefusedError("x", 400, "top_k"), InvalidValueError, "top_k"),
+    ],
+)
+def test_what_a_client_is_told_is_decided_by_class(
+    error: Exception, ours: type[ServerError], param: str | None
+) -> None:
+    told = from_exception(error, ASKED)
+    assert (type(told), told.param) == (ours, param)
+
+
+def test_what_is_overridden_is_called_as_before() -> None:
+    for name in (
+        "create_streaming_error_response",
+        "_convert_generation_error_to_streaming_response",
+    ):
+        theirs = inspect.signature(getattr(GenerateBaseServing, name)).parameters
+        assert [*inspect.signature(getattr(RaisesInStreams, name)).parameters] == [*theirs]
