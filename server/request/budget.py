@@ -6,6 +6,7 @@ measured and nesting walked through once, so that all later work is bounded. Pur
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,37 +52,36 @@ class Budget:
         derived = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self.max_model_len)
         return self.max_text_chars or derived
 
-    def sizes(self) -> Mapping[Kind, Size]:
-        """Return how large a field of each kind may be."""
-        text = self.text_chars
-        messages = self.max_messages
-        return {
-            Kind.CONVERSATION: Size(
-                messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"
-            ),
-            # Token ids within are measured against the context.
-            Kind.PROMPTS: Size(
-                messages + self.max_prompts,
-                (messages + self.max_prompts) * _VALUES_PER_MESSAGE,
-                text,
-                "--max-prompts",
-            ),
-            Kind.TOKENS: Size(self.max_model_len),
-            Kind.IDS: Size(self.vocab_size, self.vocab_size + 1, 64),
-            Kind.TOOLS: Size(self.max_tools, 256 * self.max_tools, 1 << 16, "--max-tools"),
-            Kind.GRAMMAR: Size(values=1 << 16),
-            Kind.WORDS: Size(256, 257, 1024),
-            Kind.OPTIONS: Size(1024, 1024, 1 << 16),
-            Kind.NAME: Size(64, 64, 1024),
-            Kind.TEMPLATE: Size(1, 1, 1 << 16),
-        }
+
+@functools.lru_cache(maxsize=1)
+def _sizes(budget: Budget) -> Mapping[Kind, Size]:
+    """Return how large a field of each kind may be; made once for all bodies of a server."""
+    text, messages, prompts = budget.text_chars, budget.max_messages, budget.max_prompts
+    return {
+        Kind.CONVERSATION: Size(messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"),
+        # Token ids within are measured against the context.
+        Kind.PROMPTS: Size(
+            messages + prompts,
+            (messages + prompts) * _VALUES_PER_MESSAGE,
+            text,
+            "--max-prompts",
+        ),
+        Kind.TOKENS: Size(budget.max_model_len),
+        Kind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
+        Kind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
+        Kind.GRAMMAR: Size(values=1 << 16),
+        Kind.WORDS: Size(256, 257, 1024),
+        Kind.OPTIONS: Size(1024, 1024, 1 << 16),
+        Kind.NAME: Size(64, 64, 1024),
+        Kind.TEMPLATE: Size(1, 1, 1 << 16),
+    }
 
 
 def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
     """Raise the `RequestError` of the first field that is too large; `body` is the parsed JSON."""
     if len(body) > MAX_FIELDS:
         raise InvalidValueError(f"A request may have at most {MAX_FIELDS} fields, got {len(body)}.")
-    sizes = budget.sizes()
+    sizes = _sizes(budget)
     may_be_cut = body.get("truncate_prompt_tokens") is not None
     for name, value in body.items():
         if isinstance(value, list | dict | str):
