@@ -40,7 +40,7 @@ def test_a_wait_within_a_period_takes_no_steps() -> None:
 def test_a_period_does_not_depend_on_how_long_a_step_takes() -> None:
     """By the clock all would have come before the second step here."""
     slow = {phase: StepTimes({1: 9.0, 64: 9.0}) for phase in TABLES}
-    once = simulate([Request(0.03 * n, 10, 6) for n in range(3)], TABLES, TIMES)
+    once = simulate([Request(0.05 * n, 10, 12) for n in range(3)], TABLES, TIMES)
     ((*_, last),) = once.periods
     assert last.at > 2
     again = simulate_periods(once.periods, TABLES, slow)
