@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import zipfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,18 +37,11 @@ class Job:
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        path.write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        fields["prompts"] = tuple(fields["prompts"])
-        if fields["forced"] is not None:
-            fields["forced"] = tuple(tuple(tokens) for tokens in fields["forced"])
-        if fields["probe"] is not None:
-            tokens, num_decoded = fields["probe"]
-            fields["probe"] = (tuple(tokens), num_decoded)
-        return cls(**fields)
+        return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

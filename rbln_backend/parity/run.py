@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
-from rbln_backend.parity.job import Answer, Job, Side, SideResult
+from rbln_backend.parity.job import Job, Side, SideResult
 from rbln_backend.parity.jobs import Jobs, environ_of
 from rbln_backend.parity.options import Options
 from rbln_backend.parity.positions import PromptDelta, Summary, compare, summarize
@@ -106,26 +106,21 @@ def _run(job: Job, options: Options) -> SideResult:
 
 
 def _reference(job: Job, options: Options) -> SideResult:
-    """A reference's result; the cache is written always and read when that was asked for."""
+    """A reference's result, kept and found again where that was asked for."""
+    if not options.use_cache:
+        return _run(job, options)
     cache, key = ResultCache(options.cache_dir), result_key(job, environ_of(job.side))
-    found = cache.load(key) if options.use_cache else None
-    if found is not None:
-        return found
-    result = _run(job, options)
-    if options.use_cache:
+    result = cache.load(key)
+    if result is None:
+        result = _run(job, options)
         cache.store(key, result)
     return result
 
 
 def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Options) -> Pair:
-    both: Sequence[tuple[Answer, Answer]] = list(
-        zip(results[base].answers, results[other].answers, strict=True)
-    )
-    return Pair(
-        base=base,
-        other=other,
-        deltas=tuple(compare(a, b, options.limits.eps) for a, b in both),
-    )
+    both = zip(results[base].answers, results[other].answers, strict=True)
+    deltas = tuple(compare(a, b, options.limits.eps) for a, b in both)
+    return Pair(base=base, other=other, deltas=deltas)
 
 
 def _bisect(

@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 
 from rbln_backend.bucketing.tuner import LIMITS
-from rbln_backend.bucketing.usage import Usage
 from rbln_backend.errors import RblnError
 from server.tuning.batchsize_log import read_log
 from server.tuning.output import FORMATS
@@ -73,15 +72,13 @@ def _works(args: argparse.Namespace) -> list[Work]:
         return work_of(f"{asked.url} {asked.selector}".strip(), asked.read())
     if args.trace is None and args.batchsize_log is None:
         return recorded_work(args.cache_root, args.model)
-    tables = present_tables(
-        *(args.decode_buckets, args.prefill_buckets),
-        *(args.max_num_seqs, args.max_num_batched_tokens),
-    )
+    name = str(args.trace or args.batchsize_log)
+    sizes = (args.max_num_seqs, args.max_num_batched_tokens)
+    tables = present_tables(args.decode_buckets, args.prefill_buckets, *sizes)
     if args.trace is not None:
-        requests = read_trace(args.trace)
-        return [Work(name=str(args.trace), tables=tables, usage=Usage(), requests=requests)]
+        return [Work(name=name, tables=tables, requests=read_trace(args.trace))]
     usage = read_log(args.batchsize_log, tables["decode"].largest, tables["prefill"].largest)
-    return [Work(name=str(args.batchsize_log), tables=tables, usage=usage)]
+    return [Work(name=name, tables=tables, usage=usage)]
 
 
 def _one(works: Sequence[Work]) -> Work:
@@ -107,49 +104,41 @@ def _parser() -> argparse.ArgumentParser:
     )
     _source_flags(parser)
     _size_flags(parser)
-    group = parser.add_argument_group("measuring")
-    group.add_argument("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
-    group.add_argument(
-        "--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)"
-    )
-    group = parser.add_argument_group("output")
-    group.add_argument("--format", choices=sorted(FORMATS), default="text")
-    group.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
+    add = parser.add_argument_group("measuring").add_argument
+    add("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)")
+    add = parser.add_argument_group("output").add_argument
+    add("--format", choices=sorted(FORMATS), default="text")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
     return parser
 
 
 def _source_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what was served (default: the records of the cache root)")
-    group.add_argument("--cache-root", type=Path, metavar="DIR", help="[VLLM_CACHE_ROOT]")
-    group.add_argument("--model", metavar="TEXT", help="only models whose name contains TEXT")
-    source = group.add_mutually_exclusive_group()
-    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines or CSV of requests")
-    source.add_argument(
-        "--batchsize-log", type=Path, metavar="FILE", help="log with VLLM_LOG_BATCHSIZE_INTERVAL"
-    )
-    source.add_argument("--prometheus", metavar="URL", help="a Prometheus that scrapes the servers")
-    group.add_argument(
-        "--since", type=_duration, default=86400.0, metavar="24h", help="how far back (24h)"
-    )
-    group.add_argument("--until", type=_moment, metavar="TIME", help="ISO 8601 (now)")
-    group.add_argument(
-        "--resolution", type=_duration, default=15.0, metavar="15s", help="between samples (15s)"
-    )
-    group.add_argument("--selector", default="", metavar="LABELS", help="""such as 'job="x"'""")
+    add, one = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    add("--cache-root", type=Path, metavar="DIR", help="[VLLM_CACHE_ROOT]")
+    add("--model", metavar="TEXT", help="only models whose name contains TEXT")
+    one("--trace", type=Path, metavar="FILE", help="JSON lines or CSV of requests")
+    about = "log with VLLM_LOG_BATCHSIZE_INTERVAL"
+    one("--batchsize-log", type=Path, metavar="FILE", help=about)
+    one("--prometheus", metavar="URL", help="a Prometheus that scrapes the servers")
+    add("--since", type=_duration, default=86400.0, metavar="24h", help="how far back (24h)")
+    add("--until", type=_moment, metavar="TIME", help="ISO 8601 (now)")
+    about = "between samples (15s)"
+    add("--resolution", type=_duration, default=15.0, metavar="15s", help=about)
+    add("--selector", default="", metavar="LABELS", help="""such as 'job="x"'""")
 
 
 def _size_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("buckets")
+    add = parser.add_argument_group("buckets").add_argument
     for phase in ("decode", "prefill"):
         about = f"most graphs for {phase} steps (as many as now, {LIMITS[phase]} at least)"
-        group.add_argument(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
+        add(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
     present = "of a log or trace, the present ones (the default ones)"
     for phase in ("decode", "prefill"):
-        group.add_argument(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=present)
-    group.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of a log or trace")
-    group.add_argument(
-        "--max-num-batched-tokens", type=_positive, metavar="N", help="of a log or trace"
-    )
+        add(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=present)
+    for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
+        add(flag, type=_positive, metavar="N", help="of a log or trace")
 
 
 def _positive(text: str) -> int:

@@ -117,13 +117,12 @@ class _Player:
         # A chunk as long as the context would leave no room for an answer.
         prompt = min(request.prompt_tokens, self._config.model_config.max_model_len - 1)
         tokens = [(start + place * 7) % span + _FIRST_TOKEN for place in range(prompt)]
+        params = SamplingParams(temperature=0, max_tokens=request.output_tokens, ignore_eos=True)
         engine_request = EngineCoreRequest(
             request_id=f"replay-{self._added}",
             prompt_token_ids=tokens,
             mm_features=None,
-            sampling_params=SamplingParams(
-                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True
-            ),
+            sampling_params=params,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,

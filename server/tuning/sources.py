@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Work:
     name: str
     tables: Tables
     """The present buckets by phase."""
-    usage: Usage
+    usage: Usage = field(default_factory=Usage)
     requests: Sequence[Request] = ()
     left_out: int = 0
     """Requests of the trace that the engine would refuse."""

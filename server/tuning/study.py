@@ -113,15 +113,14 @@ def _predict(
         else _unchanged(work.tables[phase])
         for phase in PHASES
     }
-    found = Study(work=work, changes=changes)
-    if not work.requests:
-        return found
-    then = simulate_periods(schedule.periods, found.suggested, times, pace)
-    changes = {
-        phase: replace(change, now=schedule.usage.phases[phase], then=then.phases[phase])
-        for phase, change in changes.items()
-    }
-    return replace(found, changes=changes)
+    if work.requests:
+        suggested = {phase: change.suggested for phase, change in changes.items()}
+        then = simulate_periods(schedule.periods, suggested, times, pace)
+        changes = {
+            phase: replace(change, now=ran.phases[phase], then=then.phases[phase])
+            for phase, change in changes.items()
+        }
+    return Study(work=work, changes=changes)
 
 
 def _unchanged(table: BucketTable) -> Change:

@@ -37,14 +37,15 @@ def test_a_wait_within_a_period_takes_no_steps() -> None:
         assert ran["decode"].steps_by_size == ({1: 3, 2: 1} if at == 1 else {1: 5})
 
 
-def test_other_buckets_do_the_work_of_a_period_at_the_same_steps() -> None:
-    """Here a step takes seconds, so that by the clock all would have come before the second."""
-    slow = {"prefill": StepTimes({16: 9.0}), "decode": StepTimes({1: 9.0})}
-    trace = [Request(0.1 * n, 10, 6) for n in range(3)]
-    periods = simulate(trace, TABLES, TIMES).periods
-    ran = simulate_periods(periods, TABLES, slow)
-    assert ran.phases["decode"].steps_by_size == {1: 15}
-    assert [len(period) for period in periods] == [1, 1, 1]
+def test_a_period_does_not_depend_on_how_long_a_step_takes() -> None:
+    """By the clock all would have come before the second step here."""
+    slow = {phase: StepTimes({1: 9.0, 64: 9.0}) for phase in TABLES}
+    once = simulate([Request(0.05 * n, 10, 12) for n in range(3)], TABLES, TIMES)
+    ((*_, last),) = once.periods
+    assert last.at > 2
+    again = simulate_periods(once.periods, TABLES, slow)
+    for phase, ran in again.phases.items():
+        assert ran.steps_by_size == once.usage.phases[phase].steps_by_size
 
 
 def test_no_more_run_at_once_than_there_are_rows() -> None:

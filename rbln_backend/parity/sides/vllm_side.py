@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -35,7 +36,7 @@ def _run(engine: Engine, job: Job, report: Report) -> SideResult:
     side.warm_up()
     with profiled(job):
         started = time.perf_counter()
-        free = side.generate([None] * len(job.prompts), report, "generate")
+        free = side.generate(dict.fromkeys(range(len(job.prompts))), report, "generate")
         seconds = time.perf_counter() - started
     answers = side.follow(free, report)
     layers = None
@@ -73,47 +74,29 @@ class _VllmSide:
         self._engine.generate([self._prompts[0][:1]] * count, [params] * count)
 
     def generate(
-        self, forced: Sequence[Sequence[int] | None], report: Report, what: str
+        self, forced: Mapping[int, Sequence[int] | None], report: Report, what: str
     ) -> list[Answer]:
-        """One answer per prompt; those with forced tokens follow them."""
+        """One answer for each of these prompts; those with forced tokens follow them."""
         answers: list[Answer] = []
-        batch = self._engine.num_at_once
-        for start in range(0, len(forced), batch):
-            part = range(start, min(start + batch, len(forced)))
-            outputs = self._engine.generate(
-                [self._prompts[index] for index in part],
-                [self._params(forced[index]) for index in part],
-            )
-            answers += [
-                self._answer(self._prompts[index], output)
-                for index, output in zip(part, outputs, strict=True)
-            ]
+        indices, at_once = list(forced), self._engine.num_at_once
+        for start in range(0, len(indices), at_once):
+            part = indices[start : start + at_once]
+            prompts = [self._prompts[index] for index in part]
+            outputs = self._engine.generate(prompts, [self._params(forced[i]) for i in part])
+            answers += map(self._answer, prompts, outputs)
             report(what, len(answers), len(forced))
         return answers
 
-    def follow(self, free: list[Answer], report: Report) -> list[Answer]:
+    def follow(self, free: Sequence[Answer], report: Report) -> list[Answer]:
         """Replace the log-probabilities of answers that left the reference by forced ones."""
-        if self._job.forced is None:
-            return free
-        away = [
-            index
-            for index, tokens in enumerate(self._job.forced)
+        away = {
+            index: tokens
+            for index, tokens in enumerate(self._job.forced or ())
             if tuple(free[index].token_ids) != tokens
-        ]
-        if not away:
-            return free
-        prompts, self._prompts = self._prompts, [self._prompts[index] for index in away]
-        followed = self.generate([self._job.forced[index] for index in away], report, "follow")
-        self._prompts = prompts
+        }
         answers = list(free)
-        for index, along in zip(away, followed, strict=True):
-            answers[index] = Answer(
-                prompt_ids=free[index].prompt_ids,
-                token_ids=free[index].token_ids,
-                text=free[index].text,
-                top_ids=along.top_ids,
-                logprobs=along.logprobs,
-            )
+        for index, along in zip(away, self.generate(away, report, "follow"), strict=True):
+            answers[index] = replace(answers[index], top_ids=along.top_ids, logprobs=along.logprobs)
         return answers
 
     def _params(self, forced: Sequence[int] | None) -> SamplingParams:
