@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,13 +10,12 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
-from rbln_backend.config import RblnConfig
-from rbln_backend.envs import resolve
+from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.cores import LOCAL_ENGINES
 from rbln_backend.refusals import model_config, refuse_first, refuse_model, refuse_unsupported
 from rbln_backend.reporting.model_report import ModelReport
 from rbln_backend.reporting.store_report import CompileReport, StoreReport
+from rbln_backend.settings import resolve
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -156,19 +154,21 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        rbln = _resolve_config(vllm_config)
-        _note_local_engines(vllm_config)
+        rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
         refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         _set_shapes(vllm_config)
-        _set_reuse_unit(vllm_config, rbln)
+        rbln = _set_reuse_unit(vllm_config, rbln)
         model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
         _settle_lora(vllm_config, rbln)
         _settle_grammars(vllm_config)
+        # vLLM does not tell an engine of a dense model how many share the host.
+        engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
+        vllm_config.additional_config = Settled(rbln, engines, others)
 
     @classmethod
     def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
@@ -219,23 +219,18 @@ class RblnPlatform(Platform):
         """The block size is settled in ``check_and_update_config``."""
 
 
-def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
-    """Resolve once, store the result where every worker finds it, and say what was ignored."""
+def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, Any]]:
+    """Return our settings and what `additional_config` holds besides; say what was ignored."""
     additional = vllm_config.additional_config
+    if isinstance(additional, Settled):
+        # vLLM makes a configuration again from one that was settled.
+        return additional.rbln, additional.others
     if not isinstance(additional, dict):
         raise ConfigError(f"additional_config must be a mapping, got {type(additional).__name__}")
     resolved = resolve(additional)
     for warning in resolved.warnings:
         logger.warning_once(warning)
-    additional["rbln"] = resolved.config.to_dict()
-    return resolved.config
-
-
-def _note_local_engines(vllm_config: VllmConfig) -> None:
-    """Keep what vLLM will not tell an engine of a dense model: how many share the host."""
-    assert isinstance(vllm_config.additional_config, dict)
-    number = vllm_config.parallel_config.data_parallel_size_local
-    vllm_config.additional_config[LOCAL_ENGINES] = max(1, number)
+    return resolved.config, {key: additional[key] for key in additional if key != "rbln"}
 
 
 def _settle_pooling(vllm_config: VllmConfig) -> None:
@@ -329,7 +324,7 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
         scheduler.max_num_batched_tokens = longest
 
 
-def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
     """Settle where prefixes can be reused and how prompts are cut, for all processes alike."""
     from rbln_backend.compiler.device import choose_device
     from rbln_backend.kv_cache.layout import reuse_unit
@@ -347,6 +342,4 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if step_tokens is None:
         # Where an NPU's time goes in a step is not known here.
         step_tokens = DEFAULT_STEP_TOKENS if is_emulated else chunk
-    settled = dataclasses.replace(rbln, sub_block_size=unit, prefill_step_tokens=step_tokens)
-    assert isinstance(vllm_config.additional_config, dict)
-    vllm_config.additional_config["rbln"] = settled.to_dict()
+    return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})

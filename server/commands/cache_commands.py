@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rbln_backend.envs import resolve
 from rbln_backend.errors import BundleError
 from rbln_backend.host.trusted_files import trusted_folder
+from rbln_backend.settings import resolve
 from rbln_backend.store.archive import MAX_BYTES, read_archive, read_tree
 from rbln_backend.store.bundle_contents import Contents, collect
 from rbln_backend.store.bundle_output import write_bundle, write_folder

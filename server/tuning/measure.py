@@ -16,9 +16,9 @@ from typing import Any
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
-from rbln_backend.envs import child_environ
 from rbln_backend.errors import BucketError
 from rbln_backend.reporting.child_process import ChildJob
+from rbln_backend.settings import child_environ
 from server.tuning.replay_job import ReplayJob, ReplayResult, Request, Round, Step
 
 Tables = Mapping[str, BucketTable]

@@ -11,6 +11,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rbln_backend.config import Settled
 from rbln_backend.reporting.child_process import report
 from server.engine.config import engine_config
 from server.settings import ServerSettings
@@ -91,15 +92,14 @@ class _Player:
 
     def about(self) -> dict[str, Any]:
         """What a schedule depends on besides the buckets."""
-        # As the platform has settled them.
-        additional: Any = self._config.additional_config
-        rbln = additional["rbln"]
+        settled = self._config.additional_config
+        assert isinstance(settled, Settled)
         return {
             "model": self._config.model_config.model,
             "max_num_seqs": self._config.scheduler_config.max_num_seqs,
             "max_model_len": self._config.model_config.max_model_len,
-            "decode_steps_per_chunk": rbln["decode_steps_per_chunk"],
-            "prefill_step_tokens": rbln["prefill_step_tokens"],
+            "decode_steps_per_chunk": settled.rbln.decode_steps_per_chunk,
+            "prefill_step_tokens": settled.rbln.prefill_step_tokens,
         }
 
     def shutdown(self) -> None:

@@ -16,7 +16,7 @@ from rbln_backend.bucketing.table import (
 )
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile
 from rbln_backend.config import RblnConfig
-from rbln_backend.envs import resolve
+from rbln_backend.settings import resolve
 from server.tuning.batchsize_log import read_log
 from server.tuning.measure import Tables
 from server.tuning.prometheus_range import Range, read_range

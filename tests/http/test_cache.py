@@ -51,6 +51,18 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+def test_a_setting_that_is_wrong_is_one_line(
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RBLN_CACHE_MAX_BYTES", "x")
+    with pytest.raises(SystemExit) as ended:
+        run("list")
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "rbln-serve cache: error: Invalid VLLM_RBLN_CACHE_MAX_BYTES: x, must be a valid integer"
+    )
+
+
 def test_what_is_exported_is_imported_once(run: Run, root: Path, tmp_path: Path) -> None:
     bundle, new = tmp_path / "b.tar", tmp_path / "new"
     code, out, err = run("export", bundle, "--cache-root", root)

@@ -53,7 +53,8 @@ def survey_store(config: VllmConfig, cache_root: str | None = None) -> StoreRepo
     check_ranks(config)
     found = prepare(config)
     if cache_root is not None:
-        found = replace(found, rbln=replace(found.rbln, cache_root=cache_root))
+        rbln = found.rbln.model_copy(update={"cache_root": str(Path(cache_root).absolute())})
+        found = replace(found, rbln=rbln)
     return survey(found)
 
 
