@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,9 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
-from rbln_backend.refusals import model_config, refuse_first, refuse_model, refuse_unsupported
-from rbln_backend.reporting.model_report import ModelReport
-from rbln_backend.reporting.store_report import CompileReport, StoreReport
+from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import resolve
 from rbln_backend.unsupported import (
     LORA_DTYPE,
@@ -27,10 +25,8 @@ from rbln_backend.unsupported import (
 from rbln_backend.vllm_compat.patches import inspect_models_here
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from rbln_backend.grammar.trial import GrammarTrial
 
 logger = init_logger(__name__)
 
@@ -169,50 +165,6 @@ class RblnPlatform(Platform):
         # vLLM does not tell an engine of a dense model how many share the host.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
         vllm_config.additional_config = Settled(rbln, engines, others)
-
-    @classmethod
-    def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
-        """Describe a model that can run; asked by the server, not by vLLM."""
-        from rbln_backend.worker.check.model_inspection import inspect_model
-
-        return inspect_model(vllm_config)
-
-    @classmethod
-    def compile_model(cls, vllm_config: VllmConfig, targets: Sequence[str]) -> CompileReport:
-        """Fill the store with a model's graphs; asked by the server. See ``precompile``."""
-        from rbln_backend.worker.check.precompile import compile_model
-
-        return compile_model(vllm_config, targets)
-
-    @classmethod
-    def survey_store(cls, vllm_config: VllmConfig, cache_root: str | None = None) -> StoreReport:
-        """Say what the store has of a model's graphs; asked by the server."""
-        from rbln_backend.worker.check.store_survey import survey_store
-
-        return survey_store(vllm_config, cache_root)
-
-    @classmethod
-    def store_versions(cls) -> tuple[dict[str, object], tuple[str, ...]]:
-        """What tells this version's graphs from others', and its kernel libraries' keys."""
-        from rbln_backend.worker.check.store_survey import store_versions
-
-        return store_versions()
-
-    @classmethod
-    def grammar_trial(cls, vllm_config: VllmConfig) -> GrammarTrial:
-        """Return what tries grammars as the engine compiles them; asked by the server."""
-        from rbln_backend.grammar.trial import GrammarTrial
-
-        return GrammarTrial(vllm_config)
-
-    @classmethod
-    def refuse_model(cls, model_config: ModelConfig) -> None:
-        """Raise if no configuration could make the model run; asked by the server, not by vLLM.
-
-        vLLM checks the rest of a configuration before it asks the platform, and what it finds
-        wrong there may only follow from a kind of model that cannot run anyway.
-        """
-        refuse_model(model_config)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,3 +186,16 @@ def test_wrong_command_lines_end_with_2(
         code, err = end.code, capfd.readouterr().err
     assert code == 2
     assert reason in err
+
+
+def test_without_our_platform(root: Path) -> None:
+    words = ("prune", "--other-versions", "--dry-run", "--cache-root", str(root))
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "cache", *words],
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not on the RBLN platform; see VLLM_PLUGINS" in done.stderr.splitlines()[-1]
