@@ -11,7 +11,6 @@ when a page is not what the code says.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,11 +27,10 @@ from observability_page import (
 )
 from pydantic import SecretStr
 
-from rbln_backend.config import RblnConfig
-from rbln_backend.config_values import CHOICES
-from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status
+from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
 from rbln_backend.reporting.stats import METRICS, MetricDecl
+from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
 from server.observability.declarations import SERVER_METRICS
 from server.request.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
@@ -236,30 +234,30 @@ def _json_kind(annotation: object) -> str:
 
 
 def _field_rows() -> Iterable[tuple[str, ...]]:
-    for option in dataclasses.fields(RblnConfig):
+    for name, field in RblnConfig.model_fields.items():
         names = [
-            _code(var.name)
-            for var in ENV_VARS
-            if var.field == option.name and var.status is not Status.ALIAS
+            _code(variable.name)
+            for variable in VARIABLES
+            if variable.field == name and variable.status is not Status.ALIAS
         ]
-        doc = str(option.metadata["doc"])
+        doc = " ".join(str(field.description).split())
         yield (
-            _code(option.name),
-            _values(str(option.type), CHOICES.get(option.name)),
-            _default(option.default),
-            f"{doc} *graph*" if option.metadata["graph"] else doc,
+            _code(name),
+            form_of(KINDS[name]).json,
+            _default(field.default),
+            f"{doc} *graph*" if GRAPH in field.metadata else doc,
             ", ".join(names),
         )
 
 
 def _variable_rows() -> Iterable[tuple[str, ...]]:
-    for var in sorted(ENV_VARS, key=lambda var: var.name):
-        target = _code(var.field) if var.field else ""
-        status = var.status.value
-        if var.status is Status.REFUSED:
-            accepted = str(var.accepts).lower()
+    for variable in sorted(VARIABLES, key=lambda variable: variable.name):
+        target = _code(variable.field) if variable.field else ""
+        status = variable.status.value
+        if variable.status is Status.REFUSED:
+            accepted = str(variable.accepts).lower()
             status = f"refused unless {_code(accepted)}"
-        yield _code(var.name), var.parser.describe, target, status, var.doc
+        yield _code(variable.name), variable.form.text, target, status, variable.doc
 
 
 def _setting_rows() -> Iterable[tuple[str, ...]]:
@@ -277,24 +275,6 @@ def _metric_row(metric: MetricDecl) -> tuple[str, ...]:
     merges = metric.kind == "gauge" and metric.across_ranks != "mostrecent"
     kind = f"{metric.kind}, {metric.across_ranks}" if merges else metric.kind
     return _code(metric.name), kind, ", ".join(map(_code, metric.labels)), metric.help
-
-
-def _values(annotation: str, choices: Sequence[str] | None) -> str:
-    if choices:
-        return ", ".join(map(_code, choices))
-    names = {
-        "bool": "boolean",
-        "int": "integer > 0",
-        "Count": "integer >= 0",
-        "int | None": "integer > 0",
-        "Processors": "`none` or processors",
-        "str": "text",
-        "str | None": "text",
-        "tuple[str, ...]": "list of text",
-        "tuple[int, ...]": "list of integers > 0",
-        "tuple[int, ...] | None": "list of integers > 0",
-    }
-    return names[annotation]
 
 
 def _kind(annotation: object) -> str:

@@ -23,8 +23,8 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = LLM(model=args.model, max_model_len=256, max_num_seqs=8)
-    rbln = llm.llm_engine.vllm_config.additional_config["rbln"]
-    buckets = rbln["decode_batch_bucket_manual_buckets"]
+    rbln = llm.llm_engine.vllm_config.additional_config.rbln
+    buckets = rbln.decode_batch_bucket_manual_buckets
     print(f"compiled decode buckets: {', '.join(map(str, buckets))}")
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for batch in (1, 2, 3, 5, 8):

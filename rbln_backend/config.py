@@ -1,303 +1,296 @@
-"""`RblnConfig`: every setting of the backend, validated once and then frozen.
+"""`RblnConfig`: every setting of the backend, what it may hold, and what it is by default.
 
-It knows nothing of the environment: `rbln_backend.envs` resolves documented variable names
-into it, and workers receive it through `VllmConfig.additional_config`. Defaults live here
-and nowhere else. The metadata of each field feeds `docs/configuration.md`.
+A field declares its type, which is its rule; the variable that sets it; whether it changes
+compiled graphs; and the text of `docs/configuration.md`. It knows nothing of the environment:
+`rbln_backend.settings` makes the one object of a service, and `Settled` carries it in vLLM's
+configuration to all processes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from rbln_backend.config_values import (
-    CHECKS,
-    Allocator,
-    Count,
-    Device,
-    HotPathPolicy,
-    HugePages,
-    Kernels,
-    Processors,
-)
-from rbln_backend.errors import ConfigError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rbln_backend.host.cores import parse_cores
 
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 
+CLASH = "clash"
+"""The type of an error about fields that exclude each other; its context names them."""
+
+STRICT = ConfigDict(strict=True)
+
+GRAPH = "graph"
+"""Marks a field that changes what a compiled graph contains."""
+
 _GIB = 1024**3
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
 
 
-def _about(doc: str, *, graph: bool = False) -> dict[str, object]:
-    """Describe one field; `graph` says that it changes what a compiled graph contains."""
-    return {"doc": doc, "graph": graph}
+@dataclass(frozen=True, slots=True)
+class Env:
+    """Marks a field with the documented variable that sets it."""
+
+    name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RblnConfig:
-    """The backend's settings. Raises `ConfigError` for a value that is not allowed."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the values of a type are written, in JSON and in a variable's text.
 
-    device: Device = field(
-        default="auto",
-        metadata=_about(
-            "Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."
-        ),
-    )
-    kernels: Kernels = field(
-        default="auto",
-        metadata=_about(
-            "Emulated device: `native` fails without a compiler, `aten` never builds kernels."
-        ),
-    )
-    strict_mode: bool = field(
-        default=False,
-        metadata=_about("A compile failure raises instead of falling back to the CPU.", graph=True),
-    )
-    enable_warm_up: bool = field(
-        default=True,
-        metadata=_about("Compile or load and run every planned graph before the service is ready."),
-    )
-    hot_path_policy: HotPathPolicy = field(
-        default="error",
-        metadata=_about("What a shape without a compiled graph does after warm-up."),
-    )
-    decode_batch_bucket_strategy: str = field(
-        default="exponential",
-        metadata=_about("How the decode buckets are derived from `max_num_seqs`."),
-    )
-    decode_batch_bucket_min: int = field(
-        default=1, metadata=_about("Smallest decode bucket, in requests.")
-    )
-    decode_batch_bucket_step: int = field(
-        default=2,
-        metadata=_about(
-            "Divisor (exponential) or difference (linear) between neighbouring buckets."
-        ),
-    )
-    decode_batch_bucket_limit: int = field(
-        default=32,
-        metadata=_about("Largest number of decode buckets, counted from the largest bucket."),
-    )
-    decode_batch_bucket_manual_buckets: tuple[int, ...] = field(
-        default=(),
-        metadata=_about(
-            "The decode buckets of strategy `manual`; the largest must equal `max_num_seqs`."
-        ),
-    )
-    prefill_chunk_buckets: tuple[int, ...] | None = field(
-        default=None,
-        metadata=_about(
-            "Prefill chunk sizes in tokens; unset derives the chunk and its halves down to 16, six "
-            "sizes at most."
-        ),
-    )
-    prefill_step_tokens: int | None = field(
-        default=None,
-        metadata=_about(
-            "What a prefill step costs besides its tokens, in tokens: a prompt is cut into smaller "
-            "chunks where padding would cost more. Unset: 16 on the emulated device; on an NPU the "
-            "largest chunk, which cuts nothing."
-        ),
-    )
-    decode_steps_per_chunk: Count = field(
-        default=1,
-        metadata=_about(
-            "Decode steps between two prefill chunks while requests decode: 0 finishes prompts "
-            "first (throughput), more keep streams smoother (time between tokens)."
-        ),
-    )
-    cache_root: str = field(
-        default="~/.cache/vllm",
-        metadata=_about("Directory of the caches; artifacts lie under its `rbln/`."),
-    )
-    cache_max_bytes: int = field(
-        default=20 * _GIB,
-        metadata=_about("Size in bytes above which the least recently used artifacts are evicted."),
-    )
-    cache_read_only: bool = field(
-        default=False, metadata=_about("Read artifacts but never write, evict or quarantine any.")
-    )
-    cache_bundles: tuple[str, ...] = field(
-        default=(),
-        metadata=_about(
-            "Folders with exported bundles, searched for what `cache_root` lacks and left as they "
-            "are; kernels in them are run."
-        ),
-    )
-    disable_compile_cache: bool = field(
-        default=False, metadata=_about("Neither read nor write compiled artifacts.")
-    )
-    use_vllm_model: bool = field(
-        default=True,
-        metadata=_about(
-            "Run vLLM's own model code; the optimum path (false) is not part of this backend."
-        ),
-    )
-    sampler: bool = field(
-        default=True, metadata=_about("No effect: sampling is vLLM's, on the host.")
-    )
-    flash_causal_attn: bool = field(
-        default=True,
-        metadata=_about("No effect: the op follows from whether a sequence fits in one block."),
-    )
-    use_custom_kernel: bool = field(
-        default=False,
-        metadata=_about("Use the custom-kernel variants of the attention ops.", graph=True),
-    )
-    enforce_model_fp32: bool = field(
-        default=False,
-        metadata=_about("Compute in float32 whatever the checkpoint's dtype.", graph=True),
-    )
-    sub_block_cache: bool = field(
-        default=True,
-        metadata=_about(
-            "Reuse prefixes that end inside a block: its shared head is copied, not recomputed."
-        ),
-    )
-    sub_block_size: int | None = field(
-        default=None,
-        metadata=_about(
-            "Tokens at whose multiples a prefix can be reused; must divide the block size. Unset: "
-            "16 on the emulated device, the prefill chunk on an NPU."
-        ),
-    )
-    window_prefix_cache: bool = field(
-        default=True,
-        metadata=_about(
-            "Keep prefix caching for models with sliding-window layers, through a log of their KV."
-        ),
-    )
-    window_prefix_tokens: int | None = field(
-        default=None,
-        metadata=_about(
-            "Tokens that the prefix log of a sliding window keeps; unset: four windows for each of "
-            "`max_num_seqs` requests, within an eighth of the memory."
-        ),
-    )
-    record_usage: bool = field(
-        default=True,
-        metadata=_about(
-            "Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."
-        ),
-    )
-    moe_use_opt_kernel: bool = field(
-        default=True,
-        metadata=_about(
-            "Experts: the op that is given router logits and chooses itself; before the others.",
-            graph=True,
-        ),
-    )
-    moe_custom_kernel: bool = field(
-        default=True,
-        metadata=_about(
-            "Experts: the op that is given each row's weight of each expert; before a loop of plain"
-            " operators over all experts.",
-            graph=True,
-        ),
-    )
-    use_moe_tokens_mask: bool = field(
-        default=True,
-        metadata=_about("Padded rows choose no expert, and none is read for them.", graph=True),
-    )
-    num_devices_per_local_rank: int = field(
-        default=1, metadata=_about("NPUs that one rank splits its tensors over.", graph=True)
-    )
-    force_npu_name: str | None = field(
-        default=None,
-        metadata=_about("Compile for this NPU although the host has none, such as RBLN-CR13."),
-    )
-    profiler: bool = field(
-        default=False, metadata=_about("Record an RBLN profile; excludes model parallelism.")
-    )
-    num_threads: int | None = field(
-        default=None,
-        metadata=_about(
-            "Host threads of one rank; unset takes the cores that the affinity mask and the cgroup "
-            "quota leave the process, divided among the ranks of the host."
-        ),
-    )
-    thread_affinity: Processors = field(
-        default="none",
-        metadata=_about(
-            "Processors that the engine keeps to, its ranks dividing them, such as `0-3,8`; `none` "
-            "leaves its threads to the system, which on a shared machine was faster."
-        ),
-    )
-    huge_pages: HugePages = field(
-        default="auto",
-        metadata=_about(
-            "Put weights and KV caches on huge pages, where the system has them for the asking."
-        ),
-    )
-    allocator: Allocator = field(
-        default="auto",
-        metadata=_about(
-            "`auto` keeps the memory of a step's large tensors for the next step; `system` is "
-            "torch's own."
-        ),
-    )
-    max_queue_ms: Count = field(
-        default=0,
-        metadata=_about(
-            "Milliseconds that a request may wait to be scheduled for the first time; 0 is any "
-            "time. The HTTP server sets it to its `--max-queue-s`."
-        ),
-    )
-    run_dir: str | None = field(
-        default=None,
-        metadata=_about("Directory where workers leave progress and metrics for the API process."),
-    )
+    `read` leaves what it cannot read to the type's own rule, or raises ValueError.
+    """
 
-    def __post_init__(self) -> None:
-        """Normalise spellings, then check each field and the fields against each other."""
-        for option in fields(self):
-            value = CHECKS[str(option.type)](option.name, getattr(self, option.name))
-            object.__setattr__(self, option.name, value)
-        object.__setattr__(self, "cache_root", _absolute(self.cache_root))
-        object.__setattr__(self, "cache_bundles", tuple(map(_absolute, self.cache_bundles)))
-        self._check_buckets()
-        if not self.use_vllm_model:
-            raise ConfigError(
-                "use_vllm_model=False is not supported: this backend runs vLLM's own model "
-                "code and has no optimum path; leave it unset or set it to true"
-            )
+    json: str
+    text: str
+    read: Callable[[str], object] = str
 
-    def _check_buckets(self) -> None:
-        strategy = self.decode_batch_bucket_strategy
-        if strategy == "exponential" and self.decode_batch_bucket_step <= 1:
-            raise ConfigError(
-                "decode_batch_bucket_step: For exponential bucketing, step must be greater "
-                f"than 1, step: {self.decode_batch_bucket_step}"
+
+def _read_switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"Valid choices: {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE
+
+
+def read_number(text: str) -> object:
+    """Return the number that a variable holds, or its text."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _read_numbers(text: str) -> object:
+    return [read_number(part) for part in text.split(",")] if text.strip() else []
+
+
+def _read_paths(text: str) -> list[str]:
+    return [part for part in text.split(":") if part]
+
+
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _ascending(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if len(set(sizes)) != len(sizes):
+        raise ValueError("all must be unique")
+    return tuple(sorted(sizes))
+
+
+def _processors(text: str) -> str:
+    if text != "none":
+        try:
+            parse_cores(text)
+        except ValueError as error:
+            raise ValueError(f"must be `none` or a list such as 0-3,8: {error}") from None
+    return text
+
+
+def _absolute(path: str) -> str:
+    """Expand `~` and make the path absolute: workers may run in another directory."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise ValueError("needs a home directory and there is none; set VLLM_CACHE_ROOT") from None
+
+
+_NUMBER = Form("integer > 0", "integer > 0", read_number)
+_NUMBERS = Form("list of integers > 0", "comma-separated integers", _read_numbers)
+_TEXT = Form("text", "text")
+WORD = BeforeValidator(_lower)
+"""Lets a choice be written in capitals."""
+
+Switch: TypeAlias = Annotated[bool, Form("boolean", "boolean", _read_switch)]
+Number: TypeAlias = Annotated[int, Field(gt=0), _NUMBER]
+OptionalNumber: TypeAlias = Annotated[int | None, Field(gt=0), _NUMBER]
+Count: TypeAlias = Annotated[int, Field(ge=0), Form("integer >= 0", "integer >= 0", read_number)]
+Sizes: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(gt=0)], ...],
+    Field(strict=False),
+    AfterValidator(_ascending),
+    _NUMBERS,
+]
+OptionalSizes: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(gt=0)], ...] | None,
+    Field(strict=False, min_length=1),
+    AfterValidator(_ascending),
+    _NUMBERS,
+]
+OptionalText: TypeAlias = Annotated[str | None, Field(min_length=1), _TEXT]
+Directory: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_absolute), _TEXT]
+Directories: TypeAlias = Annotated[
+    tuple[Directory, ...],
+    Field(strict=False),
+    Form("list of text", "directories separated by colons", _read_paths),
+]
+Processors: TypeAlias = Annotated[
+    str, AfterValidator(_processors), Form("`none` or processors", "`none` or processors")
+]
+Device: TypeAlias = Annotated[Literal["auto", "emulated", "rebel"], WORD]
+Kernels: TypeAlias = Annotated[Literal["auto", "native", "aten"], WORD]
+HotPathPolicy: TypeAlias = Annotated[Literal["error", "warn"], WORD]
+Strategy: TypeAlias = Annotated[
+    Literal["exponential", "exp", "linear", "manual"],
+    WORD,
+    AfterValidator(lambda name: "exponential" if name == "exp" else name),
+]
+HugePages: TypeAlias = Annotated[Literal["auto", "off"], WORD]
+Allocator: TypeAlias = Annotated[Literal["auto", "system"], WORD]
+
+
+class RblnConfig(BaseModel):
+    """The backend's settings. Raises pydantic's `ValidationError` for what is not allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, **STRICT)
+
+    device: Annotated[Device, Env("VLLM_RBLN_DEVICE")] = "auto"
+    """Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."""
+    kernels: Annotated[Kernels, Env("VLLM_RBLN_KERNELS")] = "auto"
+    """Emulated device: `native` fails without a compiler, `aten` never builds kernels."""
+    strict_mode: Annotated[Switch, GRAPH, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = False
+    """A compile failure raises instead of falling back to the CPU."""
+    enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
+    """Compile or load and run every planned graph before the service is ready."""
+    hot_path_policy: Annotated[HotPathPolicy, Env("VLLM_RBLN_HOT_PATH_POLICY")] = "error"
+    """What a shape without a compiled graph does after warm-up."""
+    decode_batch_bucket_strategy: Annotated[
+        Strategy, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY")
+    ] = "exponential"
+    """How the decode buckets are derived from `max_num_seqs`."""
+    decode_batch_bucket_min: Annotated[Number, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_MIN")] = 1
+    """Smallest decode bucket, in requests."""
+    decode_batch_bucket_step: Annotated[Number, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_STEP")] = 2
+    """Divisor (exponential) or difference (linear) between neighbouring buckets."""
+    decode_batch_bucket_limit: Annotated[Number, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT")] = 32
+    """Largest number of decode buckets, counted from the largest bucket."""
+    decode_batch_bucket_manual_buckets: Annotated[
+        Sizes, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS")
+    ] = ()
+    """The decode buckets of strategy `manual`; the largest must equal `max_num_seqs`."""
+    prefill_chunk_buckets: Annotated[OptionalSizes, Env("VLLM_RBLN_PREFILL_CHUNK_BUCKETS")] = None
+    """Prefill chunk sizes in tokens; unset derives the chunk and its halves down to 16, six sizes
+    at most.
+    """
+    prefill_step_tokens: OptionalNumber = None
+    """What a prefill step costs besides its tokens, in tokens: a prompt is cut into smaller chunks
+    where padding would cost more. Unset: 16 on the emulated device; on an NPU the largest chunk,
+    which cuts nothing.
+    """
+    decode_steps_per_chunk: Annotated[Count, Env("VLLM_RBLN_DECODE_STEPS_PER_CHUNK")] = 1
+    """Decode steps between two prefill chunks while requests decode: 0 finishes prompts first
+    (throughput), more keep streams smoother (time between tokens).
+    """
+    cache_root: Annotated[Directory, Env("VLLM_CACHE_ROOT")] = Field(
+        "~/.cache/vllm", validate_default=True
+    )
+    """Directory of the caches; artifacts lie under its `rbln/`."""
+    cache_max_bytes: Annotated[Number, Env("VLLM_RBLN_CACHE_MAX_BYTES")] = 20 * _GIB
+    """Size in bytes above which the least recently used artifacts are evicted."""
+    cache_read_only: Annotated[Switch, Env("VLLM_RBLN_CACHE_READ_ONLY")] = False
+    """Read artifacts but never write, evict or quarantine any."""
+    cache_bundles: Annotated[Directories, Env("VLLM_RBLN_CACHE_BUNDLES")] = ()
+    """Folders with exported bundles, searched for what `cache_root` lacks and left as they are;
+    kernels in them are run.
+    """
+    disable_compile_cache: Annotated[Switch, Env("VLLM_DISABLE_COMPILE_CACHE")] = False
+    """Neither read nor write compiled artifacts."""
+    use_vllm_model: Switch = True
+    """Run vLLM's own model code; the optimum path (false) is not part of this backend."""
+    sampler: Switch = True
+    """No effect: sampling is vLLM's, on the host."""
+    flash_causal_attn: Switch = True
+    """No effect: the op follows from whether a sequence fits in one block."""
+    use_custom_kernel: Annotated[Switch, GRAPH, Env("RBLN_USE_CUSTOM_KERNEL")] = False
+    """Use the custom-kernel variants of the attention ops."""
+    enforce_model_fp32: Annotated[Switch, GRAPH, Env("VLLM_RBLN_ENFORCE_MODEL_FP32")] = False
+    """Compute in float32 whatever the checkpoint's dtype."""
+    sub_block_cache: Annotated[Switch, Env("VLLM_RBLN_SUB_BLOCK_CACHE")] = True
+    """Reuse prefixes that end inside a block: its shared head is copied, not recomputed."""
+    sub_block_size: Annotated[OptionalNumber, Env("VLLM_RBLN_SUB_BLOCK_SIZE")] = None
+    """Tokens at whose multiples a prefix can be reused; must divide the block size. Unset: 16 on
+    the emulated device, the prefill chunk on an NPU.
+    """
+    window_prefix_cache: Annotated[Switch, Env("VLLM_RBLN_WINDOW_PREFIX_CACHE")] = True
+    """Keep prefix caching for models with sliding-window layers, through a log of their KV."""
+    window_prefix_tokens: Annotated[OptionalNumber, Env("VLLM_RBLN_WINDOW_PREFIX_TOKENS")] = None
+    """Tokens that the prefix log of a sliding window keeps; unset: four windows for each of
+    `max_num_seqs` requests, within an eighth of the memory.
+    """
+    record_usage: Switch = True
+    """Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."""
+    moe_use_opt_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_USE_OPT_KERNEL")] = True
+    """Experts: the op that is given router logits and chooses itself; before the others."""
+    moe_custom_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_CUSTOM_KERNEL")] = True
+    """Experts: the op that is given each row's weight of each expert; before a loop of plain
+    operators over all experts.
+    """
+    use_moe_tokens_mask: Annotated[Switch, GRAPH, Env("VLLM_RBLN_USE_MOE_TOKENS_MASK")] = True
+    """Padded rows choose no expert, and none is read for them."""
+    num_devices_per_local_rank: Annotated[
+        Number, GRAPH, Env("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK")
+    ] = 1
+    """NPUs that one rank splits its tensors over."""
+    force_npu_name: Annotated[OptionalText, Env("RBLN_FORCE_NPU_NAME")] = None
+    """Compile for this NPU although the host has none, such as RBLN-CR13."""
+    profiler: Annotated[Switch, Env("RBLN_PROFILER")] = False
+    """Record an RBLN profile; excludes model parallelism."""
+    num_threads: Annotated[OptionalNumber, Env("RBLN_NUM_THREADS")] = None
+    """Host threads of one rank; unset takes the cores that the affinity mask and the cgroup quota
+    leave the process, divided among the ranks of the host.
+    """
+    thread_affinity: Processors = "none"
+    """Processors that the engine keeps to, its ranks dividing them, such as `0-3,8`; `none` leaves
+    its threads to the system, which on a shared machine was faster.
+    """
+    huge_pages: HugePages = "auto"
+    """Put weights and KV caches on huge pages, where the system has them for the asking."""
+    allocator: Allocator = "auto"
+    """`auto` keeps the memory of a step's large tensors for the next step; `system` is torch's own.
+    """
+    max_queue_ms: Count = 0
+    """Milliseconds that a request may wait to be scheduled for the first time; 0 is any time. The
+    HTTP server sets it to its `--max-queue-s`.
+    """
+    run_dir: OptionalText = None
+    """Directory where workers leave progress and metrics for the API process."""
+
+    @model_validator(mode="after")
+    def _buckets_agree(self) -> RblnConfig:
+        strategy, step = self.decode_batch_bucket_strategy, self.decode_batch_bucket_step
+        if strategy == "exponential" and step <= 1:
+            raise PydanticCustomError(
+                CLASH,
+                "decode_batch_bucket_step: For exponential bucketing, step must be greater than 1, "
+                "step: {step}",
+                {"step": step, "fields": ["decode_batch_bucket_step"]},
             )
         if strategy == "manual" and not self.decode_batch_bucket_manual_buckets:
-            raise ConfigError(
+            raise PydanticCustomError(
+                CLASH,
                 "decode_batch_bucket_strategy='manual' needs at least one entry in "
                 "decode_batch_bucket_manual_buckets "
                 "(VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS): There must be at least one "
-                "decode batch size in the manual buckets"
+                "decode batch size in the manual buckets",
+                {"fields": ["decode_batch_bucket_strategy", "decode_batch_bucket_manual_buckets"]},
             )
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, object]) -> RblnConfig:
-        """Build a config from field names and JSON values; lists stand for tuples.
-
-        Raises `ConfigError` for an unknown key, with the nearest known one, or a bad value.
-        """
-        known = [option.name for option in fields(cls)]
-        for key in mapping:
-            if key not in known:
-                raise ConfigError(f"Unknown option {key!r}{did_you_mean(key, known)}")
-        values: dict[str, Any] = dict(mapping)
-        return cls(**values)
+        return self
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values; `from_mapping` restores an equal config."""
-        pairs = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in pairs.items()}
+        """Return all fields as JSON values."""
+        return self.model_dump(mode="json")
 
     def graph_fields(self) -> dict[str, object]:
         """Return the fields that change a compiled graph, for the cache key.
@@ -306,22 +299,24 @@ class RblnConfig:
         the compiler's description of itself, so that `auto` and an explicit choice share
         artifacts. Bucket settings are absent because each graph's key holds its own shape.
         """
-        values = self.to_dict()
-        return {o.name: values[o.name] for o in fields(self) if o.metadata["graph"]}
+        fields = type(self).model_fields
+        return {k: v for k, v in self.to_dict().items() if GRAPH in fields[k].metadata}
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion to append to an error about an unknown name."""
-    options = sorted(known)
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else f"; known names: {', '.join(options)}"
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What takes the place of the mapping in `VllmConfig.additional_config`.
 
+    vLLM takes any object there that has a hash, and pickles it with the rest.
+    """
 
-def _absolute(path: str) -> str:
-    """Expand `~` and make the path absolute: workers may run in another directory."""
-    try:
-        return str(Path(path).expanduser().absolute())
-    except RuntimeError:
-        raise ConfigError(
-            f"cache_root={path!r} needs a home directory and there is none; set VLLM_CACHE_ROOT"
-        ) from None
+    rbln: RblnConfig
+    local_engines: int
+    """How many data-parallel engines share this host, which vLLM tells no dense engine."""
+    others: Mapping[str, Any]
+    """What the mapping held besides ours."""
+
+    def compute_hash(self) -> str:
+        """Tell this from others, as vLLM asks."""
+        told = [self.rbln.to_dict(), self.local_engines, dict(self.others)]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

@@ -5,6 +5,7 @@
     |-- BucketError            (ValueError)    a bucket table is invalid, or no bucket fits
     |-- UnsupportedModelError  (ValueError)    the model cannot run here, with the reason
     |-- AdapterError           (ValueError)    a LoRA adapter does not fit the model or has no slot
+    |-- PlatformError          (RuntimeError)  vLLM runs on another platform than this one
     |-- DeviceMemoryError      (MemoryError)   weights or KV cache do not fit on the device
     |-- CompileError           (RuntimeError)  a graph could not be compiled or built
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
@@ -38,6 +39,10 @@ class UnsupportedModelError(RblnError, ValueError):
 
 class AdapterError(RblnError, ValueError):
     """A LoRA adapter cannot be read, does not fit the served model, or finds no free slot."""
+
+
+class PlatformError(RblnError, RuntimeError):
+    """Something was asked that only this platform answers, and vLLM runs on another one."""
 
 
 class DeviceMemoryError(RblnError, MemoryError):

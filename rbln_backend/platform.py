@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,13 +10,10 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
-from rbln_backend.config import RblnConfig
-from rbln_backend.envs import resolve
+from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.cores import LOCAL_ENGINES
-from rbln_backend.refusals import model_config, refuse_first, refuse_model, refuse_unsupported
-from rbln_backend.reporting.model_report import ModelReport
-from rbln_backend.reporting.store_report import CompileReport, StoreReport
+from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
+from rbln_backend.settings import resolve
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -29,12 +25,10 @@ from rbln_backend.unsupported import (
 from rbln_backend.vllm_compat.patches import inspect_models_here
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    from rbln_backend.grammar.trial import GrammarTrial
 
 logger = init_logger(__name__)
 
@@ -162,86 +156,39 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        rbln = _resolve_config(vllm_config)
-        _note_local_engines(vllm_config)
+        rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
         refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         _set_shapes(vllm_config)
-        _set_reuse_unit(vllm_config, rbln)
+        rbln = _set_reuse_unit(vllm_config, rbln)
         model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
         _settle_lora(vllm_config, rbln)
         _settle_grammars(vllm_config)
-
-    @classmethod
-    def inspect_model(cls, vllm_config: VllmConfig) -> ModelReport:
-        """Describe a model that can run; asked by the server, not by vLLM."""
-        from rbln_backend.worker.check.model_inspection import inspect_model
-
-        return inspect_model(vllm_config)
-
-    @classmethod
-    def compile_model(cls, vllm_config: VllmConfig, targets: Sequence[str]) -> CompileReport:
-        """Fill the store with a model's graphs; asked by the server. See ``precompile``."""
-        from rbln_backend.worker.check.precompile import compile_model
-
-        return compile_model(vllm_config, targets)
-
-    @classmethod
-    def survey_store(cls, vllm_config: VllmConfig, cache_root: str | None = None) -> StoreReport:
-        """Say what the store has of a model's graphs; asked by the server."""
-        from rbln_backend.worker.check.store_survey import survey_store
-
-        return survey_store(vllm_config, cache_root)
-
-    @classmethod
-    def store_versions(cls) -> tuple[dict[str, object], tuple[str, ...]]:
-        """What tells this version's graphs from others', and its kernel libraries' keys."""
-        from rbln_backend.worker.check.store_survey import store_versions
-
-        return store_versions()
-
-    @classmethod
-    def grammar_trial(cls, vllm_config: VllmConfig) -> GrammarTrial:
-        """Return what tries grammars as the engine compiles them; asked by the server."""
-        from rbln_backend.grammar.trial import GrammarTrial
-
-        return GrammarTrial(vllm_config)
-
-    @classmethod
-    def refuse_model(cls, model_config: ModelConfig) -> None:
-        """Raise if no configuration could make the model run; asked by the server, not by vLLM.
-
-        vLLM checks the rest of a configuration before it asks the platform, and what it finds
-        wrong there may only follow from a kind of model that cannot run anyway.
-        """
-        refuse_model(model_config)
+        # vLLM does not tell an engine of a dense model how many share the host.
+        engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
+        vllm_config.additional_config = Settled(rbln, engines, others)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """The block size is settled in ``check_and_update_config``."""
 
 
-def _resolve_config(vllm_config: VllmConfig) -> RblnConfig:
-    """Resolve once, store the result where every worker finds it, and say what was ignored."""
+def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, Any]]:
+    """Return our settings and what `additional_config` holds besides; say what was ignored."""
     additional = vllm_config.additional_config
+    if isinstance(additional, Settled):
+        # vLLM makes a configuration again from one that was settled.
+        return additional.rbln, additional.others
     if not isinstance(additional, dict):
         raise ConfigError(f"additional_config must be a mapping, got {type(additional).__name__}")
     resolved = resolve(additional)
     for warning in resolved.warnings:
         logger.warning_once(warning)
-    additional["rbln"] = resolved.config.to_dict()
-    return resolved.config
-
-
-def _note_local_engines(vllm_config: VllmConfig) -> None:
-    """Keep what vLLM will not tell an engine of a dense model: how many share the host."""
-    assert isinstance(vllm_config.additional_config, dict)
-    number = vllm_config.parallel_config.data_parallel_size_local
-    vllm_config.additional_config[LOCAL_ENGINES] = max(1, number)
+    return resolved.config, {key: additional[key] for key in additional if key != "rbln"}
 
 
 def _settle_pooling(vllm_config: VllmConfig) -> None:
@@ -335,7 +282,7 @@ def _set_shapes(vllm_config: VllmConfig) -> None:
         scheduler.max_num_batched_tokens = longest
 
 
-def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
     """Settle where prefixes can be reused and how prompts are cut, for all processes alike."""
     from rbln_backend.compiler.device import choose_device
     from rbln_backend.kv_cache.layout import reuse_unit
@@ -353,6 +300,4 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if step_tokens is None:
         # Where an NPU's time goes in a step is not known here.
         step_tokens = DEFAULT_STEP_TOKENS if is_emulated else chunk
-    settled = dataclasses.replace(rbln, sub_block_size=unit, prefill_step_tokens=step_tokens)
-    assert isinstance(vllm_config.additional_config, dict)
-    vllm_config.additional_config["rbln"] = settled.to_dict()
+    return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})

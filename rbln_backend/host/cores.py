@@ -14,9 +14,6 @@ from pathlib import Path
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.cgroups import cgroup_folders
 
-LOCAL_ENGINES = "rbln_local_engines"
-"""Key of vLLM's ``additional_config``: how many data-parallel engines share this host."""
-
 
 @dataclass(frozen=True, slots=True)
 class CoreBudget:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.envs import child_environ
 from rbln_backend.errors import ConfigError
 from rbln_backend.parity.job import Job, Side
 from rbln_backend.parity.options import HUB_NAMES, Options
+from rbln_backend.settings import child_environ
 
 # GiB of KV cache on vLLM's CPU backend; by default it takes half of the memory.
 _CPU_KV_GIB = "4"

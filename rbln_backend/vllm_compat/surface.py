@@ -131,7 +131,7 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from rbln_backend.config import RblnConfig
+from rbln_backend.config import RblnConfig, Settled
 
 VLLM_VERSION = str(vllm.__version__)
 
@@ -165,9 +165,9 @@ def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_r
 
 def configured(config: VllmConfig) -> RblnConfig:
     """Our configuration, which the platform resolved and stored in vLLM's."""
-    additional = config.additional_config
-    assert isinstance(additional, dict), "RblnPlatform.check_and_update_config ran first"
-    return RblnConfig.from_mapping(additional["rbln"])
+    settled = config.additional_config
+    assert isinstance(settled, Settled), "RblnPlatform.check_and_update_config ran first"
+    return settled.rbln
 
 
 __all__ = [

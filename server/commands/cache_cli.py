@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rbln_backend.errors import ConfigError
 from server.settings import ServerSettings
 
 _PROG = "rbln-serve cache"
@@ -36,7 +37,10 @@ def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
 
     if takes_model and args.model is not None:
         args.model_argv, args.settings = model_flags([args.model, *rest])
-    args.root = args.cache_root or cache_commands.default_root()
+    try:
+        args.root = args.cache_root or cache_commands.default_root()
+    except ConfigError as error:
+        parser.error(str(error))
     run: dict[str, Callable[[argparse.Namespace], int]] = {
         "list": cache_upkeep.list_entries,
         "inspect": cache_commands.inspect,

@@ -6,22 +6,22 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rbln_backend.envs import resolve
+from rbln_backend import api
 from rbln_backend.errors import BundleError
 from rbln_backend.host.trusted_files import trusted_folder
+from rbln_backend.settings import resolve
 from rbln_backend.store.archive import MAX_BYTES, read_archive, read_tree
 from rbln_backend.store.bundle_contents import Contents, collect
 from rbln_backend.store.bundle_output import write_bundle, write_folder
 from rbln_backend.store.kernel_files import kernel_store
 from rbln_backend.store.unpack import Imported, unpack
-from server.commands.offline import answers_alone_on_stdout, ask_platform
+from server.commands.stdout import answers_alone_on_stdout
+from server.commands.without_engine import ask_backend
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from rbln_backend.reporting.store_report import StoreReport
 
 COLD = 3
@@ -108,12 +108,8 @@ def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
 
 def _survey(args: Namespace) -> StoreReport:
     """Raises `LaunchError`, also for a cache root that is not the configuration's."""
-
-    def ask(platform: type[Any], config: VllmConfig) -> StoreReport:
-        report: StoreReport = platform.survey_store(config, str(args.root))
-        return report
-
-    return ask_platform(args.model_argv, args.settings, ask)
+    root = str(args.root)
+    return ask_backend(args.model_argv, args.settings, lambda c: api.survey_store(c, root))
 
 
 def _chosen(args: Namespace) -> Contents:

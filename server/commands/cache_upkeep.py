@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rbln_backend import api
+from rbln_backend.errors import PlatformError
 from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
 from rbln_backend.store.audit import above_bound, audit, of_other_versions, unused_since
 from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
-from server.commands.offline import answers_alone_on_stdout
+from server.commands.stdout import answers_alone_on_stdout
 
 _ROW = "{:<32}  {:<12}  {:<28}  {:>9}  {:>10}\n"
 _DAY_S = 86400.0
@@ -85,7 +87,11 @@ def prune(args: Namespace) -> int:
         )
         return 2
     store = _store(args.root, read_only=args.dry_run)
-    graphs, kernels = _chosen(args, store.entries())
+    try:
+        graphs, kernels = _chosen(args, store.entries())
+    except PlatformError as error:
+        sys.stderr.write(f"rbln-serve cache prune: error: {error}\n")
+        return 2
     failed = 0
     if not args.dry_run:
         failed += sum(not store.evict(entry.key.digest) for entry in graphs)
@@ -126,12 +132,9 @@ def _chosen(args: Namespace, entries: Sequence[Entry]) -> tuple[list[Entry], lis
 
 
 def _versions() -> tuple[dict[str, object], frozenset[str]]:
-    """What this installation writes into its keys; asks the platform, which takes seconds."""
+    """What this installation writes into its keys; asks the backend, which takes seconds."""
     with answers_alone_on_stdout():
-        from vllm.platforms import current_platform
-
-        asked: Any = current_platform
-        fields, keys = asked.store_versions()
+        fields, keys = api.store_versions()
     return fields, frozenset(keys)
 
 

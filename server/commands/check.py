@@ -1,6 +1,6 @@
 """`rbln-serve check`: whether a model can run here and how, without reading its weights.
 
-Both refuse the same models for the same reasons, see `server.commands.offline`.
+Both refuse the same models for the same reasons, see `server.commands.without_engine`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from server.commands.offline import answers_alone_on_stdout, ask_platform
+from rbln_backend import api
+from server.commands.stdout import answers_alone_on_stdout
+from server.commands.without_engine import ask_backend
 from server.engine.weight_files import WeightFiles, check_weight_files
 from server.frontend import LaunchError
 from server.settings import ServerSettings
@@ -28,7 +30,7 @@ def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> in
     """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
     with answers_alone_on_stdout() as out:
         try:
-            report, files = ask_platform(argv, settings, _inspect)
+            report, files = ask_backend(argv, settings, _inspect)
         except LaunchError as error:
             return _refuse(error, out, as_json=as_json)
         problems = [*files.problems, *report.problems]
@@ -75,8 +77,8 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _inspect(platform: type[Any], config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
-    report: ModelReport = platform.inspect_model(config)
+def _inspect(config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
+    report = api.inspect_model(config)
     _check_tokenizer(config.model_config)
     if config.load_config.load_format == "dummy":
         return report, WeightFiles()

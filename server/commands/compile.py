@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from server.commands.offline import answers_alone_on_stdout, ask_platform
+from rbln_backend import api
+from server.commands.stdout import answers_alone_on_stdout
+from server.commands.without_engine import ask_backend
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from rbln_backend.reporting.store_report import CompileReport
 
 
@@ -28,14 +28,9 @@ def compile_ahead(
 
     Returns 0 when everything is stored, 1 when it is not, 2 for a wrong command line.
     """
-
-    def ask(platform: type[Any], config: VllmConfig) -> CompileReport:
-        report: CompileReport = platform.compile_model(config, targets)
-        return report
-
     with answers_alone_on_stdout() as out:
         try:
-            report = ask_platform(argv, settings, ask)
+            report = ask_backend(argv, settings, lambda c: api.compile_model(c, targets))
         except LaunchError as error:
             sys.stderr.write(f"rbln-serve compile: error: {error}\n")
             return error.exit_code

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rbln_backend import api
 from rbln_backend.errors import RblnError
 from server.engine.model_files import check_model_folder
 from server.frontend import LaunchError
@@ -77,17 +78,14 @@ def _default_backlog(config: VllmConfig) -> int | None:
 
 def _refuse_model(engine_args: AsyncEngineArgs) -> None:
     """Raise the platform's own reason against the model, if that is what it comes down to."""
-    from vllm.platforms import current_platform
-
-    refuse = getattr(current_platform, "refuse_model", None)
-    if refuse is None:
+    if not api.is_active():
         return
     try:
         model_config = engine_args.create_model_config()
     except (ValueError, OSError):
         # The model's own configuration is at fault, as the caller is about to say.
         return
-    refuse(model_config)
+    api.refuse_model(model_config)
 
 
 def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import os
 import signal
 
+from rbln_backend import api
 from rbln_backend.host.process_life import outlive_readers
 from server.vllm.importing import import_vllm
 
@@ -49,9 +49,8 @@ import vllm.model_executor.model_loader  # noqa: E402
 import vllm.model_executor.models.llama  # noqa: E402 (its layers are everybody's)
 import vllm.v1.engine.core  # noqa: E402
 import vllm.v1.executor.uniproc_executor  # noqa: E402, F401
-from vllm.platforms import current_platform  # noqa: E402
 
-if type(current_platform).__module__.startswith("rbln_backend."):
-    importlib.import_module("rbln_backend.worker.worker")
+if api.is_active():
+    api.load_worker()
 gc.freeze()
 gc.enable()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from rbln_backend import api
 from server.host.job_pool import limit_growth
 from server.structured_outputs.trial_job import do_job
 
@@ -19,11 +20,10 @@ _NICENESS = 5
 def serve_trials(pipe: Connection, vllm_config: VllmConfig) -> None:
     """Answer jobs until the pipe ends; the first message says that the process is ready."""
     import setproctitle
-    from vllm.platforms import current_platform
 
     setproctitle.setproctitle("rbln-serve: grammar trials")
     os.nice(_NICENESS)
-    trial = current_platform.grammar_trial(vllm_config)
+    trial = api.grammar_trial(vllm_config)
     limit_growth()
     pipe.send_bytes(b"ready")
     with suppress(EOFError):

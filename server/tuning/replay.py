@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rbln_backend.config import Settled
 from rbln_backend.reporting.child_process import report
 from rbln_backend.scheduler.simulator import Pace, Request
 from server.engine.config import engine_config
@@ -97,10 +98,11 @@ class _Player:
 
     def result(self, ran: list[list[list[Step]]]) -> ReplayResult:
         """Add what a schedule depends on besides the buckets."""
-        # As the platform has settled them.
-        additional: Any = self._config.additional_config
-        rbln = additional["rbln"]
-        pace = Pace(rbln["decode_steps_per_chunk"], rbln["prefill_step_tokens"])
+        settled = self._config.additional_config
+        assert isinstance(settled, Settled)
+        rbln = settled.rbln
+        assert rbln.prefill_step_tokens is not None  # the platform has settled it
+        pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens)
         return ReplayResult(ran, self._config.model_config.max_model_len, pace)
 
     def shutdown(self) -> None:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rbln_backend.bucketing.usage import PHASES
-from rbln_backend.envs import child_environ
 from rbln_backend.errors import BucketError
 from rbln_backend.reporting.child_process import ChildJob
 from rbln_backend.scheduler.simulator import Pace, Request, Tables
+from rbln_backend.settings import child_environ
 
 _TRIED = ("decode_batch_bucket", "prefill_chunk_buckets")
 

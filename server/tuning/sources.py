@@ -17,9 +17,8 @@ from rbln_backend.bucketing.table import (
 )
 from rbln_backend.bucketing.tuner import fitting
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile
-from rbln_backend.config import RblnConfig
-from rbln_backend.envs import resolve
 from rbln_backend.scheduler.simulator import Request, Tables
+from rbln_backend.settings import resolve
 
 _FOLDER = Path("rbln") / "usage"
 
@@ -42,13 +41,13 @@ def present_tables(
 ) -> Tables:
     """Return the buckets of a server with these sizes, those by default for what is None.
 
-    Raises `BucketError` for sizes that are no buckets.
+    Raises `BucketError` and `ConfigError` for sizes that are no buckets.
     """
-    given: dict[str, Any] = {"prefill_chunk_buckets": tuple(prefill) if prefill else None}
+    given: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
     if decode:
         given["decode_batch_bucket_strategy"] = "manual"
-        given["decode_batch_bucket_manual_buckets"] = tuple(decode)
-    config = RblnConfig(**given)
+        given["decode_batch_bucket_manual_buckets"] = list(decode)
+    config = resolve({"rbln": given}, {}).config
     return {
         "prefill": prefill_chunk_table(config, chunk or max(prefill or (DEFAULT_CHUNK_TOKENS,))),
         "decode": decode_bucket_table(config, rows or max(decode or (DEFAULT_MAX_NUM_SEQS,))),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
 
-ENVIRONMENT_READERS = {"rbln_backend/envs.py", "server/settings.py"}
+ENVIRONMENT_READERS = {"rbln_backend/settings.py", "server/settings.py"}
 # Sets what the SDK reads, and looks whether the user has.
 ENVIRONMENT_WRITERS = {"rbln_backend/compiler/sdk_environment.py"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}

@@ -68,6 +68,16 @@ def test_only_the_front_end_adapters_import_vllm_entrypoints() -> None:
     assert all(name.startswith("server/vllm/") for name in importers)
 
 
+def test_the_server_knows_these_rooms_of_the_backend() -> None:
+    """One by one, since the contract can only name the others."""
+    names = {name for path in python_files("server") for name in _imported_modules(path)}
+    rooms = {name.split(".")[1] for name in names if name.startswith("rbln_backend.")}
+    assert rooms == {
+        *("api", "bucketing", "config", "errors", "host", "reporting", "settings", "store"),
+        *("unsupported", "lora", "scheduler"),
+    }
+
+
 @pytest.mark.parametrize("module", ["unittest.mock", "mock"])
 def test_nothing_is_mocked(module: str) -> None:
     assert _importers(module, *PACKAGES, "tests") == set()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
-from rbln_backend.envs import resolve
+from rbln_backend.settings import resolve
 from server.commands.cli import main
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
+from vllm.config import VllmConfig
 
-from rbln_backend.config import RblnConfig
+from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
+from rbln_backend.settings import resolve
 
 FIELDS = [
     "device",
@@ -56,8 +59,12 @@ FIELDS = [
 """The frozen set of options: adding one is a visible difference here."""
 
 
+def from_options(**options: object) -> RblnConfig:
+    return resolve({"rbln": options}, {}).config
+
+
 def test_the_set_of_options_is_frozen() -> None:
-    assert [option.name for option in dataclasses.fields(RblnConfig)] == FIELDS
+    assert list(RblnConfig.model_fields) == FIELDS
 
 
 def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
@@ -79,18 +86,27 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
     ("options", "message"),
     [
         ({"device": "gpu"}, "Invalid device: 'gpu', Valid choices: auto, emulated, rebel"),
-        ({"device": ""}, "Invalid device: '', must be a non-empty string"),
+        ({"device": ""}, "Invalid device: '', Valid choices: auto, emulated, rebel"),
         ({"kernels": "avx"}, "Invalid kernels: 'avx', Valid choices: auto, native, aten"),
         ({"hot_path_policy": "ignore"}, "Valid choices: error, warn"),
         ({"sampler": "true"}, "Invalid sampler: 'true', Valid choices: true, false"),
         ({"sampler": 1}, "Invalid sampler: 1, Valid choices: true, false"),
-        ({"decode_batch_bucket_min": 0}, "decode_batch_bucket_min must be greater than 0, got 0"),
-        ({"decode_batch_bucket_step": True}, "decode_batch_bucket_step: True, must be an integer"),
-        ({"decode_batch_bucket_limit": "4"}, "decode_batch_bucket_limit: '4', must be an integer"),
-        ({"num_threads": -1}, "num_threads must be greater than 0, got -1"),
+        (
+            {"decode_batch_bucket_min": 0},
+            "Invalid decode_batch_bucket_min: 0, must be greater than 0 (from additional_config)",
+        ),
+        (
+            {"decode_batch_bucket_step": True},
+            "bucket_step: True, must be a valid integer",
+        ),
+        (
+            {"decode_batch_bucket_limit": "4"},
+            "bucket_limit: '4', must be a valid integer",
+        ),
+        ({"num_threads": -1}, "num_threads: -1, must be greater than 0"),
         ({"huge_pages": "on"}, "Invalid huge_pages: 'on', Valid choices: auto, off"),
         ({"allocator": "jemalloc"}, "Invalid allocator: 'jemalloc', Valid choices: auto, system"),
-        ({"thread_affinity": 3}, "Invalid thread_affinity: 3, must be a string"),
+        ({"thread_affinity": 3}, "Invalid thread_affinity: 3, must be a valid string"),
         (
             {"thread_affinity": "3-1"},
             "Invalid thread_affinity: '3-1', must be `none` or a list such as 0-3,8: '3-1' is no",
@@ -106,17 +122,17 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
         ),
         (
             {"decode_batch_bucket_manual_buckets": [0, 4]},
-            "decode_batch_bucket_manual_buckets must all be > 0",
+            "decode_batch_bucket_manual_buckets: [0, 4], each must be greater than 0",
         ),
         (
             {"decode_batch_bucket_manual_buckets": [4, 4]},
-            "decode_batch_bucket_manual_buckets must be unique",
+            "decode_batch_bucket_manual_buckets: [4, 4], all must be unique",
         ),
         (
             {"decode_batch_bucket_manual_buckets": "1,2"},
-            "decode_batch_bucket_manual_buckets: '1,2', must be a list of integers",
+            "decode_batch_bucket_manual_buckets: '1,2', must be a list",
         ),
-        ({"decode_batch_bucket_manual_buckets": [1, "2"]}, "must be a list of integers"),
+        ({"decode_batch_bucket_manual_buckets": [1, "2"]}, "each must be a valid integer"),
         ({"prefill_chunk_buckets": []}, "prefill_chunk_buckets: [], must have at least one entry"),
         ({"use_vllm_model": False}, "use_vllm_model=False is not supported"),
     ],
@@ -125,27 +141,25 @@ def test_a_bad_value_is_refused_with_field_value_and_choices(
     options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        RblnConfig.from_mapping(options)
+        from_options(**options)
     assert message in str(caught.value)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(ConfigError, match="Unknown option 'hot_path_polcy'; did you mean 'hot_pa"):
-        RblnConfig.from_mapping({"hot_path_polcy": "warn"})
+    with pytest.raises(
+        ConfigError, match=r"Unknown option 'hot_path_polcy' .*mean 'hot_path_policy'"
+    ):
+        from_options(hot_path_polcy="warn")
 
 
 def test_an_unknown_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match="'zzz'; known names: allocator, cache_bundles"):
-        RblnConfig.from_mapping({"zzz": 1})
+    with pytest.raises(ConfigError, match=r"'zzz' in .*; known names: allocator, cache_bundles"):
+        from_options(zzz=1)
 
 
 def test_spellings_are_normalised() -> None:
-    config = RblnConfig.from_mapping(
-        {
-            "device": "Emulated",
-            "decode_batch_bucket_strategy": "EXP",
-            "prefill_chunk_buckets": [64, 16],
-        }
+    config = from_options(
+        device="Emulated", decode_batch_bucket_strategy="EXP", prefill_chunk_buckets=[64, 16]
     )
     assert config.device == "emulated"
     assert config.decode_batch_bucket_strategy == "exponential"
@@ -161,7 +175,7 @@ def test_the_cache_root_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_a_missing_home_is_a_config_error_that_names_the_way_out() -> None:
     with pytest.raises(ConfigError, match="set VLLM_CACHE_ROOT"):
-        RblnConfig(cache_root="~no-such-user/cache")
+        from_options(cache_root="~no-such-user/cache")
 
 
 def test_a_config_survives_json() -> None:
@@ -172,12 +186,25 @@ def test_a_config_survives_json() -> None:
         force_npu_name="RBLN-CR13",
         run_dir="/run/rbln",
     )
-    assert RblnConfig.from_mapping(json.loads(json.dumps(config.to_dict()))) == config
+    assert from_options(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_vllm_carries_the_config_as_it_is_and_tells_it_from_others() -> None:
+    others = {"other_plugin": {"x": 1}}
+    config = VllmConfig()
+    config.additional_config = Settled(RblnConfig(num_threads=3), 2, others)
+    again = pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert again.additional_config == config.additional_config
+    first = config.compute_hash()
+    config.additional_config = Settled(RblnConfig(num_threads=4), 2, others)
+    assert config.compute_hash() != first
+    config.additional_config = Settled(RblnConfig(num_threads=3), 2, others)
+    assert config.compute_hash() == first
 
 
 def test_a_config_cannot_change() -> None:
     config = RblnConfig()
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         config.device = "rebel"  # type: ignore[misc]
 
 
@@ -206,7 +233,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
     ],
 )
 def test_settings_beside_the_graph_share_its_artifacts(options: dict[str, object]) -> None:
-    assert RblnConfig.from_mapping(options).graph_fields() == RblnConfig().graph_fields()
+    assert from_options(**options).graph_fields() == RblnConfig().graph_fields()
 
 
 def test_a_graph_field_changes_with_its_option() -> None:

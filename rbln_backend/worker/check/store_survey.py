@@ -44,17 +44,16 @@ _LONGEST_LINE = 160
 _OPAQUE = {"backend_sources": "backend_sources: another version of rbln-serve made it"}
 
 
-def survey_store(config: VllmConfig, cache_root: str | None = None) -> StoreReport:
-    """Compare what a start needs with what is stored; raises like ``prepare``.
+def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
+    """Compare what a start needs with what ``cache_root``, an absolute path, has of it.
 
-    ``cache_root`` is looked at instead of the configuration's.
+    Raises like ``prepare``.
     """
     check_length(config)
     check_ranks(config)
     found = prepare(config)
-    if cache_root is not None:
-        found = replace(found, rbln=replace(found.rbln, cache_root=cache_root))
-    return survey(found)
+    rbln = found.rbln.model_copy(update={"cache_root": cache_root})
+    return survey(replace(found, rbln=rbln))
 
 
 def survey(found: Preflight) -> StoreReport:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +51,18 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
         return code, out, err
 
     return run
+
+
+def test_a_setting_that_is_wrong_is_one_line(
+    run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RBLN_CACHE_MAX_BYTES", "x")
+    with pytest.raises(SystemExit) as ended:
+        run("list")
+    assert ended.value.code == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "rbln-serve cache: error: Invalid VLLM_RBLN_CACHE_MAX_BYTES: x, must be a valid integer"
+    )
 
 
 def test_what_is_exported_is_imported_once(run: Run, root: Path, tmp_path: Path) -> None:
@@ -172,3 +186,16 @@ def test_wrong_command_lines_end_with_2(
         code, err = end.code, capfd.readouterr().err
     assert code == 2
     assert reason in err
+
+
+def test_without_our_platform(root: Path) -> None:
+    words = ("prune", "--other-versions", "--dry-run", "--cache-root", str(root))
+    done = subprocess.run(
+        [sys.executable, "-m", "server", "cache", *words],
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "not on the RBLN platform; see VLLM_PLUGINS" in done.stderr.splitlines()[-1]

@@ -66,5 +66,5 @@ def test_the_scheduler_is_told_how_long_requests_may_wait(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     config = configured(checkpoints("llama"), tmp_path, max_queue_s=1.5)
-    assert config.additional_config["rbln"]["max_queue_ms"] == 1500
-    assert config.additional_config["rbln"]["run_dir"] == str(tmp_path)
+    assert config.additional_config.rbln.max_queue_ms == 1500
+    assert config.additional_config.rbln.run_dir == str(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.config import ParallelConfig, VllmConfig
 
-from rbln_backend.host.cores import LOCAL_ENGINES
+from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.worker.startup.rank_place import rank_place
 
 
@@ -13,7 +13,7 @@ def config(engine: int = 0, *, engines: int = 1, **sizes: int) -> VllmConfig:
     made = VllmConfig(parallel_config=ParallelConfig(**sizes))
     made.parallel_config.data_parallel_index = engine
     made.parallel_config.data_parallel_rank_local = engine
-    made.additional_config = {LOCAL_ENGINES: engines}
+    made.additional_config = Settled(RblnConfig(), engines, {})
     return made
 
 

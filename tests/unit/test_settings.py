@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import get_args
 
 import pytest
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.config_values import CHOICES
-from rbln_backend.envs import ENV_VARS, OPTION_NAMES, Status, resolve
 from rbln_backend.errors import ConfigError
+from rbln_backend.settings import resolve
+from rbln_backend.variables import OPTION_NAMES, VARIABLES, Status
 
 DOCUMENTED = [
     "VLLM_RBLN_COMPILE_MODEL",
@@ -88,19 +88,19 @@ def error_of(environ: dict[str, str], **options: object) -> str:
 
 
 def test_the_set_of_names_is_frozen() -> None:
-    assert sorted(var.name for var in ENV_VARS) == sorted(DOCUMENTED + OURS)
+    assert sorted(var.name for var in VARIABLES) == sorted(DOCUMENTED + OURS)
 
 
 def test_each_row_targets_a_field_or_says_why_not() -> None:
-    known = {option.name for option in dataclasses.fields(RblnConfig)}
-    for var in ENV_VARS:
+    known = set(RblnConfig.model_fields)
+    for var in VARIABLES:
         assert var.field in known or var.status in (Status.NO_EFFECT, Status.REFUSED), var.name
         assert var.doc.endswith("."), var.name
 
 
 def test_every_option_but_those_of_the_host_has_a_variable() -> None:
-    reachable = {var.field for var in ENV_VARS}
-    without = {f.name for f in dataclasses.fields(RblnConfig)} - reachable
+    reachable = {var.field for var in VARIABLES}
+    without = set(RblnConfig.model_fields) - reachable
     assert without == {
         *("run_dir", "max_queue_ms", "record_usage", "prefill_step_tokens"),
         *("thread_affinity", "huge_pages", "allocator"),
@@ -110,7 +110,6 @@ def test_every_option_but_those_of_the_host_has_a_variable() -> None:
 def test_an_empty_environment_gives_the_defaults() -> None:
     resolved = resolve(None, {})
     assert resolved.config == RblnConfig()
-    assert set(resolved.sources.values()) == {"default"}
     assert resolved.warnings == []
 
 
@@ -211,7 +210,7 @@ def test_each_honoured_name_sets_its_field(name: str, raw: str, field: str, valu
 def test_the_table_of_values_above_covers_every_field_a_variable_sets() -> None:
     marks = test_each_honoured_name_sets_its_field.pytestmark  # type: ignore[attr-defined]
     covered = {case[0] for case in marks[0].args[1]}
-    assert covered == {var.name for var in ENV_VARS if var.field is not None}
+    assert covered == {var.name for var in VARIABLES if var.field is not None}
 
 
 def test_additional_config_wins_over_the_environment_and_that_over_the_default() -> None:
@@ -225,12 +224,20 @@ def test_additional_config_wins_over_the_environment_and_that_over_the_default()
         },
     )
     assert resolved.config.decode_batch_bucket_limit == 2
-    assert resolved.sources["decode_batch_bucket_limit"] == "additional_config"
     assert resolved.config.decode_batch_bucket_min == 3
-    assert resolved.sources["decode_batch_bucket_min"] == (
-        "environment VLLM_RBLN_DECODE_BATCH_BUCKET_MIN"
+
+
+def test_a_value_that_another_wins_over_is_still_checked() -> None:
+    message = error_of({"VLLM_RBLN_TP_SIZE": "0"}, num_devices_per_local_rank=2)
+    assert message == "Invalid VLLM_RBLN_TP_SIZE: 0, must be greater than 0"
+
+
+def test_an_error_blames_its_own_field_alone() -> None:
+    """The name of `device` is part of the other's."""
+    message = error_of({"VLLM_RBLN_DEVICE": "emulated"}, num_devices_per_local_rank=0)
+    assert message == (
+        "Invalid num_devices_per_local_rank: 0, must be greater than 0 (from additional_config)"
     )
-    assert resolved.sources["decode_batch_bucket_step"] == "default"
 
 
 def test_a_resolved_config_resolves_to_itself_in_a_worker() -> None:
@@ -258,7 +265,8 @@ def test_the_section_must_be_an_object() -> None:
 
 
 def test_invalid_choices_use_the_documented_words() -> None:
-    choices = ", ".join(CHOICES["decode_batch_bucket_strategy"])
+    strategy = RblnConfig.model_fields["decode_batch_bucket_strategy"]
+    choices = ", ".join(get_args(strategy.annotation))
     assert error_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "Geometric"}) == (
         f"Invalid VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY: Geometric, Valid choices: {choices}"
     )
@@ -270,9 +278,9 @@ def test_invalid_choices_use_the_documented_words() -> None:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ("1,0", "All decode batch bucket manual buckets must be greater than 0"),
-        ("4,4", "All decode batch bucket manual buckets must be unique"),
-        ("1,x", "invalid literal for int() with base 10: 'x'"),
+        ("1,0", "each must be greater than 0"),
+        ("4,4", "all must be unique"),
+        ("1,x", "each must be a valid integer"),
     ],
 )
 def test_manual_bucket_errors_wrap_the_reason(raw: str, reason: str) -> None:
@@ -287,7 +295,7 @@ def test_sizes_must_be_positive(raw: str) -> None:
 
 
 def test_a_number_must_be_a_number() -> None:
-    assert "Invalid RBLN_NUM_THREADS: many, invalid literal" in error_of(
+    assert "Invalid RBLN_NUM_THREADS: many, must be a valid integer" in error_of(
         {"RBLN_NUM_THREADS": "many"}
     )
 
@@ -346,7 +354,7 @@ def test_an_alias_warns_and_names_its_successor() -> None:
     assert resolved.warnings == [
         "VLLM_RBLN_TP_SIZE is deprecated, use VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK"
     ]
-    assert resolved.sources["num_devices_per_local_rank"] == "environment VLLM_RBLN_TP_SIZE"
+    assert resolved.config.num_devices_per_local_rank == 2
 
 
 def test_the_current_name_wins_over_its_alias_and_says_so() -> None:
@@ -364,13 +372,11 @@ def test_vllm_cache_root_wins_over_xdg_without_a_warning() -> None:
 def test_option_names_of_vllm_rbln_are_understood() -> None:
     resolved = resolve({"rbln": {"use_custom_sampler": False, "use_batch_attn_opt": True}}, {})
     assert resolved.config.sampler is False
-    assert resolved.sources["sampler"] == "additional_config"
     assert resolved.warnings == [
-        "sampler has no effect: Sampling is vLLM's, on the host.",
-        "additional_config['rbln']['use_batch_attn_opt'] has no effect: "
-        "One attention op serves every batch.",
+        "use_custom_sampler has no effect: Sampling is vLLM's, on the host.",
+        "use_batch_attn_opt has no effect: One attention op serves every batch.",
     ]
 
 
 def test_every_option_name_of_vllm_rbln_leads_to_a_row() -> None:
-    assert set(OPTION_NAMES.values()) <= {var.name for var in ENV_VARS}
+    assert set(OPTION_NAMES.values()) <= {var.name for var in VARIABLES}

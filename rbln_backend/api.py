@@ -1,0 +1,106 @@
+"""The server's door to the device: what it asks of the backend besides the engine that it runs.
+
+Importing it is cheap; each question imports what answers it. What else the server takes from this
+package are modules that need neither torch nor vLLM, see the contract `server-has-no-device`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rbln_backend.errors import PlatformError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import ModelConfig, VllmConfig
+
+    from rbln_backend.grammar.trial import GrammarTrial
+    from rbln_backend.reporting.model_report import ModelReport
+    from rbln_backend.reporting.store_report import CompileReport, StoreReport
+
+
+def is_active() -> bool:
+    """Whether vLLM runs on this platform; the first to ask has vLLM choose one."""
+    return _other_platform() is None
+
+
+def load_worker() -> None:
+    """Import what an engine's process needs. Raises ``PlatformError``."""
+    _require_platform()
+    import rbln_backend.worker.worker  # noqa: F401
+
+
+def refuse_model(config: ModelConfig) -> None:
+    """Raise ``UnsupportedModelError`` if no configuration could make the model run.
+
+    vLLM checks the rest of a configuration before it asks the platform, and what it finds wrong
+    there may only follow from a kind of model that cannot run anyway.
+    """
+    from rbln_backend.refusals import refuse_model
+
+    refuse_model(config)
+
+
+def inspect_model(config: VllmConfig) -> ModelReport:
+    """Describe a model that can run; raises the reason why it cannot, or ``PlatformError``."""
+    _require_platform()
+    from rbln_backend.worker.check.model_inspection import inspect_model
+
+    return inspect_model(config)
+
+
+def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
+    """Fill the store with a model's graphs, and with kernels for the CPUs named by ``targets``.
+
+    Raises ``ConfigError`` where nothing can be stored, whatever a start raises, ``PlatformError``.
+    """
+    _require_platform()
+    from rbln_backend.worker.check.precompile import compile_model
+
+    return compile_model(config, targets)
+
+
+def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
+    """Say what ``cache_root`` has of a model's graphs; raises like ``inspect_model``."""
+    _require_platform()
+    from rbln_backend.worker.check.store_survey import survey_store
+
+    return survey_store(config, cache_root)
+
+
+def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return what tells this version's graphs from others', and its kernel libraries' keys.
+
+    Raises ``PlatformError``.
+    """
+    _require_platform()
+    from rbln_backend.worker.check.store_survey import store_versions
+
+    return store_versions()
+
+
+def grammar_trial(config: VllmConfig) -> GrammarTrial:
+    """Return what tries grammars as the engine compiles them. Raises ``PlatformError``."""
+    _require_platform()
+    from rbln_backend.grammar.trial import GrammarTrial
+
+    return GrammarTrial(config)
+
+
+def _require_platform() -> None:
+    other = _other_platform()
+    if other is not None:
+        raise PlatformError(
+            f"vLLM runs on {other} here, not on the RBLN platform; see VLLM_PLUGINS"
+        )
+
+
+def _other_platform() -> str | None:
+    """Return the name of the platform that vLLM has chosen, None if it is ours."""
+    from vllm.platforms import current_platform
+
+    from rbln_backend.platform import RblnPlatform
+
+    is_ours = isinstance(current_platform, RblnPlatform)
+    return None if is_ours else type(current_platform).__name__

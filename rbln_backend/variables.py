@@ -1,0 +1,170 @@
+"""The one table of documented variables, and what this backend does with each.
+
+No row holds a default or a rule: those are the fields' of `RblnConfig`, which also declare the
+variables that set them and nothing else. Rows of one field are in order of precedence.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
+
+from rbln_backend.config import WORD, Env, Form, Number, RblnConfig, Switch, read_number
+
+KINDS: Mapping[str, Any] = {
+    name: kind
+    for name, kind in get_type_hints(RblnConfig, include_extras=True).items()
+    if name in RblnConfig.model_fields
+}
+"""The type of each field, with its rules."""
+
+
+class Status(enum.Enum):
+    """What this backend does with a documented name."""
+
+    HONOURED = "honoured"
+    ALIAS = "alias, deprecated"
+    NO_EFFECT = "accepted, no effect"
+    REFUSED = "refused unless it asks for what is done anyway"
+
+
+_HONOURED, _ALIAS = Status.HONOURED, Status.ALIAS
+_IDLE, _REFUSED = Status.NO_EFFECT, Status.REFUSED
+
+
+def form_of(kind: Any) -> Form:
+    """Return how values of a type are written."""
+    inner, *marks = get_args(kind)
+    choices = [f"`{choice}`" for choice in get_args(inner)]
+    by_choice = Form(", ".join(choices), " or ".join(choices))
+    return next((mark for mark in marks if isinstance(mark, Form)), by_choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One documented name. It is read as the field that it sets, else as `type`.
+
+    `accepts` is the only value that a REFUSED name may hold.
+    """
+
+    name: str
+    status: Status
+    doc: str
+    field: str | None = None
+    type: Any = Switch
+    written: Form | None = None
+    accepts: object = None
+
+    @property
+    def kind(self) -> Any:
+        """The type of its value, with its rules."""
+        return self.type if self.field is None else KINDS[self.field]
+
+    @property
+    def form(self) -> Form:
+        """How its value is written."""
+        return self.written or form_of(self.kind)
+
+
+def _declared() -> Iterator[Variable]:
+    for name, field in RblnConfig.model_fields.items():
+        doc = " ".join(str(field.description).split())
+        for mark in field.metadata:
+            if isinstance(mark, Env):
+                yield Variable(mark.name, _HONOURED, doc, name)
+
+
+def _read_triton(text: str) -> bool:
+    if text.strip().lower() != "triton":
+        raise ValueError("Valid choices: triton")
+    return True
+
+
+_AnyText: TypeAlias = Annotated[str, Form("text", "text, may be empty")]
+_DpImpl: TypeAlias = Annotated[Literal["padded_decode", "dummy_prefill"], WORD]
+
+# The XDG specification takes an empty variable for an unset one.
+_XDG = Form("", "directory", lambda text: str(Path(text) / "vllm") if text else None)
+_OMP = Form("", "integers > 0, the first counts", lambda text: read_number(text.split(",")[0]))
+_TRITON = Form("", "`triton`", _read_triton)
+
+_NO_OPTIMUM = "This backend runs vLLM's own model code and has no optimum path."
+_ONE_OP = "The op follows from whether a sequence fits in one block."
+_NO_MOE = "Tokens of experts are always gathered, and their sums scattered."
+_NO_ALL2ALL = "Every rank is given all tokens and adds up its experts' part of them."
+
+VARIABLES: tuple[Variable, ...] = (
+    *_declared(),
+    Variable(
+        "XDG_CACHE_HOME", _HONOURED, "Its `vllm/`, as vLLM reads it.", "cache_root", written=_XDG
+    ),
+    Variable(
+        "OMP_NUM_THREADS", _HONOURED, "As OpenMP programs read it.", "num_threads", written=_OMP
+    ),
+    Variable(
+        "RBLN_KERNEL_MODE",
+        _ALIAS,
+        "Switch of early releases.",
+        "use_custom_kernel",
+        written=_TRITON,
+    ),
+    Variable("VLLM_RBLN_TP_SIZE", _ALIAS, "Name up to 0.10.", "num_devices_per_local_rank"),
+    Variable("RBLN_TARGET_SOC", _ALIAS, "Name up to 0.11.", "force_npu_name"),
+    Variable("VLLM_RBLN_USE_VLLM_MODEL", _REFUSED, _NO_OPTIMUM, "use_vllm_model", accepts=True),
+    Variable(
+        "VLLM_RBLN_COMPILE_MODEL",
+        _REFUSED,
+        "Graphs are always compiled; there is no eager path.",
+        accepts=True,
+    ),
+    Variable(
+        "VLLM_RBLN_COMPILE_ONLY",
+        _REFUSED,
+        "Use `rbln-serve compile`, which fills the store and ends.",
+        accepts=False,
+    ),
+    Variable("VLLM_RBLN_DISPATCH_ALL2ALL", _REFUSED, _NO_ALL2ALL, accepts=False),
+    Variable("VLLM_RBLN_COMBINE_ALL2ALL", _REFUSED, _NO_ALL2ALL, accepts=False),
+    Variable(
+        "VLLM_RBLN_DP_IMPL",
+        _REFUSED,
+        "Dummy prefills do not exist here.",
+        type=_DpImpl,
+        accepts="padded_decode",
+    ),
+    Variable("VLLM_RBLN_SAMPLER", _IDLE, "Sampling is vLLM's, on the host.", "sampler"),
+    Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, "flash_causal_attn"),
+    Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
+    Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
+    Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
+    Variable("VLLM_RBLN_NUMA", _IDLE, "Name processors in `thread_affinity`."),
+    Variable("VLLM_RBLN_SORT_BATCH", _IDLE, "A row's result does not depend on its place."),
+    Variable("VLLM_RBLN_BATCH_ATTN_OPT", _IDLE, "One attention op serves every batch."),
+    Variable("VLLM_RBLN_AUTO_PORT", _IDLE, "Ports are vLLM's."),
+    Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
+    Variable("VLLM_RBLN_DISABLE_MM", _IDLE, "Use vLLM's `--limit-mm-per-prompt`."),
+    Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),
+    Variable("VLLM_RBLN_USE_DEVICE_TENSOR", _IDLE, "The device decides."),
+    Variable(
+        "VLLM_RBLN_BACKFILL_TRACE_REQS", _IDLE, "Tracing follows vLLM's flags.", type=_AnyText
+    ),
+    Variable("VLLM_RBLN_DP_INPUT_ALL_GATHER", _IDLE, _NO_MOE),
+    Variable("VLLM_RBLN_LOGITS_ALL_GATHER", _IDLE, "vLLM's logits processor decides."),
+    Variable("VLLM_RBLN_SPECIALIZE_MOE_DECODE", _IDLE, "Decode graphs are always small."),
+    Variable("VLLM_RBLN_MOE_REDUCE_SCATTER", _IDLE, _NO_MOE),
+)
+
+BY_NAME: Mapping[str, Variable] = {variable.name: variable for variable in VARIABLES}
+
+OPTION_NAMES: Mapping[str, str] = {
+    "use_custom_sampler": "VLLM_RBLN_SAMPLER",
+    "enable_sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
+    "use_batch_attn_opt": "VLLM_RBLN_BATCH_ATTN_OPT",
+    "specialize_moe_decode": "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
+    "use_all2all_dispatch": "VLLM_RBLN_DISPATCH_ALL2ALL",
+    "use_all2all_combine": "VLLM_RBLN_COMBINE_ALL2ALL",
+}
+"""Keys of vllm-rbln 0.12's `additional_config` that differ from our field, and their variable."""

@@ -1,0 +1,51 @@
+"""What `check`, `compile` and `cache` share: a configuration as an engine would get it.
+
+They take the way of `serve` up to the point where weights would be loaded, so all refuse the same
+models for the same reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from rbln_backend.errors import PlatformError
+from server.engine.config import engine_config
+from server.engine.launch_errors import launch_error
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+T = TypeVar("T")
+
+
+def ask_backend(argv: Sequence[str], settings: ServerSettings, ask: Callable[[VllmConfig], T]) -> T:
+    """Return what `ask` makes of the configuration that vLLM's `argv` describe.
+
+    Raises `LaunchError`, whatever is wrong.
+    """
+    _quiet_engine_logs(settings)
+    from server.vllm.flags import parse_arguments
+
+    args = parse_arguments(argv, settings)
+    try:
+        return ask(engine_config(args, settings, None)[1])
+    except PlatformError as error:
+        raise LaunchError(str(error), exit_code=2) from error
+    except Exception as error:
+        # The boundary to vLLM, as in `server.engine.launch`: every failure is a reason.
+        logging.getLogger(__name__).debug("The command failed", exc_info=True)
+        raise launch_error(error, args.model) from error
+
+
+def _quiet_engine_logs(settings: ServerSettings) -> None:
+    """Let the engine's libraries warn; `--log-level debug` lets them talk."""
+    # The package sets its loggers up when it is imported.
+    import vllm.logger  # noqa: F401
+
+    if settings.log_level != "debug":
+        for name in ("vllm", "rbln_backend"):
+            logging.getLogger(name).setLevel(logging.WARNING)
