@@ -30,7 +30,7 @@ from benchmarks.engine_process import OURS, Side, vllm_cpu_all_cores
 from benchmarks.experts_model import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_checkpoint
 from benchmarks.kernels import best_seconds
 from benchmarks.machine import Machine, describe_machine
-from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.kernel_set import load_kernels
 
 OPS = torch.ops.rbln_emulator
 _BYTES_PER_EXPERT = 3 * HIDDEN * INTERMEDIATE * 2

@@ -23,7 +23,7 @@ from torch.nn import functional
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
 from benchmarks.limits import Limits
 from benchmarks.machine import fma_peak, read_bandwidth
-from rbln_backend.emulator.build import load_kernels, set_threads
+from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
 _COLD_BYTES = 192 << 20

@@ -9,13 +9,20 @@ from rbln_backend.emulator.build import build_key, find_or_build
 from rbln_backend.emulator.targets import LEVELS, Target
 
 _STAND_IN = Path(__file__).parent / "unit" / "emulator" / "avx512_stand_in.h"
+
+
+def strict(target: Target) -> Target:
+    """The same, where a warning is an error."""
+    return Target(target.name, (*target.flags, "-Werror"), target.features)
+
+
 # AVX-512 on any CPU with AVX2: the branches are those of the real thing, the speed is not. More
 # than -O1 would take the compiler minutes.
 _AVX512 = ("-march=x86-64-v3", "-O1", "-include", str(_STAND_IN))
 VARIANTS = {
-    "avx512_bf16": Target("avx512_bf16", (*_AVX512, "-DSTAND_IN_BF16")),
-    "avx512": Target("avx512", _AVX512),
-    "portable": LEVELS[-1],
+    "avx512_bf16": strict(Target("avx512_bf16", (*_AVX512, "-DSTAND_IN_BF16"))),
+    "avx512": strict(Target("avx512", _AVX512)),
+    "portable": strict(LEVELS[-1]),
 }
 
 SHARED = Path.home() / ".cache" / "rbln-serve" / "test-kernels"

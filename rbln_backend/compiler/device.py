@@ -10,9 +10,9 @@ from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, find_sdk, npu_name
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import (
+from rbln_backend.emulator.build import can_build
+from rbln_backend.emulator.kernel_set import (
     KernelSet,
-    can_build,
     find_built,
     kernel_stores,
     load_kernels,

@@ -13,7 +13,7 @@ from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.recorder import Recorder, Step
-from rbln_backend.emulator.build import native_library
+from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.emulator.replay import Recording, StartRecording
 from rbln_backend.parallel.channel import open_channel, use_channels
 from rbln_backend.parallel.collectives import Group

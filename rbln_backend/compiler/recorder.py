@@ -1,8 +1,8 @@
 """From one run of a graph to what later runs repeat: kernel calls over the memory it used.
 
 Shapes, addresses and views of a bound graph never change, so only what computes has to be done
-again. The native library records its own calls (``emulator/replay.h``) and repeats a series of them
-at once; any other operator is called again over the same tensors.
+again. The native library records its own calls (``emulator/kernels/bindings/replay.h``) and repeats
+a series of them at once; any other operator is called again over the same tensors.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rbln_backend.emulator import fallback_attention
+from rbln_backend.emulator import fallback_attention, ops
 from rbln_backend.emulator.fallback_moe import (
     moe,
     moe_masked,
@@ -32,7 +32,7 @@ def pack_linear_weight(weight: Tensor) -> Tensor:
     return pack_reference(weight)
 
 
-def pack_linear_weight_in_place(weight: Tensor) -> None:
+def pack_linear_weight_(weight: Tensor) -> None:
     weight.copy_(pack_reference(weight).view(weight.shape))
 
 
@@ -166,7 +166,7 @@ def _normed_heads(x: Tensor, weight: Tensor | None, head_size: int, eps: float) 
     return rms_norm(x.unflatten(-1, (-1, head_size)), weight, eps).flatten(-2)
 
 
-def add_lora(
+def add_lora_(
     y: Tensor,
     x: Tensor,
     slots: Tensor,
@@ -185,24 +185,14 @@ def add_lora(
 
 
 BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-    "rbln_emulator": {
-        "pack_linear_weight": pack_linear_weight,
-        "pack_linear_weight_": pack_linear_weight_in_place,
-        "linear": linear,
-        "quantized_linear": quantized_linear,
-        "rms_norm": rms_norm,
-        "fused_add_rms_norm": fused_add_rms_norm,
-        "layer_norm": layer_norm,
-        "activate": activate,
-        "rotary_embedding": rotary_embedding,
-        "greedy": greedy,
-        "self_attention": self_attention,
-        "moe_route": moe_route,
-        "moe": moe,
-        "moe_masked": moe_masked,
-        "quantized_moe": quantized_moe,
-        "quantized_moe_masked": quantized_moe_masked,
-        "add_lora_": add_lora,
+    ops.NAMESPACE: {
+        body.__name__: body
+        for body in (
+            *(pack_linear_weight, pack_linear_weight_, linear, quantized_linear),
+            *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
+            *(self_attention, add_lora_),
+            *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),
+        )
     },
     "rbln_custom_ops": fallback_attention.BODIES,
 }

@@ -1,8 +1,8 @@
 """Where large tensors live: on huge pages, in mappings that one step keeps for the next.
 
 Torch's allocator maps a buffer of more than 32 MiB anew at every step, on small pages;
-``memory.cpp`` is the allocator that does not. It comes with the native kernels' library; without
-them everything here leaves memory as it is.
+``kernels/bindings/memory.cpp`` is the allocator that does not. It comes with the native kernels'
+library; without them everything here leaves memory as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.build import native_library
+from rbln_backend.emulator.kernel_set import native_library
 
 # More than the float32 logits of 256 rows over a vocabulary of 128k, and what sorting them takes.
 _KEPT_BYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""Recordings of kernel calls, kept by the native library; see ``replay.h``."""
+"""Recordings of kernel calls, kept by the native library; see ``kernels/bindings/replay.h``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Builds the kernels for CPUs other than this one, for an image or a folder that travels.
 
 ``python -m rbln_backend.emulator.variants --into CACHE_ROOT`` puts one library per level where
-``build.load_kernels`` looks, which takes the best one that its host can run.
+``kernel_set.load_kernels`` looks, which takes the best one that its host can run.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rbln_backend.emulator.build import packs_weights
+from rbln_backend.emulator.kernel_set import packs_weights
 from rbln_backend.emulator.packing import packed_shape
 
 # SwiGLU as gpt-oss has it.

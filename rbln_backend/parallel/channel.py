@@ -1,5 +1,6 @@
-"""Shared memory between the ranks of a group that run on one host: ``emulator/channel.h``.
+"""Shared memory between the ranks of a group that run on one host.
 
+The native side is ``emulator/kernels/channel/channel.h``.
 A channel is opened by all ranks of a group together, or by none: where one of them cannot map the
 file, say on another host, all of them keep to torch.distributed.
 """

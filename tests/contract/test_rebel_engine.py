@@ -31,7 +31,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 import rbln_backend.attention.ops
-from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.kernel_set import load_kernels
 
 path, options, prompt, cache_root = json.loads(sys.argv[1])
 # The stand-in has no attention of its own: it borrows the CPU bodies of the ops.

@@ -31,7 +31,7 @@ BORROWED = """
 from pathlib import Path
 
 from rbln_backend.attention import ops
-from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.kernel_set import load_kernels
 
 load_kernels(Path({root!r}), "native")
 """

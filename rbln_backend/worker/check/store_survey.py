@@ -11,13 +11,8 @@ from pathlib import Path
 from rbln_backend.compiler.device import expected_fingerprint
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import (
-    build_key,
-    can_build,
-    find_built,
-    kernel_stores,
-    why_refused,
-)
+from rbln_backend.emulator.build import build_key, can_build
+from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
 from rbln_backend.emulator.targets import LEVELS, cpu_name
 from rbln_backend.errors import ConfigError
 from rbln_backend.reporting.store_report import (

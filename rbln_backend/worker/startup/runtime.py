@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import set_threads
+from rbln_backend.emulator.kernel_set import set_threads
 from rbln_backend.emulator.memory import choose_memory
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.cores import chosen_cores, core_budget

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rbln_backend.compiler.port import Compiler, Phase
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import KernelSet
+from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs
 from rbln_backend.reporting.description import (

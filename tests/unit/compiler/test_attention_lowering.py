@@ -14,7 +14,7 @@ from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.kernel_set import load_kernels
 from tests.kernel_cache import share_kernels
 
 KV_HEADS, GROUP, HEAD_SIZE, WIDTH = 2, 2, 32, 48

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.build import set_threads
+from rbln_backend.emulator.kernel_set import set_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place relative to the value, doubled for the rounding of f32 sums.

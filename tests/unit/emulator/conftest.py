@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
-from rbln_backend.emulator import build
-from rbln_backend.emulator.build import KernelSet, load_kernels, set_threads
+from rbln_backend.emulator import kernel_set
+from rbln_backend.emulator.kernel_set import KernelSet, load_kernels, set_threads
 from tests.kernel_cache import build_variant, share_kernels
 
 
@@ -19,8 +19,8 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """This CPU's, or those that ``--kernel-variant`` names."""
     variant = request.config.getoption("--kernel-variant")
     if variant is not None:
-        build._Active.native = build._open_library(build_variant(variant), "for a test")
-        assert build._Active.native.isa == variant
+        kernel_set._Active.native = kernel_set._open_library(build_variant(variant), "for a test")
+        assert kernel_set._Active.native.isa == variant
     return load_kernels(share_kernels(tmp_path_factory.mktemp("kernels")), "native")
 
 

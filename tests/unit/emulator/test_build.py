@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build, targets, variants
+from rbln_backend.emulator import build, kernel_set, targets, variants
 from rbln_backend.emulator.targets import LEVELS
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import CompileError
 from rbln_backend.store import kernel_files
 from rbln_backend.store.kernel_files import kernel_store, make_record, publish
-from tests.kernel_cache import SHARED
+from tests.kernel_cache import SHARED, strict
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -103,7 +103,7 @@ def run_process(cache_root: Path, mode: str, path: str) -> subprocess.CompletedP
         "import json, sys, time, torch\n"
         "from pathlib import Path\n"
         "import rbln_backend.attention.ops\n"
-        "from rbln_backend.emulator.build import load_kernels\n"
+        "from rbln_backend.emulator.kernel_set import load_kernels\n"
         "began = time.monotonic()\n"
         f"kernels = load_kernels(Path({str(cache_root)!r}), {mode!r})\n"
         "seconds = time.monotonic() - began\n"
@@ -149,7 +149,7 @@ def test_a_second_process_loads_at_once_and_shares_the_openmp_runtime(tmp_path: 
 def test_an_unwritable_store_gets_a_private_build(compiler: Path, tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.touch()
-    kernels = build._load([blocker / "rbln" / "kernels"])
+    kernels = kernel_set._load([blocker / "rbln" / "kernels"])
     assert kernels.reason.startswith("built for this process")
     assert kernels.library is not None
     assert not kernels.library.exists()
@@ -161,15 +161,15 @@ def test_a_library_built_ahead_spares_the_build(compiler: Path, tmp_path: Path) 
     assert len(built) == 2
     assert compiler.read_text() == "link\nlink\n"
     store = kernel_store(tmp_path)
-    assert build.find_built([store]) == (
+    assert kernel_set.find_built([store]) == (
         built[0],
         f"built ahead for CPUs with {levels[0]}",
     )
     (built[0] / "librbln_emulator.so").write_bytes(b"damaged")
-    found = build.find_built([store])
+    found = kernel_set.find_built([store])
     assert found == (built[1], "built ahead for CPUs with portable")
     build.find_or_build(store / build.build_key())
-    assert build.find_built([store]) == (store / build.build_key(), "loaded from the cache")
+    assert kernel_set.find_built([store]) == (store / build.build_key(), "loaded from the cache")
 
 
 def test_a_damaged_library_for_this_cpu_is_not_replaced_by_one_for_less(
@@ -179,7 +179,7 @@ def test_a_damaged_library_for_this_cpu_is_not_replaced_by_one_for_less(
     store = kernel_store(tmp_path)
     native, _ = build.find_or_build(store / build.build_key())
     (native / "librbln_emulator.so").write_bytes(b"damaged")
-    assert build.find_built([store]) is None
+    assert kernel_set.find_built([store]) is None
 
 
 def test_a_library_that_cannot_be_loaded_is_built_for_the_process(
@@ -193,7 +193,7 @@ def test_a_library_that_cannot_be_loaded_is_built_for_the_process(
         store / build.build_key(),
         {"librbln_emulator.so": strange, "library.json": make_record(strange, "native")},
     )
-    kernels = build._load([store])
+    kernels = kernel_set._load([store])
     assert kernels.reason.startswith("built for this process: the library in ")
 
 
@@ -206,6 +206,32 @@ def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) 
     key = build.build_key()
     monkeypatch.setattr(build, "_TORCH_DIR", Path("/elsewhere/torch"))
     assert build.build_key() == key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_no_level_compiles_with_a_warning(level: targets.Target) -> None:
+    """Kept, so that only changed sources are compiled."""
+    target = strict(level)
+    assert kernel_files.is_intact(build.find_or_build(SHARED / build.build_key(target), target)[0])
+
+
+def test_the_key_covers_every_file_and_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_SOURCE_DIR", tmp_path)
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "one" / "a.cpp").write_text("int a;")
+    keys = [build.build_key()]
+    (tmp_path / "one" / "a.h").write_text("int b;")
+    keys.append(build.build_key())
+    (tmp_path / "one" / "a.h").rename(tmp_path / "two" / "a.h")
+    keys.append(build.build_key())
+    (tmp_path / "README.md").write_text("Not a source.")
+    assert build.build_key() == keys[-1]
+    assert len(set(keys)) == 3
 
 
 def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build
+from rbln_backend.emulator import build, kernel_set
 from rbln_backend.emulator.targets import NATIVE
+from rbln_backend.errors import CompileError
+from rbln_backend.host.file_locks import claimed_folder
 
 REPOSITORY = Path(__file__).parents[3]
 # Takes g++ -O3 far longer than this test waits.
@@ -28,8 +30,8 @@ double f{n}(double *x, int n) {{
 _BUILDER = """
 import sys
 from pathlib import Path
-from rbln_backend.emulator import build
-build._SOURCE_DIR, build._SOURCES = Path(sys.argv[1]), ("big",)
+from rbln_backend.emulator import build, kernel_set
+build._SOURCE_DIR = Path(sys.argv[1])
 {call}
 """
 
@@ -91,7 +93,7 @@ def test_its_compilers_end_and_the_next_start_removes_its_folder(
         assert leftovers(store) == [directory]
         return 0.0
 
-    monkeypatch.setattr(build, "_build", look_around)
+    monkeypatch.setattr(build, "build_library", look_around)
     build.find_or_build(store / build.build_key(), NATIVE)
     assert leftovers(store) == []
 
@@ -102,20 +104,24 @@ def test_so_it_is_with_a_build_for_one_process(
 ) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    kill_in_the_middle(tmp_path, "build._build_for_process('')", TMPDIR=str(temporary))
+    kill_in_the_middle(tmp_path, "kernel_set._build_for_process('')", TMPDIR=str(temporary))
     # The compiler's own temporary files included.
     (left,) = temporary.iterdir()
     assert left.name.startswith("rbln-kernels-")
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(temporary))
-    monkeypatch.setattr(build, "_build", lambda *_: (_ for _ in ()).throw(OSError("stop")))
-    with pytest.raises(build.CompileError, match="stop"):
-        build._build_for_process("")
+    monkeypatch.setattr(kernel_set.tempfile, "gettempdir", lambda: str(temporary))
+
+    def stop(directory: Path, target: build.Target) -> float:
+        raise OSError("stop")
+
+    monkeypatch.setattr(kernel_set, "build_library", stop)
+    with pytest.raises(CompileError, match="stop"):
+        kernel_set._build_for_process("")
     assert list(temporary.iterdir()) == []
 
 
 def test_a_build_under_way_is_no_leftover(tmp_path: Path) -> None:
-    first = build.claimed_folder(tmp_path, "a.", "*.*/")
-    second = build.claimed_folder(tmp_path, "b.", "*.*/")
+    first = claimed_folder(tmp_path, "a.", "*.*/")
+    second = claimed_folder(tmp_path, "b.", "*.*/")
     with first as one, second as two:
         assert one.is_dir()
         assert two.is_dir()

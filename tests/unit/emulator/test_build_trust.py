@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build
+from rbln_backend.emulator import build, kernel_set
 from rbln_backend.emulator.targets import LEVELS
 from rbln_backend.store import kernel_files
 from rbln_backend.store.kernel_files import (
@@ -61,7 +61,8 @@ def quick_build(monkeypatch: pytest.MonkeyPatch, native_kernels: Path) -> None:
         (directory / RECORD).write_bytes(record)
         return 0.0
 
-    monkeypatch.setattr(build, "_build", copy)
+    monkeypatch.setattr(build, "build_library", copy)
+    monkeypatch.setattr(kernel_set, "build_library", copy)
 
 
 def test_the_image_loads_its_own_library_and_not_the_volumes(
@@ -75,7 +76,7 @@ def test_the_image_loads_its_own_library_and_not_the_volumes(
     bundle = kernel_store(tmp_path / "bundle")
     put(bundle / build.build_key(level), native_kernels.read_bytes())
     with caplog.at_level(logging.WARNING):
-        kernels = build._load([shared, *private_stores()], [bundle])
+        kernels = kernel_set._load([shared, *private_stores()], [bundle])
     assert kernels.library == bundle / build.build_key(level) / LIBRARY
     (line,) = caplog.messages
     assert line.startswith(f"the kernels in {shared / build.build_key()} are not run: others may")
@@ -87,7 +88,7 @@ def test_elsewhere_a_library_is_built_where_this_user_alone_may_write(
 ) -> None:
     own = [shared, *private_stores()]
     with caplog.at_level(logging.WARNING):
-        first = build._load(own)
+        first = kernel_set._load(own)
     (line,) = caplog.messages
     assert line == (
         f"kernels are not kept in {shared}: others may write {shared.parents[1]} (mode 2775)"
@@ -97,7 +98,7 @@ def test_elsewhere_a_library_is_built_where_this_user_alone_may_write(
     assert first.reason == f"built in 0.0 s; others may write {shared.parents[1]} (mode 2775)"
     # Nothing was changed where others may write, and the next start builds nothing.
     assert (shared / build.build_key() / LIBRARY).read_bytes() == PLANTED
-    again = build._load(own)
+    again = kernel_set._load(own)
     assert (again.library, again.reason.partition(";")[0]) == (
         first.library,
         "loaded from the cache",
@@ -108,7 +109,7 @@ def test_without_a_place_of_its_own_the_process_builds_for_itself(
     shared: Path, home: Path, quick_build: None
 ) -> None:
     home.chmod(0o777)
-    kernels = build._load([shared, *private_stores()])
+    kernels = kernel_set._load([shared, *private_stores()])
     assert kernels.reason.startswith("built for this process: others may write ")
     assert kernels.library is not None
     assert not kernels.library.exists()
@@ -127,8 +128,8 @@ def test_what_was_verified_is_what_is_loaded(
         (path / LIBRARY).write_bytes(PLANTED)
         return descriptor
 
-    monkeypatch.setattr(build, "open_library", verify_and_swap)
-    assert build._open_library(entry, "for a test").name == "native"
+    monkeypatch.setattr(kernel_set, "open_library", verify_and_swap)
+    assert kernel_set._open_library(entry, "for a test").name == "native"
 
 
 def test_a_damaged_library_does_not_cost_a_host_without_a_compiler_its_bundle(
@@ -139,6 +140,6 @@ def test_a_damaged_library_does_not_cost_a_host_without_a_compiler_its_bundle(
     put(bundle / build.build_key(level), native_kernels.read_bytes())
     put(store / build.build_key(), PLANTED)
     (store / build.build_key() / LIBRARY).write_bytes(b"damaged")
-    found = build.find_built([store, bundle])
+    found = kernel_set.find_built([store, bundle])
     assert found is not None
     assert found[0].parent == bundle

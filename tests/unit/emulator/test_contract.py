@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.emulator import fallback
-from rbln_backend.emulator.build import KernelSet, load_kernels
+from rbln_backend.emulator.kernel_set import KernelSet, load_kernels
 from tests.unit.emulator.cases import DTYPES, Attention
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
@@ -69,10 +69,19 @@ def test_both_bodies_pack_where_the_weight_lies(dtype: torch.dtype) -> None:
     weight = torch.randn(32, 64).to(dtype)
     plain, native = weight.clone(), weight.clone()
     torch.library.opcheck(OPS.pack_linear_weight_.default, (weight.clone(),))
-    fallback.pack_linear_weight_in_place(plain)
+    fallback.pack_linear_weight_(plain)
     OPS.pack_linear_weight_(native)
     assert torch.equal(plain, native)
     assert not torch.equal(plain, weight)
+
+
+def test_every_op_has_both_bodies() -> None:
+    bodies = {f"{space}::{op}" for space, named in fallback.BODIES.items() for op in named}
+    spaces = tuple(f"{space}::" for space in fallback.BODIES)
+    defined = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(spaces)}
+    assert defined == bodies
+    native = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in defined if not native(name, "CPU")] == []
 
 
 def tensors_of(result: object) -> list[Tensor]:

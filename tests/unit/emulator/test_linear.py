@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.build import set_threads
+from rbln_backend.emulator.kernel_set import set_threads
 from rbln_backend.emulator.packing import (
     can_pack,
     fits_in_place,

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from rbln_backend.compiler.emulated_compiler import EmulatedGraph
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.emulator import fallback
-from rbln_backend.emulator.build import set_threads, start_recording
+from rbln_backend.emulator.kernel_set import set_threads, start_recording
 from rbln_backend.emulator.packing import pack_reference
 from tests.unit.emulator.cases import DTYPES, for_thread_counts
 
@@ -118,7 +118,7 @@ def test_the_pytorch_body_agrees(dtype: torch.dtype) -> None:
     y, x = layer.rows(6)
     slots = [1, -1, 0, 0, 2, -1]
     plain = y.clone()
-    fallback.add_lora(*layer.arguments(plain, x, slots))
+    fallback.add_lora_(*layer.arguments(plain, x, slots))
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(plain, layer.added(y, x, slots), rtol=2 * step, atol=16 * step)
 

@@ -19,7 +19,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
-from rbln_backend.emulator.build import load_kernels
+from rbln_backend.emulator.kernel_set import load_kernels
 from rbln_backend.worker.step.sampler import GreedySampler
 from tests.kernel_cache import share_kernels
 

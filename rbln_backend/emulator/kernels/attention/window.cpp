@@ -1,0 +1,150 @@
+// Sliding-window attention: one block per request, whose slots are the window's tokens in order.
+//
+// Tokens count as in "block, then new": the block's first `starts` slots hold tokens 0, 1, ...,
+// and the new ones follow. Afterwards the block holds the last of them, moved to slot 0 on; slots
+// after those keep what they held, which nothing reads.
+//
+// One new token sees exactly what the block holds afterwards. There the block slides tile by tile,
+// just before each is read, so that the step brings it through the caches once.
+#include <cstring>
+
+#include "attention/attend.h"
+
+namespace rbln {
+namespace {
+
+// The keys of one request and head: its block, and the new tokens.
+template <class T>
+class Window {
+ public:
+  Window(const AttentionArgs& args, int64_t batch, int64_t head)
+      : args_(args), batch_(batch), head_(head), cached_(args.starts[batch]),
+        end_(cached_ + args.counts[batch]), dropped_(std::max<int64_t>(0, end_ - args.block_size)),
+        block_(static_cast<T*>(args.cache) + args.tables[batch] * args.cache_stride.block +
+               head * args.cache_stride.head) {}
+
+  bool is_one_token() const { return args_.counts[batch_] == 1; }
+  // Tokens that the block holds after the step.
+  int64_t kept() const { return end_ - dropped_; }
+
+  QueryRun queries(int64_t first, int64_t count) const {
+    const int64_t start = is_one_token() ? kept() - 1 : cached_;
+    return {batch_, head_, first, count, start, kUnlimited, args_.block_size};
+  }
+
+  void locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
+    if (is_one_token()) return slide_and_locate(begin, count, tile);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t token = begin + i - cached_;
+      tile.keys[i] = token < 0 ? slot(begin + i) : new_key(token);
+      tile.values[i] = token < 0 ? tile.keys[i] + args_.cache_stride.kv : new_value(token);
+    }
+    const bool old = begin + count <= cached_, fresh = begin >= cached_;
+    tile.value_stride = old ? args_.cache_stride.slot : fresh ? args_.v_stride.token : 0;
+    tile.fetch_values = tile.values[0];
+    tile.fetch_keys = tile.keys[count - 1];
+  }
+
+  // Makes slots [begin, end) what they are after the step. What a slot takes is never before it,
+  // so slots can be made in any steps from 0 up.
+  void slide(int64_t begin, int64_t end) const {
+    const int64_t old = std::min(end, cached_ - dropped_);
+    if (dropped_ > 0 && begin < old) move(begin, old);
+    for (int64_t i = std::max(begin, cached_ - dropped_); i < end; ++i) {
+      const int64_t token = i + dropped_ - cached_;
+      std::copy_n(new_key(token), args_.head_size, slot(i));
+      std::copy_n(new_value(token), args_.head_size, slot(i) + args_.cache_stride.kv);
+    }
+  }
+
+ private:
+  T* slot(int64_t index) const { return block_ + index * args_.cache_stride.slot; }
+  const T* new_key(int64_t token) const {
+    return new_row<T>(args_.k, args_.k_stride, batch_, head_, token);
+  }
+  const T* new_value(int64_t token) const {
+    return new_row<T>(args_.v, args_.v_stride, batch_, head_, token);
+  }
+
+  void slide_and_locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
+    slide(begin, begin + count);
+    for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(begin + i);
+    tile.values[0] = tile.keys[0] + args_.cache_stride.kv;
+    tile.value_stride = args_.cache_stride.slot;
+    tile.fetch_keys = slot(begin + count);
+    // Values that were moved are in the caches.
+    tile.fetch_values = dropped_ == 0 ? tile.values[0] : tile.fetch_keys + args_.cache_stride.kv;
+  }
+
+  void move(int64_t begin, int64_t end) const {
+    for (const int64_t part : {int64_t{0}, args_.cache_stride.kv}) {
+      if (args_.cache_stride.slot == args_.head_size) {
+        std::memmove(slot(begin) + part, slot(begin + dropped_) + part,
+                     size_t((end - begin) * args_.head_size) * sizeof(T));
+      } else {
+        for (int64_t i = begin; i < end; ++i)
+          std::copy_n(slot(i + dropped_) + part, args_.head_size, slot(i) + part);
+      }
+    }
+  }
+
+  const AttentionArgs& args_;
+  const int64_t batch_, head_, cached_, end_, dropped_;
+  T* const block_;
+};
+
+template <class T>
+void write_zeros(const AttentionArgs& args, int64_t batch, int64_t head, int64_t first,
+                 int64_t end) {
+  const int64_t width = args.group * args.head_size;
+  for (int64_t token = first; token < end; ++token) {
+    const int64_t row = (batch * args.length + token) * args.kv_heads + head;
+    std::memset(static_cast<T*>(args.out) + row * width, 0, size_t(width) * sizeof(T));
+  }
+}
+
+int64_t total_work(const AttentionArgs& args) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < args.batch; ++b)
+    keys += args.counts[b] * std::min(args.starts[b] + args.counts[b], args.block_size);
+  return keys * args.kv_heads * args.group * args.head_size;
+}
+
+template <class T>
+void run(const AttentionArgs& args) {
+  const int64_t tokens = tokens_per_item(args);
+  const int64_t tiles = (args.length + tokens - 1) / tokens;
+  const int64_t heads = args.batch * args.kv_heads;
+  const int threads = team_size(total_work(args), kSerialWork);
+  const auto slide = [&](const Window<T>& window) {
+    if (!window.is_one_token()) window.slide(0, window.kept());
+  };
+  parallel_for(heads * tiles, 1, threads, [&](int64_t item) {
+    // The last query tiles see the most keys: they go first.
+    const int64_t bh = item % heads, first = (tiles - 1 - item / heads) * tokens;
+    const int64_t batch = bh / args.kv_heads, head = bh % args.kv_heads;
+    const int64_t end = std::min(first + tokens, args.length);
+    const int64_t real = std::min(end, args.counts[batch]);
+    write_zeros<T>(args, batch, head, std::max(first, real), end);
+    if (real <= first) return;
+    const Window<T> window(args, batch, head);
+    thread_local Scratch scratch;
+    Attention<T, const Window<T>>(args, scratch, window, window.queries(first, real - first))
+        .compute();
+    if (tiles == 1) slide(window);
+  });
+  if (tiles == 1) return;
+  parallel_for(heads, 1, threads, [&](int64_t bh) {
+    if (args.counts[bh / args.kv_heads] > 0)
+      slide(Window<T>(args, bh / args.kv_heads, bh % args.kv_heads));
+  });
+}
+
+}  // namespace
+
+void window_attention(const AttentionArgs& args) {
+  if (args.batch == 0 || args.length == 0 || args.kv_heads == 0 || args.group == 0) return;
+  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+}
+
+}  // namespace rbln

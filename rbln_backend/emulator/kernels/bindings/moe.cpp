@@ -1,0 +1,222 @@
+// Mixtures of experts over tensors.
+#include <torch/library.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "bindings/packed.h"
+#include "bindings/tensors.h"
+#include "moe/moe.h"
+
+namespace rbln::bindings {
+namespace {
+
+using at::Tensor;
+
+struct QuantizedExperts {
+  const Tensor &w13, &w13_scales;
+  const std::optional<Tensor>& w13_bias;
+  const Tensor &w2, &w2_scales;
+  const std::optional<Tensor>& w2_bias;
+  int64_t bits;
+};
+
+int64_t expert_count(const Tensor& w13) {
+  TORCH_CHECK(w13.dim() > 0 && w13.size(0) > 0, "w13 has no experts");
+  return w13.size(0);
+}
+
+void check_bias(const std::optional<Tensor>& bias, const char* name, int64_t experts,
+                int64_t columns, const Tensor& x) {
+  if (!bias.has_value()) return;
+  check_dtype(*bias, name, x);
+  TORCH_CHECK(bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == experts &&
+                  bias->size(1) == columns,
+              "the bias of ", name, " has shape ", bias->sizes(), " instead of [", experts, ", ",
+              columns, "]");
+}
+
+// The first of `experts` quantised [columns, depth] matrices, stacked in `words` and `scales`.
+QuantizedWeight check_quantized(const Tensor& words, const Tensor& scales, const char* name,
+                                int64_t experts, int64_t columns, int64_t depth, int64_t bits) {
+  TORCH_CHECK(words.dim() == 4 && scales.dim() == 4 && words.is_contiguous() &&
+                  scales.is_contiguous() && words.size(0) == experts && scales.size(0) == experts,
+              name, " has words of shape ", words.sizes(), " and scales of ", scales.sizes(),
+              " for ", experts, " experts");
+  return quantized_weight(words.select(0, 0), scales.select(0, 0), columns, depth, bits);
+}
+
+void check_vector(const std::optional<Tensor>& vector, const char* name, at::ScalarType dtype,
+                  int64_t count) {
+  if (!vector.has_value()) return;
+  TORCH_CHECK(vector->scalar_type() == dtype && vector->is_contiguous() && vector->numel() == count,
+              name, " is ", vector->scalar_type(), " ", vector->sizes(), " instead of ", dtype,
+              " with ", count, " elements");
+}
+
+template <class V>
+const V* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr<V>() : nullptr;
+}
+
+const void* data_of(const std::optional<Tensor>& bias) {
+  return bias.has_value() ? bias->const_data_ptr() : nullptr;
+}
+
+// Everything but matrices, the weights of rows and what belongs to them.
+MoeArgs layer_arguments(const Rows& rows, const Tensor& x, int64_t intermediate_size,
+                        std::string_view activation) {
+  TORCH_CHECK(x.dim() == 2, "x has shape ", x.sizes(), " instead of [rows, hidden]");
+  TORCH_CHECK(activation == "silu" || activation == "swigluoai", "activation is '", activation,
+              "', known are silu and swigluoai");
+  MoeArgs args{};
+  args.dtype = dtype_of(x, "x");
+  args.x = rows.data();
+  args.rows = rows.count;
+  args.hidden_size = rows.width;
+  args.x_stride = rows.stride;
+  args.intermediate_size = intermediate_size;
+  args.interleaved = activation == "swigluoai";
+  return args;
+}
+
+MoeArgs plain_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
+                        const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                        const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                        std::string_view activation) {
+  MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
+  const int64_t count = args.experts = expert_count(w13);
+  const int64_t inner = intermediate_size, outer = rows.width;
+  args.w13_elements = check_packed(w13, "w13", count, 2 * inner, outer, x);
+  args.w2_elements = check_packed(w2, "w2", count, outer, inner, x);
+  check_bias(w13_bias, "w13", count, 2 * inner, x);
+  check_bias(w2_bias, "w2", count, outer, x);
+  args.w13 = w13.const_data_ptr();
+  args.w13_bias = data_of(w13_bias);
+  args.w2 = w2.const_data_ptr();
+  args.w2_bias = data_of(w2_bias);
+  return args;
+}
+
+MoeArgs quantized_arguments(const Rows& rows, const Tensor& x, const QuantizedExperts& experts,
+                            int64_t intermediate_size, std::string_view activation) {
+  MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
+  const int64_t count = args.experts = expert_count(experts.w13);
+  const int64_t inner = intermediate_size, outer = rows.width;
+  args.quantized_w13 = check_quantized(experts.w13, experts.w13_scales, "w13", count, 2 * inner,
+                                       outer, experts.bits);
+  args.quantized_w2 =
+      check_quantized(experts.w2, experts.w2_scales, "w2", count, outer, inner, experts.bits);
+  check_bias(experts.w13_bias, "w13", count, 2 * inner, x);
+  check_bias(experts.w2_bias, "w2", count, outer, x);
+  args.w13_bias = data_of(experts.w13_bias);
+  args.w2_bias = data_of(experts.w2_bias);
+  return args;
+}
+
+bool is_table(const Tensor& tensor, at::ScalarType dtype, int64_t rows) {
+  return tensor.scalar_type() == dtype && tensor.dim() == 2 && tensor.size(0) == rows &&
+         tensor.is_contiguous();
+}
+
+Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& ids) {
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && is_table(ids, at::kInt, args.rows) &&
+                  weights.sizes() == ids.sizes(),
+              "expected weights float32 and ids int32 of ", args.rows, " rows, got ",
+              weights.scalar_type(), " ", weights.sizes(), " and ", ids.scalar_type(), " ",
+              ids.sizes());
+  args.weights = weights.const_data_ptr<float>();
+  args.ids = ids.const_data_ptr<int32_t>();
+  args.top_k = ids.size(1);
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  launch([args] { rbln::moe(args); });
+  return out;
+}
+
+Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& counts) {
+  TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && weights.size(1) == args.experts,
+              "expected weights float32 [", args.rows, ", ", args.experts, "], got ",
+              weights.scalar_type(), " ", weights.sizes());
+  check_vector(counts, "counts", at::kInt, args.experts);
+  args.weights = weights.const_data_ptr<float>();
+  const Tensor out = empty_like_dtype(x.sizes(), x);
+  args.out = out.mutable_data_ptr();
+  const int32_t* chosen = counts.const_data_ptr<int32_t>();
+  launch([args, chosen] { rbln::moe_masked(args, chosen); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor> moe_route(const Tensor& logits, int64_t top_k, bool renormalize,
+                                     const std::optional<Tensor>& expert_map,
+                                     const std::optional<Tensor>& tokens_mask) {
+  TORCH_CHECK(logits.dim() == 2, "logits has shape ", logits.sizes(), " instead of [rows, experts]");
+  const Rows rows(logits);
+  TORCH_CHECK(top_k > 0 && top_k <= rows.width, "top_k ", top_k, " of ", rows.width, " experts");
+  check_vector(expert_map, "expert_map", at::kInt, rows.width);
+  check_vector(tokens_mask, "tokens_mask", at::kFloat, rows.count);
+  const Tensor weights = empty_of({rows.count, top_k}, at::kFloat);
+  const Tensor ids = empty_of({rows.count, top_k}, at::kInt);
+  const RouteArgs args{dtype_of(logits, "logits"), rows.data(), rows.count, rows.width, rows.stride,
+                       top_k, renormalize, data_or_null<int32_t>(expert_map),
+                       data_or_null<float>(tokens_mask), weights.mutable_data_ptr<float>(),
+                       ids.mutable_data_ptr<int32_t>()};
+  launch([args] { rbln::moe_route(args); });
+  return {weights, ids};
+}
+
+Tensor moe(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
+           const std::optional<Tensor>& w13_bias, const Tensor& w2,
+           const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+           std::string_view activation) {
+  const Rows rows(x);
+  return run_chosen(
+      plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
+      weights, ids);
+}
+
+Tensor moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts,
+                  const Tensor& w13, const std::optional<Tensor>& w13_bias,
+                  const Tensor& w2, const std::optional<Tensor>& w2_bias,
+                  int64_t intermediate_size, std::string_view activation) {
+  const Rows rows(x);
+  return run_masked(
+      plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
+      weights, counts);
+}
+
+Tensor quantized_moe(const Tensor& x, const Tensor& weights, const Tensor& ids,
+                     const Tensor& w13, const Tensor& w13_scales,
+                     const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                     const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
+                     int64_t bits, int64_t intermediate_size, std::string_view activation) {
+  const Rows rows(x);
+  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
+  return run_chosen(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+                    weights, ids);
+}
+
+Tensor quantized_moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts,
+                            const Tensor& w13, const Tensor& w13_scales,
+                            const std::optional<Tensor>& w13_bias, const Tensor& w2,
+                            const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
+                            int64_t bits, int64_t intermediate_size,
+                            std::string_view activation) {
+  const Rows rows(x);
+  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
+  return run_masked(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+                    weights, counts);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
+  m.impl("moe_route", TORCH_FN(moe_route));
+  m.impl("moe", TORCH_FN(moe));
+  m.impl("moe_masked", TORCH_FN(moe_masked));
+  m.impl("quantized_moe", TORCH_FN(quantized_moe));
+  m.impl("quantized_moe_masked", TORCH_FN(quantized_moe_masked));
+}
+
+}  // namespace rbln::bindings

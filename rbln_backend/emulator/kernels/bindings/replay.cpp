@@ -1,0 +1,132 @@
+// Keeps recordings by number and hands them to Python as plain functions; see replay.h.
+#include "bindings/replay.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bindings/exports.h"
+
+namespace rbln {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+// Blocks that die go back to be taken by the next tensor that fits; none goes back to the system.
+class Arena final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const size_t size = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    auto block = free_.lower_bound(size);
+    // A block much larger than wanted is left for a tensor of its size.
+    if (block == free_.end() || block->first > 2 * size) {
+      void* memory = std::aligned_alloc(kAlignment, size);
+      if (memory == nullptr) throw std::bad_alloc();
+      return hand_out(memory, size);
+    }
+    const auto [found, memory] = *block;
+    free_.erase(block);
+    return hand_out(memory, found);
+  }
+
+  void copy_data(void* target, const void* source, size_t count) const override {
+    default_copy_data(target, source, count);
+  }
+
+ private:
+  struct Block {
+    Arena* arena;
+    void* memory;
+    size_t size;
+  };
+
+  c10::DataPtr hand_out(void* memory, size_t size) {
+    return {memory, new Block{this, memory, size}, &Arena::take_back,
+            c10::Device(c10::DeviceType::CPU)};
+  }
+
+  static void take_back(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    const std::lock_guard<std::mutex> guard(block->arena->mutex_);
+    block->arena->free_.emplace(block->size, block->memory);
+  }
+
+  std::mutex mutex_;
+  std::multimap<size_t, void*> free_;
+};
+
+using Recording = std::vector<std::function<void()>>;
+
+// By number. Never taken down: tensors in the arena may outlive every other static object.
+std::vector<std::unique_ptr<Recording>>& recordings() {
+  static auto* const all = new std::vector<std::unique_ptr<Recording>>;
+  return *all;
+}
+
+thread_local Recording* current = nullptr;
+thread_local bool forbidden = false;
+thread_local bool rehearsing = false;
+thread_local std::string failure;
+
+}  // namespace
+
+bool is_recording() { return current != nullptr; }
+
+bool is_computing() { return !rehearsing; }
+
+c10::Allocator* arena() {
+  static auto* const shared = new Arena;
+  return shared;
+}
+
+void keep_call(std::function<void()> call) { current->push_back(std::move(call)); }
+
+void forbid_replay() { forbidden = true; }
+
+}  // namespace rbln
+
+// The calls below come one at a time: from the thread that runs graphs.
+
+// Starts a recording on this thread; returns its number. A rehearsal computes nothing.
+RBLN_EXPORT int64_t rbln_emulator_begin_recording(int is_rehearsal) {
+  auto& all = rbln::recordings();
+  all.push_back(std::make_unique<rbln::Recording>());
+  rbln::current = all.back().get();
+  rbln::forbidden = false;
+  rbln::rehearsing = is_rehearsal != 0;
+  return int64_t(all.size()) - 1;
+}
+
+RBLN_EXPORT void rbln_emulator_end_recording() {
+  rbln::current = nullptr;
+  rbln::rehearsing = false;
+}
+
+// The calls recorded so far. Those after the first `known` are dropped if one of them was forbidden.
+RBLN_EXPORT int64_t rbln_emulator_recorded_calls(int64_t known) {
+  if (rbln::forbidden) rbln::current->resize(size_t(known));
+  rbln::forbidden = false;
+  return int64_t(rbln::current->size());
+}
+
+RBLN_EXPORT void rbln_emulator_drop_recording(int64_t recording) {
+  rbln::recordings()[size_t(recording)].reset();
+}
+
+// Makes the calls [first, end) again; returns what went wrong, or null.
+RBLN_EXPORT const char* rbln_emulator_replay(int64_t recording, int64_t first, int64_t end) {
+  const rbln::Recording& calls = *rbln::recordings()[size_t(recording)];
+  try {
+    for (int64_t i = first; i < end; ++i) calls[size_t(i)]();
+  } catch (const std::exception& error) {
+    rbln::failure = error.what();
+    return rbln::failure.c_str();
+  }
+  return nullptr;
+}

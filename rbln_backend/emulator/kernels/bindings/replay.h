@@ -1,0 +1,39 @@
+// Recordings: the kernel calls of one graph, to be made again over the same memory.
+//
+// A graph's shapes never change, so neither need the addresses: what a second run repeats is the
+// plain calls, without the interpreter, the dispatcher, views or allocation. While a thread records,
+// outputs come from an arena in which a later tensor takes the place of a dead one; the order of
+// calls is the same at every replay, and so is who follows whom.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <functional>
+#include <utility>
+
+namespace rbln {
+
+// Whether this thread records.
+bool is_recording();
+
+// Whether calls are made now: a rehearsal only keeps them.
+bool is_computing();
+
+// Where a recorded op's outputs live.
+c10::Allocator* arena();
+
+// Adds a call to the recording.
+void keep_call(std::function<void()> call);
+
+// For an op that computes with memory of its own: its calls cannot be made again.
+void forbid_replay();
+
+// Makes the call, now (but in a rehearsal) and at every replay. It may point into the arguments and
+// results of its op, and to nothing else that the op made.
+template <class Call>
+void launch(Call call) {
+  if (is_computing()) call();
+  if (is_recording()) keep_call(std::move(call));
+}
+
+}  // namespace rbln

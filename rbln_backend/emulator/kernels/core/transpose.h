@@ -1,0 +1,64 @@
+// Rows of a cache page turned into the columns of a panel.
+#pragma once
+
+#include <type_traits>
+
+#include "core/simd.h"
+
+namespace rbln {
+
+using Eight = VecTypes<8>;
+
+inline void transpose(Eight::U (&m)[8]) {
+  using U = Eight::U;
+  U a[8], b[8];
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{0, 8, 1, 9, 4, 12, 5, 13});
+    a[2 * i + 1] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{2, 10, 3, 11, 6, 14, 7, 15});
+  }
+  for (int i = 0; i < 2; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      const U low = a[4 * i + j], high = a[4 * i + 2 + j];
+      b[4 * i + 2 * j] = __builtin_shuffle(low, high, U{0, 1, 8, 9, 4, 5, 12, 13});
+      b[4 * i + 2 * j + 1] = __builtin_shuffle(low, high, U{2, 3, 10, 11, 6, 7, 14, 15});
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    m[i] = __builtin_shuffle(b[i], b[i + 4], U{0, 1, 2, 3, 8, 9, 10, 11});
+    m[i + 4] = __builtin_shuffle(b[i], b[i + 4], U{4, 5, 6, 7, 12, 13, 14, 15});
+  }
+}
+
+template <class T>
+inline float to_float(T value) {
+  if constexpr (sizeof(T) == 4) return value;
+  else if constexpr (std::is_same_v<T, bf16>) return bit_cast<float>(uint32_t(value.bits) << 16);
+  else return half_to_float(value.bits);
+}
+
+// Eight key rows become columns: out[d * kPanel + key], d in [0, depth).
+template <class T>
+void transpose_keys(const T* const* rows, int64_t depth, float* out) {
+  constexpr int64_t step = std::is_same_v<T, bf16> ? 16 : 8;
+  int64_t d = 0;
+  for (; d + step <= depth; d += step) {
+    Eight::U block[8];
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) block[i] = load_raw<Eight::U>(rows[i] + d);
+      else block[i] = (Eight::U)widen<8>(rows[i] + d);
+    }
+    transpose(block);
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (std::is_same_v<T, bf16>) {
+        store_raw(out + (d + 2 * i) * kPanel, block[i] << 16);
+        store_raw(out + (d + 2 * i + 1) * kPanel, block[i] & 0xffff0000u);
+      } else {
+        store_raw(out + (d + i) * kPanel, block[i]);
+      }
+    }
+  }
+  for (; d < depth; ++d)
+    for (int i = 0; i < 8; ++i) out[d * kPanel + i] = to_float(rows[i][d]);
+}
+
+}  // namespace rbln

@@ -1,0 +1,177 @@
+// x W^T + bias over packed weights.
+//
+// A few panels are multiplied by every row group, depth block by depth block, so that a block is
+// fetched from memory once and stays in the cache; weights narrower than f32 are widened in
+// registers. While a block is multiplied the next one is prefetched. A single group (decode: the
+// limit is bandwidth) runs through the whole depth at once.
+#include "linear/linear.h"
+
+#include <algorithm>
+
+#include "core/team.h"
+#include "linear/output.h"
+#include "linear/tile.h"
+
+namespace rbln {
+namespace {
+
+constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
+constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
+constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
+constexpr int64_t kItemPanels = 2 * kTilePanels;
+constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
+
+// Activations as the tiles read them: per row group [words][rows of the group], where a word is a
+// depth row widened to f32, or a bf16 pair where pairs are multiplied.
+template <class T>
+struct Activations {
+  static constexpr int kWordDepth = Layout<T>::kStep / Layout<T>::kProducts;
+  RowGroups groups;
+  int64_t depth;  // padded to whole steps
+  float* data;
+
+  float* group(int64_t g, int64_t t) const {
+    return data + groups.begin(g) * (depth / kWordDepth) + t / kWordDepth * groups.size(g);
+  }
+};
+
+template <class T>
+void interleave_group(const LinearArgs& args, const Activations<T>& to, int64_t g) {
+  constexpr int kWordDepth = Activations<T>::kWordDepth;
+  const int size = to.groups.size(g);
+  float* target = to.group(g, 0);
+  for (int r = 0; r < size; ++r) {
+    const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
+    for (int64_t t = 0; t < to.depth; t += kLanes * kWordDepth) {
+      float words[kLanes];
+      T padded[kLanes * kWordDepth] = {};
+      const int64_t inside = std::min<int64_t>(kLanes * kWordDepth, args.depth - t);
+      const T* source = row + t;
+      if (inside < kLanes * kWordDepth) {
+        std::copy_n(source, std::max<int64_t>(inside, 0), padded);
+        source = padded;
+      }
+      store(words, kWordDepth == 1 ? load(source) : load_raw<VecF>(source));
+      const int64_t count = std::min<int64_t>(kLanes, (to.depth - t) / kWordDepth);
+      for (int64_t i = 0; i < count; ++i) target[(t / kWordDepth + i) * size + r] = words[i];
+    }
+  }
+}
+
+template <class T>
+const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {
+  const int64_t last = (args.columns + kPanel - 1) / kPanel - 1;
+  // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
+  return static_cast<const T*>(args.packed) + std::min(panel, last) * depth * kPanel;
+}
+
+// One group over one depth block: its sums, [R][P * kPanel], continue where they were.
+template <class T, int R, int P>
+__attribute__((noinline)) void continue_sums(const T* const (&panels)[P], const float* a,
+                                             int64_t depths, const Ahead<P>& ahead, bool is_first,
+                                             float* sums) {
+  constexpr int C = P * kPanelVectors;
+  VecF acc[R][C];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c)
+      acc[r][c] = is_first ? VecF{} : load(sums + (r * C + c) * kLanes);
+  multiply_panels<T, R, P>(panels, a, depths, ahead, acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(sums + (r * C + c) * kLanes, acc[r][c]);
+}
+
+// Depths of a block. Long ones cost the fewest interruptions, while their panels fit in L2; with
+// f32, whose few products per byte leave less time to fetch, short ones spread the fetching evenly.
+template <class T>
+inline constexpr int64_t kBlockDepth = (sizeof(T) == 4 ? 16384 : 32768) / (kPanel * sizeof(T));
+
+// One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
+template <class T>
+struct Item {
+  const LinearArgs& args;
+  const Activations<T>& x;
+  int64_t first, last, panel;
+
+  // One group and P panels over depths [begin, end), the sums continued from and left in `sums`.
+  template <int R, int P>
+  void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* sums) const {
+    const T* panels[P];
+    for (int p = 0; p < P; ++p) panels[p] = panel_at<T>(args, x.depth, at + p) + begin * kPanel;
+    continue_sums<T, R, P>(panels, x.group(g, begin), end - begin,
+                           ahead_of(panels, g - first, begin, end), begin == 0, sums);
+    if (end == x.depth)
+      write_tile<T>(args, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, sums);
+  }
+
+  // A lone group runs ahead of itself. Several share the fetching of what comes next: the next block
+  // of these panels, or the next item's first.
+  template <int P>
+  Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin, int64_t end) const {
+    constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
+    const int64_t groups = last - first, steps = (end - begin) / kStep;
+    const int64_t onward = end < x.depth ? end - begin : kItemPanels * x.depth - begin;
+    Ahead<P> ahead;
+    ahead.step = kStep * kDepthBytes / groups;
+    const int64_t start = groups == 1 ? kAhead : onward * kDepthBytes + nth * steps * ahead.step;
+    for (int p = 0; p < P; ++p)
+      ahead.address[p] = reinterpret_cast<const char*>(panels[p]) + start;
+    return ahead;
+  }
+
+  void run() const {
+    alignas(64) float sums[(kRowBlock + kMaxTileRows) * 2 * kTileColumns];
+    const int64_t row0 = x.groups.begin(first);
+    const int64_t block = last - first == 1 ? x.depth : kBlockDepth<T>;
+    for (int64_t begin = 0; begin < x.depth; begin += block) {
+      const int64_t end = std::min(begin + block, x.depth);
+      for (int64_t g = first; g < last; ++g) {
+        float* partial = sums + (x.groups.begin(g) - row0) * 2 * kTileColumns;
+        with_rows(x.groups.size(g), [&]<int R>() {
+          if constexpr (is_narrow_group(R)) {
+            tile<R, kItemPanels>(g, panel, begin, end, partial);
+          } else {
+            tile<R, kTilePanels>(g, panel, begin, end, partial);
+            tile<R, kTilePanels>(g, panel + kTilePanels, begin, end, partial + R * kTileColumns);
+          }
+        });
+      }
+    }
+  }
+};
+
+template <class T>
+void run(const LinearArgs& args) {
+  thread_local Buffer buffer;
+  const int64_t depth = padded_depth(args.dtype, args.depth);
+  const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
+  const int64_t panels = (args.columns + kPanel - 1) / kPanel;
+  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
+  const int64_t block_groups = kRowBlock / kMaxTileRows;
+  const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
+  const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
+  const bool serial_interleave = args.rows * depth < (1 << 14);
+  if (serial_interleave)
+    for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
+  if (!serial_interleave)
+    parallel_for(x.groups.count, 1, threads, [&](int64_t g) { interleave_group<T>(args, x, g); });
+  const int64_t item_work = std::min(args.rows, kRowBlock) * depth * kItemPanels * kPanel;
+  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
+    const int64_t first = item / tiles * block_groups;
+    const int64_t last = std::min(first + block_groups, x.groups.count);
+    Item<T>{args, x, first, last, item % tiles * kItemPanels}.run();
+  });
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) {
+  if (args.rows == 0 || args.columns == 0) return;
+  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+}
+
+}  // namespace rbln

@@ -1,0 +1,32 @@
+// Products with packed weights, and how a weight is packed.
+#pragma once
+
+#include "core/types.h"
+
+namespace rbln {
+
+struct LinearArgs {
+  Dtype dtype;
+  const void* x;  // [rows, depth], row stride x_stride
+  int64_t rows, depth, x_stride;
+  const void* packed;  // see pack_weight
+  const void* bias;    // [columns] or null
+  int64_t columns;
+  void* out;  // [rows, columns], contiguous
+};
+void linear(const LinearArgs& args);
+
+// Depth rows of a packed weight: bf16 neighbours along the depth share a word.
+inline int64_t padded_depth(Dtype dtype, int64_t depth) {
+  return dtype == Dtype::bf16 ? (depth + 1) / 2 * 2 : depth;
+}
+
+// weight [columns, depth] -> f32, f16: [columns/16, depth, 16]; bf16: [columns/16, depth/2, 16, 2].
+// Both counts are rounded up and the fill is zero.
+void pack_weight(Dtype dtype, const void* weight, int64_t columns, int64_t depth,
+                 int64_t column_stride, void* packed);
+
+// The same where the weight lies: [columns, depth], contiguous, both counts as they come out.
+void pack_weight_in_place(Dtype dtype, void* weight, int64_t columns, int64_t depth);
+
+}  // namespace rbln

@@ -1,0 +1,176 @@
+// x W^T + bias over weights of 4 or 8 bits, read as they are packed; see quantized_tile.h.
+//
+// As in linear.cpp, a few panels meet every row group, depth block by depth block, and fields are
+// taken from their words anew for each group: what that costs hides behind the multiplications. The
+// sums of a chunk are multiplied by their scales and added up in order, whatever rows and columns a
+// tile has, and so every row has the bits it has alone.
+#include "linear/quantized.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/team.h"
+#include "linear/output.h"
+#include "linear/quantized_tile.h"
+
+namespace rbln {
+namespace {
+
+constexpr int64_t kRowBlock = 96;         // rows whose sums one work item keeps
+constexpr int64_t kBlockChunks = 8;       // chunks of a depth block
+constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
+constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
+constexpr int64_t kAhead = 2048;          // bytes of a panel that the first group prefetches ahead
+
+// Panels of a tile of `rows` rows: enough chains of sums to keep the units busy.
+constexpr int tile_panels(int rows) {
+  const int narrow = is_narrow_group(rows) ? 2 * kTileVectors : kTileVectors;
+  const int vectors = rows == 1 && kLanes > 4 ? 8 : std::max(narrow, kPanelVectors);
+  return std::min(vectors, kLanes == 4 ? kPanelVectors : 8) / kPanelVectors;
+}
+constexpr int64_t kItemPanels = tile_panels(1);
+
+// Activations as the tiles read them: per row group and chunk [Tile::kWords][rows of the group].
+template <class Tile>
+struct Chunks {
+  RowGroups groups;
+  int64_t count;
+  typename Tile::Word* data;
+
+  typename Tile::Word* of(int64_t g, int64_t chunk) const {
+    return data + (groups.begin(g) * count + chunk * groups.size(g)) * Tile::kWords;
+  }
+};
+
+template <class Tile, class T>
+void prepare_group(const LinearArgs& args, const Chunks<Tile>& to, int64_t g) {
+  const int size = to.groups.size(g);
+  for (int r = 0; r < size; ++r) {
+    const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
+    for (int64_t chunk = 0; chunk < to.count; ++chunk) {
+      float values[kChunk];
+      for (int64_t t = 0; t < kChunk; t += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, args.depth - chunk * kChunk - t);
+        store(values + t, count > 0 ? load_some(row + chunk * kChunk + t, count) : VecF{});
+      }
+      Tile::prepare(values, to.of(g, chunk) + r, size);
+    }
+  }
+}
+
+// One work item: the row groups [first, last) against kItemPanels panels from `panel` on.
+template <class Tile, class T>
+struct Item {
+  const QuantizedLinearArgs& args;
+  const Chunks<Tile>& x;
+  int64_t first, last, panel;
+  uint32_t scale_rows, chunks_per_scale;
+
+  // A tile that hangs over the edge reads the last panel again; write_tile drops its columns.
+  int64_t inside(int64_t at) const {
+    return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
+  }
+
+  template <int P>
+  void widen_scales(const int64_t (&panels)[P], int64_t row, float* scales) const {
+    RBLN_DISPATCH(args.weight.scale_dtype, S, {
+      const S* source = static_cast<const S*>(args.weight.scales) + row * kPanel;
+      for (int p = 0; p < P; ++p)
+        for (int64_t c = 0; c < kPanel; c += kLanes)
+          store(scales + p * kPanel + c, load(source + panels[p] * scale_rows * kPanel + c));
+    });
+  }
+
+  // One group and P panels over chunks [begin, end), the sums continued from and left in `totals`.
+  template <int R, int P>
+  void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* totals) const {
+    constexpr int64_t kFields = Tile::F::kCount, kWords = kChunk / kFields * kPanel;
+    if (begin == 0) std::fill_n(totals, R * P * kPanel, 0.0f);
+    // The words come from memory for the first group alone.
+    const int64_t ahead = g == first ? kAhead / int64_t(sizeof(uint32_t)) : 0;
+    int64_t panels[P];
+    const uint32_t* words[P];
+    for (int p = 0; p < P; ++p) {
+      panels[p] = inside(at + p);
+      words[p] = args.weight.words + panels[p] * (args.plain.depth / kFields) * kPanel;
+      words[p] += begin * kWords;
+    }
+    alignas(64) float scales[P * kPanel];
+    const typename Tile::Word* a = x.of(g, begin);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      if (chunk == begin || chunk % chunks_per_scale == 0)
+        widen_scales<P>(panels, chunk / chunks_per_scale, scales);
+      const int64_t depths = std::min(kChunk, args.plain.depth - chunk * kChunk);
+      multiply_chunk<Tile, R, P>(words, a, scales, depths / kFields, ahead, totals);
+      a += R * Tile::kWords;
+      for (int p = 0; p < P; ++p) words[p] += kWords;
+    }
+    if (end == x.count)
+      write_tile<T>(args.plain, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, totals);
+  }
+
+  void run() const {
+    alignas(64) float totals[(kRowBlock + kMaxTileRows) * kItemPanels * kPanel];
+    const int64_t row0 = x.groups.begin(first);
+    const int64_t block = last - first == 1 ? x.count : kBlockChunks;
+    for (int64_t begin = 0; begin < x.count; begin += block) {
+      const int64_t end = std::min(begin + block, x.count);
+      for (int64_t g = first; g < last; ++g) {
+        float* partial = totals + (x.groups.begin(g) - row0) * kItemPanels * kPanel;
+        with_rows(x.groups.size(g), [&]<int R>() {
+          constexpr int P = tile_panels(R);
+          for (int64_t p = 0; p < kItemPanels; p += P)
+            tile<R, P>(g, panel + p, begin, end, partial + p * R * kPanel);
+        });
+      }
+    }
+  }
+};
+
+template <class Tile, class T>
+void run(const QuantizedLinearArgs& args) {
+  thread_local Buffer buffer;
+  const LinearArgs& plain = args.plain;
+  const int64_t count = (plain.depth + kChunk - 1) / kChunk;
+  auto* const data = buffer.take(plain.rows * count * Tile::kWords);
+  const Chunks<Tile> x{RowGroups(plain.rows), count,
+                       reinterpret_cast<typename Tile::Word*>(data)};
+  const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
+  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
+  const int64_t block_groups = kRowBlock / kMaxTileRows;
+  const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
+  const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
+  const bool is_small = plain.rows * plain.depth < (1 << 14);
+  parallel_for(x.groups.count, 1, is_small ? 1 : threads,
+               [&](int64_t g) { prepare_group<Tile, T>(plain, x, g); });
+  const auto scale_rows = uint32_t(plain.depth / args.weight.group);
+  const auto per_scale = uint32_t((args.weight.group + kChunk - 1) / kChunk);
+  const int64_t item_work = std::min(plain.rows, kRowBlock) * plain.depth * kItemPanels * kPanel;
+  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
+  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
+    const int64_t first = item / tiles * block_groups;
+    const int64_t last = std::min(first + block_groups, x.groups.count);
+    Item<Tile, T>{args, x, first, last, item % tiles * kItemPanels, scale_rows, per_scale}.run();
+  });
+}
+
+template <int kBits>
+void run_bits(const QuantizedLinearArgs& args) {
+  RBLN_DISPATCH(args.plain.dtype, T, {
+    using Tile = std::conditional_t<sizeof(T) == 4, FloatTile<kBits>, ShortTile<kBits>>;
+    run<Tile, T>(args);
+  });
+}
+
+}  // namespace
+
+void quantized_linear(const QuantizedLinearArgs& args) {
+  if (args.plain.rows == 0 || args.plain.columns == 0) return;
+  if (args.weight.bits == 4) {
+    run_bits<4>(args);
+  } else {
+    run_bits<8>(args);
+  }
+}
+
+}  // namespace rbln
