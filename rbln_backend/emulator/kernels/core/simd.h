@@ -85,13 +85,11 @@ inline void relax() {
 
 // Stops the compiler from turning one load into a memory operand of each of its uses: with several
 // rows per column that makes a product wait for the load units.
-inline void keep_in_register(VecF& value) {
+inline void keep_in_register([[maybe_unused]] VecF& value) {
 #if defined(__x86_64__)
   asm("" : "+v"(value));
 #elif defined(__aarch64__)
   asm("" : "+w"(value));
-#else
-  (void)value;
 #endif
 }
 
