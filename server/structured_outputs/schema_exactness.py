@@ -1,7 +1,7 @@
 """What xgrammar leaves out of a grammar without a word, found by trying.
 
 A schema that passes here, and of which the compiler warns of nothing, is followed to the letter:
-tests/server/test_structured_exactness.py compares with `jsonschema`. Move it with the pin.
+tests/engine/test_structured_outputs.py compares with `jsonschema`. Move it with the pin.
 """
 
 from __future__ import annotations
