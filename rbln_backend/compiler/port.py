@@ -2,7 +2,7 @@
 
 A *graph spec* names one static shape. The runner captures it once as an fx graph, a compiler
 lowers that graph to a storable program and loads programs into callable *compiled graphs*.
-Two adapters exist: ``emulated_adapter`` (this host's CPU) and ``rebel_adapter`` (the RBLN SDK).
+Two exist: ``emulated_compiler`` (this host's CPU) and ``rebel_compiler`` (the RBLN SDK).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A stored program keeps the name alone. What stands behind it is found when a program is bound: the
 emulated device's ranks share memory where they can (``channel``), the RBLN SDK gets the ops that
-its compiler maps (``compiler.rebel_adapter``). The bodies here go through torch.distributed, which
+its compiler maps (``compiler.rebel_compiler``). The bodies here go through torch.distributed, which
 works everywhere: between hosts, and without our kernels.
 """
 

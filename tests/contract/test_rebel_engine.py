@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
-from tests.contract.test_rebel_adapter import install_sdk
+from tests.contract.test_rebel_compiler import install_sdk
 from tests.engine.conftest import DEFAULTS
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts

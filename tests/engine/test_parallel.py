@@ -100,7 +100,7 @@ def test_the_sdk_gets_collectives_by_their_process_group(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     """On the stand-in of ``tests/contract``, which runs them on the CPU."""
-    from tests.contract.test_rebel_adapter import install_sdk
+    from tests.contract.test_rebel_compiler import install_sdk
 
     install_sdk(tmp_path / "sdk", "RBLN-CR13")
     backend = tmp_path / "sdk" / "rebel" / "core" / "torch_compile.py"
