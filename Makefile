@@ -31,7 +31,7 @@ serve: install ## Serve MODEL on HOST:PORT; ARGS go to the server unchanged
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytest
-	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile $(TESTS) $(ARGS)
+	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 lint: dev ## ruff, mypy --strict and the import contracts
 	$(python) -m ruff check .

@@ -145,8 +145,9 @@ def test_the_number_of_complaints_does_not_grow_with_the_number_of_entries(
 @pytest.fixture
 async def pool() -> AsyncIterator[JobPool]:
     start = process_starter("spawn", serve_reading, "reading", RULES, ServerSettings())
+    others = multiprocessing.active_children()
     yield JobPool("reading", start, size=1, timeout_s=20)
-    for process in multiprocessing.active_children():
+    for process in set(multiprocessing.active_children()) - set(others):
         process.kill()
         process.join(5)
 

@@ -106,7 +106,7 @@ def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None
         assert "exit code -9" in server.log.read_text()
 
 
-@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+@pytest.mark.parametrize("how", ["forkserver", pytest.param("spawn", marks=pytest.mark.wide)])
 def test_nothing_survives_a_killed_server(
     checkpoints: CheckpointCache, tmp_path: Path, how: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealSer
         assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("how", ["forkserver", "spawn"])
+@pytest.mark.parametrize("how", ["forkserver", pytest.param("spawn", marks=pytest.mark.wide)])
 def test_the_end_of_who_reads_the_log_is_not_the_servers(
     checkpoints: CheckpointCache, tmp_path: Path, how: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -90,9 +91,17 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
         assert service.launcher.engine.shut_down
 
 
+@pytest.fixture
+def heeds_hangups() -> Iterator[None]:
+    """As a process does that was not started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGHUP])
 async def test_an_interrupt_and_a_terminal_that_closes_drain_too(
-    tmp_path: Path, name: signal.Signals
+    tmp_path: Path, name: signal.Signals, heeds_hangups: None
 ) -> None:
     async with running(tmp_path) as service:
         answer = asyncio.create_task(post(service, do="wait"))

@@ -29,16 +29,21 @@ def answer_jobs(pipe: Connection) -> None:
 
 def start_process(pipe: Connection) -> BaseProcess:
     process = multiprocessing.get_context("fork").Process(
-        target=answer_jobs, args=(pipe,), daemon=True
+        target=answer_jobs, args=(pipe,), daemon=True, name="jobs"
     )
     process.start()
     return process
 
 
+def started() -> list[BaseProcess]:
+    """Those of the pool; other tests have processes of their own."""
+    return [process for process in multiprocessing.active_children() if process.name == "jobs"]
+
+
 @pytest.fixture
 async def pool() -> AsyncIterator[JobPool]:
     yield JobPool("jobs", start_process, size=1, timeout_s=1.0)
-    for process in multiprocessing.active_children():
+    for process in started():
         process.kill()
         process.join(5)
 
@@ -55,7 +60,7 @@ async def test_a_process_is_replaced_when_it_hangs_or_crashes(pool: JobPool) -> 
     third = await pool.run(b"one")
     assert third not in (first, second)
     assert await pool.run(b"x" * (1 << 20)) == third.removesuffix(b"one") + b"x" * (1 << 20)
-    assert len(multiprocessing.active_children()) == 1
+    assert len(started()) == 1
 
 
 async def test_a_hanging_job_holds_up_only_so_many(pool: JobPool) -> None:
@@ -68,9 +73,9 @@ async def test_a_hanging_job_holds_up_only_so_many(pool: JobPool) -> None:
 
 
 async def test_a_process_can_be_there_before_its_first_job(pool: JobPool) -> None:
-    assert multiprocessing.active_children() == []
+    assert started() == []
     await pool.start_one()
-    (process,) = multiprocessing.active_children()
+    (process,) = started()
     assert await pool.run(b"one") == b"%d one" % process.pid
 
 
@@ -81,4 +86,4 @@ async def test_who_leaves_while_a_process_starts_leaves_a_pool_that_works(pool: 
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert (await pool.run(b"two")).endswith(b" two")
-    assert len(multiprocessing.active_children()) == 1
+    assert len(started()) == 1

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.entrypoints.anthropic import serving as anthropic
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -28,7 +26,7 @@ from server.errors import (
     ServerError,
 )
 from server.vllm.errors import Asked, RefusedError, from_exception
-from server.vllm.serving import RaisesInStreams, adapted, raise_in_messages
+from server.vllm.serving import adapted, raise_in_messages
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +69,7 @@ def messages(results: AsyncIterator[Any]) -> Any:
 @pytest.fixture(autouse=True)
 def _raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(anthropic, "AnthropicError", anthropic.AnthropicError)
-    raise_in_messages(anthropic)
+    raise_in_messages()
     yield
 
 
@@ -138,12 +136,3 @@ def test_what_a_client_is_told_is_decided_by_class(
 ) -> None:
     told = from_exception(error, ASKED)
     assert (type(told), told.param) == (ours, param)
-
-
-def test_what_is_overridden_is_called_as_before() -> None:
-    for name in (
-        "create_streaming_error_response",
-        "_convert_generation_error_to_streaming_response",
-    ):
-        theirs = inspect.signature(getattr(GenerateBaseServing, name)).parameters
-        assert [*inspect.signature(getattr(RaisesInStreams, name)).parameters] == [*theirs]

@@ -18,6 +18,8 @@ LARGE = 40 << 20
 
 @pytest.fixture(autouse=True)
 def restored(native_kernels: Path) -> Iterator[None]:
+    # An engine of another test may have kept some.
+    choose_memory(mapped=False, huge_pages=False)
     yield
     choose_memory(mapped=False, huge_pages=False)
 
