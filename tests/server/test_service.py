@@ -92,16 +92,18 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
 
 
 @pytest.fixture
-def heeds_hangups() -> Iterator[None]:
-    """As a process does that was not started by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heeds_signals() -> Iterator[None]:
+    """As a process does that was started neither by nohup nor in the background."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {name: signal.signal(name, handler) for name, handler in usual.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for name, handler in before.items():
+        signal.signal(name, handler)
 
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGHUP])
 async def test_an_interrupt_and_a_terminal_that_closes_drain_too(
-    tmp_path: Path, name: signal.Signals, heeds_hangups: None
+    tmp_path: Path, name: signal.Signals, heeds_signals: None
 ) -> None:
     async with running(tmp_path) as service:
         answer = asyncio.create_task(post(service, do="wait"))
