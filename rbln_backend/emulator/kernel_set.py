@@ -22,7 +22,7 @@ import torch
 from rbln_backend.emulator import fallback
 from rbln_backend.emulator.build import build_key, build_library, can_build, find_or_build
 from rbln_backend.emulator.replay import Recording
-from rbln_backend.emulator.targets import LEVELS, NATIVE
+from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
 from rbln_backend.errors import ArtifactError, CompileError
 from rbln_backend.host.file_locks import claimed_folder
 from rbln_backend.host.trusted_files import make_trusted_folder
@@ -150,7 +150,7 @@ def kernel_stores(cache_root: str, bundles: Sequence[str]) -> list[Path]:
 
 def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
     """The library for this very CPU, else the one for the best level that the CPU reaches."""
-    states = {store / build_key(): examine(store / build_key())[0] for store in stores}
+    states = {entry: examine(entry)[0] for entry in _entries(NATIVE, stores)}
     for native, state in states.items():
         if state == "whole":
             return native, "loaded from the cache"
@@ -158,7 +158,7 @@ def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
         # It was the better one, and is rebuilt.
         return None
     for level in (level for level in LEVELS if level.runs_here()):
-        for entry in (store / build_key(level) for store in stores):
+        for entry in _entries(level, stores):
             if examine(entry)[0] == "whole":
                 return entry, f"built ahead for CPUs with {level.name}"
     return None
@@ -167,11 +167,17 @@ def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:
 def why_refused(stores: Sequence[Path]) -> str:
     """Why a library for this CPU that lies in one of ``stores`` is not run; "" if none lies so."""
     usable = (NATIVE, *(level for level in LEVELS if level.runs_here()))
-    for entry in (store / build_key(target) for target in usable for store in stores):
+    for entry in (entry for target in usable for entry in _entries(target, stores)):
         state, why = examine(entry)
         if state == "untrusted":
             return f"the kernels in {entry} are not run: {why}"
     return ""
+
+
+def _entries(target: Target, stores: Sequence[Path]) -> list[Path]:
+    """Where a library for ``target`` would lie in each store; the key reads every source."""
+    key = build_key(target)
+    return [store / key for store in stores]
 
 
 def _open_library(entry: Path, reason: str) -> KernelSet:
