@@ -122,6 +122,10 @@ def _blamed_on_request(error: Any, _asked: Asked) -> ServerError:
 
 
 def _refused(error: Any, asked: Asked) -> ServerError:
+    if error.status == 503:
+        return OverloadedError(error.message)
+    if error.status == 501:
+        return UnsupportedOperationError(error.message, param=error.param)
     if error.status >= 500:
         return InternalError(error.message)
     if error.status == 404:

@@ -24,6 +24,7 @@ from server.errors import (
     InvalidValueError,
     OverloadedError,
     ServerError,
+    UnsupportedOperationError,
 )
 from server.vllm.errors import Asked, RefusedError, from_exception
 from server.vllm.serving import adapted, raise_in_messages
@@ -127,6 +128,8 @@ ASKED = Asked({"prompt": "hi"}, "prompt")
         (VLLMValidationError("x", parameter="input_tokens"), ContextLengthError, "prompt"),
         (GenerationError(), InternalError, None),
         (RefusedError("x", 500), InternalError, None),
+        (RefusedError("x", 501, "p"), UnsupportedOperationError, "p"),
+        (RefusedError("x", 503), OverloadedError, None),
         (RefusedError("x", 400, "input_tokens"), ContextLengthError, "prompt"),
         (RefusedError("x", 400, "top_k"), InvalidValueError, "top_k"),
     ],
