@@ -57,7 +57,7 @@ _METHODS = frozenset(
 )
 
 _OP_NAMESPACES = frozenset(
-    ("rbln_custom_ops", "rbln_triton_ops", "rbln_emulator", collectives.NAMESPACE)
+    ("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator", collectives.NAMESPACE)
 )
 _ATEN_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select"))
 

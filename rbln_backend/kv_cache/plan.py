@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
 from rbln_backend.kv_cache.specs import (
+    LayerSpec,
     PagedSpec,
     WindowSpec,
     WindowStorage,
+    appended_window_spec,
     bytes_per_token,
     check_supported,
     paged_spec,
@@ -41,11 +43,11 @@ class KvLimits:
     """Tokens that a prefix log keeps, where the user says so."""
     hybrid: bool
     """False: the user switched vLLM's hybrid KV cache manager off."""
+    appends_windows: bool = False
+    """The device keeps windows in pages."""
 
 
-def plan_specs(
-    layers: Mapping[str, KVCacheSpec], limits: KvLimits
-) -> dict[str, PagedSpec | WindowSpec]:
+def plan_specs(layers: Mapping[str, KVCacheSpec], limits: KvLimits) -> dict[str, LayerSpec]:
     """Our spec for each attention layer.
 
     Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
@@ -59,11 +61,13 @@ def plan_specs(
             "manager: drop --disable-hybrid-kv-cache-manager"
         )
     storage = _window_storage(dense, windows, _fit_unit(windows, limits))
-    planned: dict[str, PagedSpec | WindowSpec] = {}
+    planned: dict[str, LayerSpec] = {}
     for name, spec in dense.items():
         window = windows[name]
         if window is None:
             planned[name] = paged_spec(spec, limits.block_size)
+        elif limits.appends_windows:
+            planned[name] = appended_window_spec(spec, window, limits.block_size)
         else:
             planned[name] = window_spec(spec, window, limits.block_size, storage[window])
     return planned

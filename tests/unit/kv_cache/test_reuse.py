@@ -23,6 +23,7 @@ from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.group_managers import register_specs
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.kv_cache.tensors import KvCaches
 
 HASH = get_hash_fn_by_name("sha256")
@@ -87,7 +88,7 @@ class World:
             pcp_world_size=1,
         )
         self.manager = RblnKvCacheManager(upstream, self.coordinator)
-        self.caches = KvCaches.allocate(self.config, kv_outermost=False)
+        self.caches = KvCaches.allocate(self.config, HostKvMemory())
         for cache in self.caches.tensors.values():
             cache.fill_(float("nan"))
         self.running: list[Request] = []
