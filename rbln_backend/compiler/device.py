@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_compiler import RebelCompiler, find_sdk, npu_name
+from rbln_backend.compiler.rebel_compiler import RebelCompiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import can_build
 from rbln_backend.emulator.kernel_set import (
@@ -20,37 +23,76 @@ from rbln_backend.emulator.kernel_set import (
 )
 from rbln_backend.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Device = Literal["emulated", "rebel"]
 
 
 def choose_device(config: RblnConfig) -> Device:
-    """``rebel`` when asked for, or when the SDK sees an NPU (or is told to pretend one).
+    """``rebel`` when it is asked for, an NPU is named, or the SDK sees one.
 
-    Raises ``ConfigError`` when ``rebel`` is asked for and cannot be had.
+    Raises ``ConfigError`` when ``rebel`` or a named NPU cannot be had, or the SDK does not load.
     """
     if config.device == "emulated":
         return "emulated"
-    sdk = find_sdk()
-    found = npu_name(sdk, config.force_npu_name) if sdk is not None else None
+    sdk = installed_sdk()
+    if sdk is None:
+        _refuse_without_sdk(config)
+        return "emulated"
+    if npu_name(sdk, config) is not None:
+        return "rebel"
     if config.device == "rebel":
-        if sdk is None:
-            raise ConfigError(
-                "device='rebel' needs the RBLN SDK, but the module 'rebel' is not installed; "
-                "install the 'npu' extra or use device='emulated'"
-            )
-        if found is None:
-            raise ConfigError(
-                "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
-            )
-    return "rebel" if found is not None else "emulated"
+        raise ConfigError(
+            "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
+        )
+    return "emulated"
+
+
+def installed_sdk() -> ModuleType | None:
+    """The module ``rebel``, or None where it is not installed.
+
+    Raises ``ConfigError`` where it is installed and does not load, whatever it raised: running
+    emulated on a host with an NPU is nothing that should happen unasked.
+    """
+    try:
+        return importlib.import_module("rebel")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "rebel":
+            return None
+        raise ConfigError(
+            "the RBLN SDK is installed, but 'import rebel' fails with "
+            f"{type(error).__name__}: {error}; mend the installation or use device='emulated'"
+        ) from error
+
+
+def npu_name(sdk: ModuleType, config: RblnConfig) -> str | None:
+    """The NPU's name, e.g. ``RBLN-CR13``: the one found, else the one forced, as in vllm-rbln."""
+    name = sdk.get_npu_name(0) or config.force_npu_name
+    return str(name) if name else None
+
+
+def _refuse_without_sdk(config: RblnConfig) -> None:
+    if config.device == "rebel":
+        asked = "device='rebel'"
+    elif config.force_npu_name:
+        asked = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
+    else:
+        return
+    raise ConfigError(
+        f"{asked} needs the RBLN SDK, but the module 'rebel' is not installed; "
+        "install the 'npu' extra or use device='emulated'"
+    )
 
 
 def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
     """The SDK's compiler for the NPU found by ``choose_device``."""
-    sdk = find_sdk()
+    sdk = installed_sdk()
     assert sdk is not None
-    device = npu_name(sdk, config.force_npu_name)
+    device = npu_name(sdk, config)
     assert device is not None
+    if config.force_npu_name not in (None, device):
+        name = config.force_npu_name
+        logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, device)
     return RebelCompiler(
         sdk,
         device=device,
