@@ -58,6 +58,12 @@ class Answer:
     logprobs: FloatArray
     """[T, N]: their log-probabilities, natural logarithm."""
 
+    def ranking(self, count: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of the first position with their log-probabilities."""
+        return list(
+            zip(self.top_ids[0][:count].tolist(), self.logprobs[0][:count].tolist(), strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:

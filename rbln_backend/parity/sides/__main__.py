@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 from rbln_backend.parity.job import Job
+from rbln_backend.parity.sides.tile_permission import ask_for_tiles
 from rbln_backend.reporting.child_process import report
 
 
 def main() -> int:
     """``python -m rbln_backend.parity.sides JOB RESULT``; the log goes to standard error."""
     job = Job.read(Path(sys.argv[1]))
+    if job.side == "cpu":
+        ask_for_tiles()
     if job.side == "transformers":
         from rbln_backend.parity.sides import transformers_side as side
     else:

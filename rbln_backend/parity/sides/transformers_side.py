@@ -36,7 +36,11 @@ def run(job: Job, report: Report) -> SideResult:
         answers=tuple(answers),
         seconds=time.perf_counter() - started,
         layers=None if job.probe is None else _probe(model, job.probe[0]),
-        about={"transformers": version("transformers"), "dtype": "float32"},
+        about={
+            "transformers": version("transformers"),
+            "dtype": "float32",
+            "vocab_size": model.config.get_text_config().vocab_size,
+        },
     )
 
 
