@@ -42,7 +42,9 @@ def as_dynamo_calls(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterato
     """Circumstances in which Dynamo calls a backend: a tracing context, no gradients, examples."""
     mode = FakeTensorMode()
     with torch.no_grad(), tracing(TracingContext(mode)):
-        _Examples(module).run(*(mode.from_tensor(x, static_shapes=True) for x in inputs))
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        with mode:
+            _Examples(module).run(*fakes)
         yield
 
 
