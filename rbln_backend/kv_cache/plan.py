@@ -21,7 +21,7 @@ from rbln_backend.kv_cache.specs import (
     window_of,
     window_spec,
 )
-from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec
+from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 # Tokens of a log page below which finding and copying pages costs more than they save.
 SMALLEST_PAGE = 4
@@ -131,5 +131,9 @@ def reuse_unit_of(specs: Iterable[KVCacheSpec], unit: int) -> int:
 
 
 def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes of one block in all full-attention layers; 0 if there are none."""
-    return sum(spec.page_size_bytes for spec in specs if isinstance(spec, PagedSpec))
+    """Bytes of one block in all layers with pages; 0 if there are none.
+
+    Where some of them are windows, vLLM's pool needs less: groups of layers share its memory.
+    """
+    paged = (PagedSpec, SlidingWindowSpec)
+    return sum(spec.page_size_bytes for spec in specs if isinstance(spec, paged))

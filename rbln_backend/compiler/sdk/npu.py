@@ -49,20 +49,35 @@ class Npu:
         )
 
 
-def kv_budget_bytes(
-    npu: Npu,
-    *,
-    devices: int,
-    utilization: float,
-    weight_bytes: int,
-    num_graphs: int,
-    num_kv_heads: int,
-) -> int:
-    """Bytes for KV caches of one rank, after the vendor's estimate; may be negative.
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of the NPUs of one rank, as the vendor estimates what it goes into."""
 
-    Of fewer KV heads than chiplets each is kept more than once.
-    """
-    parts = npu.chiplets if npu.chiplets > 1 else devices
-    free = int(npu.memory_bytes * devices * utilization)
-    free -= weight_bytes + RUNTIME_BYTES * num_graphs * parts
-    return free // max(1, parts // num_kv_heads)
+    npu: Npu
+    devices: int
+    num_graphs: int
+    num_kv_heads: int
+    """Of the rank."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.npu.memory_bytes * self.devices
+
+    @property
+    def runtime_bytes(self) -> int:
+        """What all graphs reserve."""
+        return RUNTIME_BYTES * self.num_graphs * self._parts
+
+    @property
+    def kv_copies(self) -> int:
+        """How often a KV head is kept: of fewer heads than parts, more than once."""
+        return max(1, self._parts // self.num_kv_heads)
+
+    @property
+    def _parts(self) -> int:
+        return self.npu.chiplets * self.devices
+
+    def kv_budget_bytes(self, utilization: float, weight_bytes: int) -> int:
+        """Bytes for KV caches, each head counted once; may be negative."""
+        free = int(self.total_bytes * utilization) - weight_bytes - self.runtime_bytes
+        return free // self.kv_copies

@@ -16,6 +16,7 @@ from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
+from rbln_backend.store.artifact_files import BINARIES
 from rbln_backend.store.artifacts import ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
@@ -27,7 +28,6 @@ logger = init_logger(__name__)
 Result = Literal["compiled", "loaded"]
 LayerMetadata = Mapping[str, RblnAttentionMetadata]
 PROGRAM_FILE = "program.json"
-BINARIES_FILE = "binaries.bin"
 
 
 class GraphRequest(NamedTuple):
@@ -164,8 +164,8 @@ class GraphFactory:
         """Give the compiler what it once made of these graphs; False where that is not stored."""
         if self._store is None:
             return False
-        files = self._store.load(self._binaries_key(specs))
-        return files is not None and self._compiler.read_binaries(files[BINARIES_FILE])
+        files = self._store.load_code(self._binaries_key(specs))
+        return files is not None and self._compiler.read_binaries(files[BINARIES])
 
     def save_binaries(self, specs: Sequence[GraphSpec]) -> None:
         """Store what the compiler made of these graphs, where there is something to keep."""
@@ -175,7 +175,7 @@ class GraphFactory:
         with self._store.lock(key):
             data = self._compiler.write_binaries()
             if data is not None:
-                self._store.store(key, {BINARIES_FILE: data})
+                self._store.store(key, {BINARIES: data})
 
     def _binaries_key(self, specs: Sequence[GraphSpec]) -> CacheKey:
         return binaries_key(self._key_fields, self._compiler.fingerprint(), specs)

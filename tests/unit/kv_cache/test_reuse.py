@@ -19,11 +19,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
+from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.group_managers import register_specs
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
-from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.kv_cache.tensors import KvCaches
 
 HASH = get_hash_fn_by_name("sha256")
@@ -59,9 +59,7 @@ def cache_config(shape: Shape) -> KVCacheConfig:
         groups.append(KVCacheGroupSpec([f"window{window}"], spec))
     num_blocks = shape.num_blocks if shape.paged else MAX_REQUESTS * len(groups) + 1
     tensors = [KVCacheTensor(size=0, layers=["full"], layer_stride=0, block_stride=0)]
-    return KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups
-    )
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 class World:

@@ -1,4 +1,4 @@
-"""A run of a graph without numbers: the SDK's ops check their arguments, and the log learns them."""
+"""A run of a graph without numbers: the SDK's ops check their arguments, and the log learns."""
 
 from __future__ import annotations
 
