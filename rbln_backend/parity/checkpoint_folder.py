@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+# Weights, configuration, code, and a tokenizer's files.
+_FILES = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
+
 
 def checkpoint_folder(model: str) -> Path | None:
     """Return the folder with ``config.json`` of a path or a name of the hub.
@@ -20,3 +23,15 @@ def checkpoint_folder(model: str) -> Path | None:
         return Path(hf_hub_download(model, "config.json")).parent
     except (OSError, ValueError):
         return None
+
+
+def downloaded_folder(model: str) -> Path:
+    """Return the folder with all of a checkpoint; of a name of the hub what is missing is fetched.
+
+    Raises what the hub's library raises.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=_FILES))

@@ -34,6 +34,8 @@ class Job:
     probe: tuple[tuple[int, ...], int] | None = None
     """Token ids whose hidden states are wanted after every layer, and how many of them, the last
     ones, go through the decode graph one by one."""
+    num_hidden_layers: int | None = None
+    """How many of the model's layers are kept, the first ones; None for all."""
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:

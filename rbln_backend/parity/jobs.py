@@ -72,6 +72,7 @@ class Jobs:
             num_logprobs=self._num_logprobs,
             lora=options.lora,
             forced=None if forced is None else tuple(tuple(tokens) for tokens in forced),
+            num_hidden_layers=self._options.num_hidden_layers,
             profile_dir=self._profile_dir(side),
         )
 
@@ -97,9 +98,10 @@ class Jobs:
         return str(Path("profile").absolute() / f"{side}_{name}")
 
     def _engine_args(self, side: Side, *, batch: int) -> dict[str, Any]:
+        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
         if side == "transformers":
-            return self._model_args()
-        args = self._model_args() | {
+            return args
+        args |= {
             "max_num_seqs": batch,
             "max_num_batched_tokens": self._options.max_batched,
             "max_model_len": self._max_model_len,
@@ -112,19 +114,6 @@ class Jobs:
         if self._options.lora is not None:
             args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 64}
         return args | (self._cpu_args() if side == "cpu" else self._rbln_args())
-
-    def _model_args(self) -> dict[str, Any]:
-        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
-        count = self._options.num_hidden_layers
-        if count is not None:
-            args["hf_overrides"] = self._first_layers(count)
-        return args
-
-    def _first_layers(self, count: int) -> dict[str, Any]:
-        overrides: dict[str, Any] = {"num_hidden_layers": count}
-        if "layer_types" in self._config:
-            overrides["layer_types"] = self._config["layer_types"][:count]
-        return {"text_config": overrides} if "text_config" in self._config else overrides
 
     def _cpu_args(self) -> dict[str, Any]:
         return {

@@ -109,6 +109,10 @@ def _options(given: dict[str, Any]) -> Options:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(options, name)}, and must be at least 1"
             )
+    if options.num_hidden_layers is not None and options.num_hidden_layers < 1:
+        raise ValueError(
+            f"--num-hidden-layers is {options.num_hidden_layers}, and must be at least 1"
+        )
     if options.logprobs < -1:
         raise ValueError("--logprobs must be -1 (all), 0 (off) or a number of tokens")
     if options.bisect and options.tp * options.pp * options.dp > 1:

@@ -124,6 +124,20 @@ def test_packed_weights_agree_with_transformers(arch: str, recipe: Recipe, tmp_p
 
 
 @pytest.mark.wide
+def test_every_side_has_fewer_layers(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    model = ["--model", str(checkpoints("gemma3_text", dtype="float32")), "--dtype", "float32"]
+    tokens = []
+    for count in ("1", "2"):
+        file = tmp_path / f"{count}.json"
+        more = ["--num-hidden-layers", count, "--transformers", "--json", str(file)]
+        assert main([*model, *SMALL, *more, "--max-mean-delta", "0.001"]) == 0
+        report = _report(file)
+        assert all(pair["summary"]["max_delta"] < 1e-3 for pair in report["pairs"])
+        tokens.append([side["token_ids"] for side in report["sides"].values()])
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.wide
 def test_a_reference_is_computed_once_with_use_cache(
     checkpoints: CheckpointCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

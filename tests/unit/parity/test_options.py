@@ -45,6 +45,7 @@ def test_documented_names_of_the_block_size(flag: str) -> None:
         (["--bisect", "--tp", "2"], "--bisect reads one rank's layers"),
         (["--bisect", "--dp", "2"], "--bisect reads one rank's layers"),
         (["--dp", "3", "--num-prompts", "2"], "--dp is 3, but there are 2 prompts"),
+        (["--num-hidden-layers", "0"], "--num-hidden-layers is 0, and must be at least 1"),
         (["--num-prompts", "0"], "--num-prompts is 0, and must be at least 1"),
         (["--num-prompts", "0", "--prompts", "a"], "--num-prompts is 0, and must be at least 1"),
         (["--rbln-args", "[]"], "must be a JSON object"),
@@ -69,17 +70,12 @@ def test_engine_arguments_fit_the_model(tmp_path: Path) -> None:
     fields = {
         "max_position_embeddings": 500,
         "vocab_size": 300,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }
-    jobs = Jobs(parse(["--model", _checkpoint(tmp_path, **fields), "--num-hidden-layers", "2"]))
+    jobs = Jobs(parse(["--model", _checkpoint(tmp_path, **fields)]))
     rbln, cpu = jobs.generate("rbln").engine_args, jobs.generate("cpu").engine_args
     assert (rbln["max_model_len"], rbln["block_size"]) == (500, 512)
     assert (cpu["max_model_len"], cpu["block_size"], cpu["enforce_eager"]) == (500, 128, True)
     assert jobs.generate("cpu").num_logprobs == 300
-    assert rbln["hf_overrides"] == {
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention", "sliding_attention"],
-    }
 
 
 def test_what_is_less_than_asked_for_is_told(tmp_path: Path) -> None:
