@@ -114,6 +114,7 @@ WORD = BeforeValidator(_lower)
 """Lets a choice be written in capitals."""
 
 Switch: TypeAlias = Annotated[bool, Form("boolean", "boolean", _read_switch)]
+OptionalSwitch: TypeAlias = Annotated[bool | None, Form("boolean", "boolean", _read_switch)]
 Number: TypeAlias = Annotated[int, Field(gt=0), _NUMBER]
 OptionalNumber: TypeAlias = Annotated[int | None, Field(gt=0), _NUMBER]
 Count: TypeAlias = Annotated[int, Field(ge=0), Form("integer >= 0", "integer >= 0", read_number)]
@@ -160,8 +161,12 @@ class RblnConfig(BaseModel):
     """Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."""
     kernels: Annotated[Kernels, Env("VLLM_RBLN_KERNELS")] = "auto"
     """Emulated device: `native` fails without a compiler, `aten` never builds kernels."""
-    strict_mode: Annotated[Switch, GRAPH, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = False
-    """A compile failure raises instead of falling back to the CPU."""
+    strict_mode: Annotated[Switch, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = True
+    """On an NPU: what the SDK cannot compile raises instead of falling back to the CPU."""
+    use_device_tensor: Annotated[OptionalSwitch, Env("VLLM_RBLN_USE_DEVICE_TENSOR")] = None
+    """On an NPU: weights, KV caches and buffers are tensors of torch's device `rbln`, not the
+    SDK's own. Unset: where torch-rbln is installed.
+    """
     enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
     """Compile or load and run every planned graph before the service is ready."""
     hot_path_policy: Annotated[HotPathPolicy, Env("VLLM_RBLN_HOT_PATH_POLICY")] = "error"

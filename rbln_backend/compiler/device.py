@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_compiler import RebelCompiler, find_sdk, npu_name
+from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
+from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import can_build
 from rbln_backend.emulator.kernel_set import (
@@ -20,44 +24,105 @@ from rbln_backend.emulator.kernel_set import (
 )
 from rbln_backend.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 Device = Literal["emulated", "rebel"]
 
 
 def choose_device(config: RblnConfig) -> Device:
-    """``rebel`` when asked for, or when the SDK sees an NPU (or is told to pretend one).
+    """``rebel`` when it is asked for, an NPU is named, or the SDK sees one.
 
-    Raises ``ConfigError`` when ``rebel`` is asked for and cannot be had.
+    Raises ``ConfigError`` when ``rebel`` or a named NPU cannot be had, or the SDK does not load.
     """
+    return "emulated" if find_npu(config) is None else "rebel"
+
+
+def find_npu(config: RblnConfig) -> Npu | None:
+    """The NPU to compile for; None: the emulated device. Raises as ``choose_device``."""
     if config.device == "emulated":
-        return "emulated"
-    sdk = find_sdk()
-    found = npu_name(sdk, config.force_npu_name) if sdk is not None else None
+        return None
+    sdk = installed_sdk()
+    if sdk is None:
+        _refuse_without_sdk(config)
+        return None
+    name = npu_name(sdk, config)
+    if name is not None:
+        return Npu.named(name)
     if config.device == "rebel":
-        if sdk is None:
-            raise ConfigError(
-                "device='rebel' needs the RBLN SDK, but the module 'rebel' is not installed; "
-                "install the 'npu' extra or use device='emulated'"
-            )
-        if found is None:
-            raise ConfigError(
-                "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
-            )
-    return "rebel" if found is not None else "emulated"
+        raise ConfigError(
+            "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
+        )
+    return None
+
+
+def installed_sdk() -> ModuleType | None:
+    """The module ``rebel``, or None where it is not installed.
+
+    Raises ``ConfigError`` where it is installed and does not load, whatever it raised: running
+    emulated on a host with an NPU is nothing that should happen unasked.
+    """
+    try:
+        return importlib.import_module("rebel")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "rebel":
+            return None
+        raise ConfigError(
+            "the RBLN SDK is installed, but 'import rebel' fails with "
+            f"{type(error).__name__}: {error}; mend the installation or use device='emulated'"
+        ) from error
+
+
+def npu_name(sdk: ModuleType, config: RblnConfig) -> str | None:
+    """The NPU's name, e.g. ``RBLN-CR13``: the one found, else the one forced, as in vllm-rbln."""
+    name = sdk.get_npu_name(0) or config.force_npu_name
+    return str(name) if name else None
+
+
+def _refuse_without_sdk(config: RblnConfig) -> None:
+    if config.device == "rebel":
+        asked = "device='rebel'"
+    elif config.force_npu_name:
+        asked = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
+    else:
+        return
+    raise ConfigError(
+        f"{asked} needs the RBLN SDK, but the module 'rebel' is not installed; "
+        "install the 'npu' extra or use device='emulated'"
+    )
 
 
 def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
-    """The SDK's compiler for the NPU found by ``choose_device``."""
-    sdk = find_sdk()
+    """The SDK's compiler for the NPU of ``find_npu``; ``cache_dir``: this rank's own."""
+    sdk, npu = installed_sdk(), find_npu(config)
     assert sdk is not None
-    device = npu_name(sdk, config.force_npu_name)
-    assert device is not None
+    assert npu is not None
+    found = sdk.get_npu_name(0)
+    if found and config.force_npu_name not in (None, found):
+        name = config.force_npu_name
+        logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, found)
     return RebelCompiler(
         sdk,
-        device=device,
+        npu=npu,
         cache_dir=cache_dir,
         strict=config.strict_mode,
         num_devices=config.num_devices_per_local_rank,
+        npu_tensors=bool(found) and uses_npu_tensors(config),
+        has_device=bool(found),
     )
+
+
+def uses_npu_tensors(config: RblnConfig) -> bool:
+    """Whether weights, caches and buffers are torch's; raises ``ConfigError`` where they cannot."""
+    if config.use_device_tensor is False:
+        return False
+    if has_npu_tensors():
+        return True
+    if config.use_device_tensor:
+        raise ConfigError(
+            "use_device_tensor (VLLM_RBLN_USE_DEVICE_TENSOR) needs torch-rbln, which is not "
+            "installed or does not load; unset it to let the SDK keep the KV caches"
+        )
+    return False
 
 
 def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:

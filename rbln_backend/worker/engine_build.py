@@ -15,6 +15,7 @@ from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.compiler.device import find_npu
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
@@ -57,6 +58,7 @@ from rbln_backend.worker.step.grammar_mask import GrammarMask
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
+from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.runner import StepRunner
@@ -117,9 +119,10 @@ class EngineBuild:
         self._generates = config.model_config.runner_type == "generate"
         self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
         self._moe = moe_methods(parts.model)
-        self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
+        self._kv_caches = KvCaches.allocate(
+            kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
+        )
         self._kv_caches.bind(parts.attention_layers)
-        parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
@@ -282,6 +285,7 @@ class EngineBuild:
             metrics=self._step_metrics(),
             stage=self._stage,
             agreement=self._agreement,
+            rows=_row_order(self._parts.rbln),
         )
         if not is_last:
             return RelayRunner(steps)
@@ -336,6 +340,11 @@ def _capture_workers(parts: EngineParts) -> int:
         return 1
     ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _row_order(rbln: RblnConfig) -> RowOrder:
+    npu = find_npu(rbln)
+    return AsScheduled() if npu is None or not npu.wants_longest_first else LongestFirst()
 
 
 def _agreement(config: VllmConfig) -> StepAgreement:

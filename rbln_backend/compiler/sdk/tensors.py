@@ -1,0 +1,70 @@
+"""Where the tensors of graphs lie for the SDK: in host memory, or all of them on the NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rbln_backend.compiler.tensor_table import INPUT
+
+
+class BoundTensors(Protocol):
+    """The arguments of one runtime."""
+
+    arguments: list[Tensor]
+
+    def before_run(self) -> None:
+        """Bring what a step filled to where the runtime reads it."""
+        ...
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs in host memory."""
+        ...
+
+
+class HostTensors:
+    """The runtime copies what it needs; caches are known to it by their names."""
+
+    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor]) -> None:  # noqa: ARG002
+        self.arguments = list(tensors)
+
+    def before_run(self) -> None:
+        """Nothing: the runtime reads the step's own buffers."""
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """As they are."""
+        return tuple(outputs)
+
+
+class NpuTensors:
+    """Weights move for good, when the first graph reads them; a step's buffers have twins."""
+
+    def __init__(
+        self, bindings: Sequence[str], tensors: Sequence[Tensor], device: torch.device
+    ) -> None:
+        self._filled: list[tuple[Tensor, Tensor]] = []
+        self.arguments: list[Tensor] = []
+        for binding, tensor in zip(bindings, tensors, strict=True):
+            self.arguments.append(self._place(binding, tensor, device))
+
+    def _place(self, binding: str, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device.type == device.type:
+            return tensor
+        if binding.startswith(INPUT):
+            twin = tensor.to(device)
+            self._filled.append((twin, tensor))
+            return twin
+        tensor.data = tensor.data.to(device)
+        return tensor
+
+    def before_run(self) -> None:
+        """Copy the step's buffers."""
+        for twin, tensor in self._filled:
+            twin.copy_(tensor)
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies: what comes next, sampling first of all, is the host's."""
+        return tuple(output.to("cpu") for output in outputs)

@@ -1,0 +1,104 @@
+"""Which device is chosen, with packages called ``rebel`` that load, fail to, or are not there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.compiler.device import choose_device, make_rebel_compiler
+from rbln_backend.config import RblnConfig
+from rbln_backend.errors import ConfigError
+
+SDK = """
+__version__ = "0.12.3"
+NPU_OF = {npus!r}
+
+def get_npu_name(device_id):
+    return NPU_OF.get(device_id)
+
+class CompileContext:
+    def __init__(self, **options):
+        pass
+"""
+
+Install = Callable[[str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Write a package called ``rebel`` with the given source; it is forgotten afterwards."""
+    core = tmp_path / "rebel" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "torch_compile.py").write_text("def rbln_backend(graph, inputs, **kwargs): ...")
+
+    def write(source: str) -> None:
+        (tmp_path / "rebel" / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield write
+    for name in [name for name in sys.modules if name.split(".")[0] == "rebel"]:
+        del sys.modules[name]
+
+
+def test_a_found_npu_comes_before_a_forced_name(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(SDK.format(npus={0: "RBLN-CR13"}))
+    config = RblnConfig(force_npu_name="RBLN-CA25")
+    assert choose_device(config) == "rebel"
+    with caplog.at_level(logging.WARNING):
+        assert make_rebel_compiler(config, None).hardware == "RBLN-CR13"
+    assert "RBLN_FORCE_NPU_NAME=RBLN-CA25 is ignored: the host has RBLN-CR13" in caplog.text
+
+
+def test_a_forced_name_stands_in_where_no_npu_is(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(SDK.format(npus={}))
+    config = RblnConfig(force_npu_name="RBLN-CA25")
+    assert choose_device(RblnConfig()) == "emulated"
+    assert choose_device(config) == "rebel"
+    assert make_rebel_compiler(config, None).hardware == "RBLN-CA25"
+    assert not caplog.text
+    with pytest.raises(ConfigError, match="RBLN_FORCE_NPU_NAME"):
+        choose_device(RblnConfig(device="rebel"))
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (RblnConfig(device="rebel"), "device='rebel'"),
+        (RblnConfig(force_npu_name="RBLN-CR13"), "force_npu_name='RBLN-CR13'"),
+    ],
+)
+def test_without_the_sdk_no_npu_can_be_asked_for(config: RblnConfig, asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"{asked}.*needs the RBLN SDK.*'npu' extra"):
+        choose_device(config)
+
+
+def test_without_the_sdk_the_device_is_emulated_unless_an_npu_is_asked_for() -> None:
+    assert choose_device(RblnConfig()) == "emulated"
+    assert choose_device(RblnConfig(device="emulated", force_npu_name="RBLN-CR13")) == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import a_part_of_the_sdk", "ModuleNotFoundError: No module named 'a_part_of_the_sdk'"),
+        ("raise ImportError('librbln.so: cannot open')", "ImportError: librbln.so: cannot open"),
+        ("raise RuntimeError('registered twice')", "RuntimeError: registered twice"),
+    ],
+)
+@pytest.mark.parametrize("config", [RblnConfig(), RblnConfig(device="rebel")])
+def test_an_sdk_that_does_not_load_is_an_error(
+    install: Install, config: RblnConfig, source: str, said: str
+) -> None:
+    install(source)
+    with pytest.raises(ConfigError, match=f"'import rebel' fails with {said}"):
+        choose_device(config)
+    assert choose_device(RblnConfig(device="emulated")) == "emulated"
