@@ -19,6 +19,12 @@ from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 LONG = {"max_position_embeddings": 4096}
+YARN_OVER_LONG = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 FAMILIES = {
     "llama": LONG,
     # Its head has a bias: phases differ in what comes before a weight.
@@ -29,7 +35,7 @@ FAMILIES = {
     "exaone4": {**LONG, "sliding_window": 200},
     "qwen3_moe": LONG,
     # Sinks, windows and experts that the SDK's op does not know.
-    "gpt_oss": LONG,
+    "gpt_oss": {**LONG, "rope_parameters": YARN_OVER_LONG},
 }
 
 
