@@ -133,7 +133,7 @@ class RebelCompiler:
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
         bound = self._bind(program, tensors)
-        module = module_of(program, self._moved and self._moved.device)
+        module = module_of(program, None if self._moved is None else self._moved.device)
         use_functional_ops(module.graph, self._groups)
         module.recompile()
         try:

@@ -61,5 +61,5 @@ def test_what_is_asked_for_and_missing_is_refused(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     job = Job(checkpoints("llama", **LONG))
-    with pytest.raises(AssertionError, match="use_device_tensor .* needs torch-rbln"):
+    with pytest.raises(AssertionError, match=r"use_device_tensor .* needs torch-rbln"):
         run([job], tmp_path, rbln={"use_device_tensor": True})
