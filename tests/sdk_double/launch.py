@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,3 +34,20 @@ def read_log(log: Path, call: str | None = None) -> list[dict[str, Any]]:
     """Lines of the log in order, those of one ``call`` if it is given."""
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [line for line in lines if call in (None, line["call"])]
+
+
+def rule_table() -> dict[str, str]:
+    """Each rule's name and whose it is, ``vendor`` or ``ours``."""
+    program = (
+        "import json; from rebel.rules import RULES;"
+        "print(json.dumps({name: rule.source for name, rule in RULES.items()}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=dict(os.environ) | {"PYTHONPATH": str(FOLDER)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sources: dict[str, str] = json.loads(done.stdout)
+    return sources

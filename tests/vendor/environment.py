@@ -45,8 +45,10 @@ def _build(place: Path, site: Path) -> None:
     _run([sys.executable, "-m", "venv", "--without-pip", str(place)])
     # Wheels go in first: links to packages of ours must not be written through.
     _run(
-        [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
-        + ["--quiet", "--no-deps", "--only-binary", ":all:", *WHEELS]
+        [
+            *(sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"),
+            *("--quiet", "--no-deps", "--only-binary", ":all:", *WHEELS),
+        ]
     )
     theirs = next((place / "lib").glob("python*")) / "site-packages"
     for name in _shared(site):
@@ -62,8 +64,10 @@ def native_library() -> Path:
         place.mkdir(parents=True, exist_ok=True)
         made = place / f"librbln.{os.getpid()}"
         _run(
-            ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wl,-soname,librbln.so"]
-            + ["-o", str(made), str(source)]
+            [
+                *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall"),
+                *("-Wl,-soname,librbln.so", "-o", str(made), str(source)),
+            ]
         )
         made.rename(place / "librbln.so")
     return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 from typing import IO
 
@@ -14,11 +15,29 @@ from rebel.rules import RuleBrokenError, is_on, require
 from rebel.settings import SETTINGS
 from torch import Tensor
 
-# A CR13 has four chiplets; vllm_rbln reserves 256 MiB on each for a runtime's command stream.
-RUNTIME_BYTES = 4 * (256 << 20)
+# A CR13 has four chiplets; vllm_rbln's estimate reserves 256 MiB on each for the command stream of
+# a graph with KV (vllm_rbln/v1/worker/utils.py, estimate_available_memory).
+_CHIPLETS = 4
+RUNTIME_BYTES = _CHIPLETS * (256 << 20)
 # Fresh device memory holds anything: NaN in every float format. Not all of a large pool, which
 # would make the host's pages real.
 _GARBAGE, _GARBAGE_BYTES = 0xFF, 256 << 20
+
+
+# MAP_NORESERVE of Linux, which Python's module names from 3.13 on.
+_NO_RESERVE = 0x4000
+# [blocks, 2, heads, 1, slots, head size], as the ``rbln_custom_ops`` read it.
+_CACHE_RANK = 6
+
+
+def _fresh_memory(size: int) -> Tensor:
+    """Bytes that become real when they are touched: a device has more of them than this host."""
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    memory[:_GARBAGE_BYTES].fill_(_GARBAGE)
+    return memory
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -76,11 +95,11 @@ class KvMemory:
 
     def _allocate(self, tensor: Tensor) -> Tensor:
         name, size = self._static[storage_id(tensor)][0], tensor.untyped_storage().nbytes()
-        MEMORY.take(f"kv {name} {id(self)}", size)
-        log.write("kv_memory", name=name, bytes=size)
-        memory = torch.empty(size, dtype=torch.uint8)
-        memory[:_GARBAGE_BYTES].fill_(_GARBAGE)
-        return memory
+        # A head lives on one chiplet: fewer heads than chiplets are stored more than once.
+        copies = max(1, _CHIPLETS // int(tensor.shape[2])) if tensor.dim() == _CACHE_RANK else 1
+        MEMORY.take(f"kv {name} {id(self)}", size * copies)
+        log.write("kv_memory", name=name, bytes=size, copies=copies)
+        return _fresh_memory(size)
 
 
 class Npus:

@@ -29,7 +29,7 @@ RULES = {
     ),
     "kv": Rule("KV lives on the device: what the host writes there is not seen", "vendor"),
     "memory": Rule(
-        "device memory is finite: weights, KV and 256 MiB a chiplet and runtime", "vendor"
+        "device memory is finite: weights, KV, and 1 GiB for each graph with KV", "vendor"
     ),
     "meta": Rule("every node that computes has an example_value", "vendor"),
     "no_grad": Rule("a graph is compiled with gradients off", "vendor"),

@@ -89,7 +89,8 @@ def check_kv(module: fx.GraphModule, inputs: Sequence[Input]) -> None:
     """Rule ``static``: the cache that an attention op reads is the device's."""
     kinds = {given.name: given.kind for given in inputs}
     for node in module.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        # Dynamo's graphs call the op, those of torch.export one overload of it.
+        schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
         if node.op != "call_function" or schema is None:
             continue
         places = [n for n, argument in enumerate(schema.arguments) if argument.name == "kv_cache"]

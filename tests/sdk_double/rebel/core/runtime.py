@@ -68,7 +68,8 @@ class Runtime:
         log.write("runtime", number=self.number, devices=devices, dummy=self._dummy)
 
     def _load(self) -> None:
-        MEMORY.take(f"runtime {self.number}", RUNTIME_BYTES)
+        if any(given.kind == "static" for given in self._inputs):
+            MEMORY.take(f"runtime {self.number}", RUNTIME_BYTES)
         for name, weight in attributes(self._module):
             *path, last = name.split(".")
             owner = self._module.get_submodule(".".join(path))

@@ -1,4 +1,4 @@
-"""A run of a graph without numbers: the SDK's ops check their arguments, and the log learns."""
+"""A run of a graph without numbers: the SDK's ops check their arguments, the log learns them."""
 
 from __future__ import annotations
 
