@@ -160,7 +160,7 @@ class RblnConfig(BaseModel):
     """Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."""
     kernels: Annotated[Kernels, Env("VLLM_RBLN_KERNELS")] = "auto"
     """Emulated device: `native` fails without a compiler, `aten` never builds kernels."""
-    strict_mode: Annotated[Switch, GRAPH, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = False
+    strict_mode: Annotated[Switch, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = False
     """A compile failure raises instead of falling back to the CPU."""
     enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
     """Compile or load and run every planned graph before the service is ready."""
@@ -297,7 +297,8 @@ class RblnConfig(BaseModel):
 
         `device`, `kernels` and `force_npu_name` are requests: what they resolve to belongs to
         the compiler's description of itself, so that `auto` and an explicit choice share
-        artifacts. Bucket settings are absent because each graph's key holds its own shape.
+        artifacts. `strict_mode` is a word to the SDK's compiler: what is captured is the same.
+        Bucket settings are absent because each graph's key holds its own shape.
         """
         fields = type(self).model_fields
         return {k: v for k, v in self.to_dict().items() if GRAPH in fields[k].metadata}

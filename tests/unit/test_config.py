@@ -210,7 +210,6 @@ def test_a_config_cannot_change() -> None:
 
 def test_only_what_changes_a_graph_is_a_graph_field() -> None:
     assert set(RblnConfig().graph_fields()) == {
-        "strict_mode",
         "use_custom_kernel",
         "enforce_model_fp32",
         "num_devices_per_local_rank",
@@ -228,6 +227,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"cache_root": "/elsewhere"},
         {"run_dir": "/run/rbln"},
         {"sampler": False},
+        {"strict_mode": True},
         {"num_threads": 3},
         {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
     ],
