@@ -20,6 +20,32 @@ if TYPE_CHECKING:
     from rbln_backend.reporting.store_report import CompileReport, StoreReport
 
 
+_PLUGIN = "rbln"
+_REGISTER = "rbln_backend:register"
+
+
+def refuse_twins() -> None:
+    """Raise ``PlatformError`` where another package has a platform plug-in of this one's name.
+
+    vLLM would run the one that it finds last, and not say which. As a general plug-in this is
+    called before an engine is configured, whichever was found last.
+    """
+    from importlib.metadata import entry_points
+
+    from vllm import envs
+
+    if envs.VLLM_PLUGINS is not None and _PLUGIN not in envs.VLLM_PLUGINS:
+        return
+    for twin in entry_points(group="vllm.platform_plugins", name=_PLUGIN):
+        if twin.value != _REGISTER:
+            owner = "another package" if twin.dist is None else twin.dist.name
+            raise PlatformError(
+                f"two platform plug-ins are called {_PLUGIN!r}: {twin.value} of {owner} and "
+                f"{_REGISTER} of rbln-serve, and vLLM runs the one that it finds last; uninstall "
+                f"{owner}, or give each an environment of its own"
+            )
+
+
 def is_active() -> bool:
     """Whether vLLM runs on this platform; the first to ask has vLLM choose one."""
     return _other_platform() is None

@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
+from rbln_backend.compilation import settle_compilation
 from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
@@ -157,6 +158,11 @@ class RblnPlatform(Platform):
             )
 
     @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        if not isinstance(vllm_config.additional_config, Settled):
+            settle_compilation(vllm_config)
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from rbln_backend.compiler.device import find_npu
 
@@ -258,6 +264,9 @@ def _set_classes(vllm_config: VllmConfig) -> None:
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = "rbln_backend.scheduler.scheduler.RblnScheduler"
     parallel.disable_custom_all_reduce = True
+    if scheduler.async_scheduling:
+        # vLLM has announced it by now, asked for or not.
+        logger.info_once("Asynchronous scheduling is off again: steps run one after another")
     scheduler.async_scheduling = False
 
 

@@ -17,6 +17,7 @@ from rbln_backend.unsupported import (
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
     EXPERT_PARALLEL_TP_DP,
+    KV_DTYPE,
     KV_TRANSFER,
     MULTIMODAL,
     QUANTIZATION,
@@ -51,6 +52,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     model = model_config(vllm_config)
     if model is not None:
         refuse_model(model)
+        _check_kv_dtype(vllm_config.cache_config.cache_dtype, model)
         if model.is_moe:
             _check_expert_ranks(parallel)
     # Last: for some of those models vLLM switches it off itself.
@@ -58,6 +60,12 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _check_kv_dtype(cache_dtype: str, model: ModelConfig) -> None:
+    """Caches hold what the model computes: nothing scales or converts their entries."""
+    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
 
 
 def _check_expert_ranks(parallel: ParallelConfig) -> None:

@@ -147,6 +147,12 @@ KV_TRANSFER = Feature(
     "whose KV caches belong to one engine",
     "drop --kv-transfer-config",
 )
+KV_DTYPE = Feature(
+    "a KV cache in another dtype than the model",
+    "--kv-cache-dtype fp8",
+    "whose attention ops read keys and values as the model computes them",
+    "drop --kv-cache-dtype",
+)
 MULTIMODAL = Feature(
     "multimodal inputs",
     "Llava, Qwen-VL, Gemma-3 with its vision tower, Pixtral",
@@ -252,6 +258,7 @@ FEATURES: tuple[Feature, ...] = (
     LORA_TARGET,
     LORA_DTYPE,
     SPECULATION,
+    KV_DTYPE,
     KV_TRANSFER,
 )
 """All rows, models' features first."""

@@ -22,7 +22,7 @@ from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu
-from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, NpuTensors
+from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
@@ -86,7 +86,7 @@ class RebelCompiler:
         self._sdk = sdk
         self.hardware = npu.name
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
-        self._device = torch.device("rbln") if npu_tensors else None
+        self._moved = Moved(torch.device("rbln")) if npu_tensors else None
         self._num_devices = num_devices
         self._cache_dir = cache_dir
         runtimes: list[Any] = []
@@ -103,9 +103,9 @@ class RebelCompiler:
         self._groups: Mapping[str, Group] = {}
 
     def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
-        if self._device is not None:
+        if self._moved is not None:
             self._options["model_trace_method"] = "export"
-            return TensorKvMemory(self._device, _no_room)
+            return TensorKvMemory(self._moved.device, _no_room)
         context = self._sdk.CompileContext(use_weight_sharing=True, use_global_ctx=True)
         self._options["compile_context"] = context
         return StaticKvMemory(context, runtimes)
@@ -118,7 +118,7 @@ class RebelCompiler:
             "compiler_version": ".".join(version.split(".")[:2]),
             "npu": self.hardware,
             "num_devices": self._num_devices,
-            "npu_tensors": self._device is not None,
+            "npu_tensors": self._moved is not None,
             "strict": "strict" in self._options["mode"],
         }
 
@@ -133,7 +133,7 @@ class RebelCompiler:
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
         bound = self._bind(program, tensors)
-        module = module_of(program, self._device)
+        module = module_of(program, None if self._moved is None else self._moved.device)
         use_functional_ops(module.graph, self._groups)
         module.recompile()
         try:
@@ -148,10 +148,10 @@ class RebelCompiler:
         return RebelGraph(spec, runtime, bound)
 
     def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:
-        if self._device is None:
+        if self._moved is None:
             return HostTensors(program.bindings, tensors)
         try:
-            return NpuTensors(program.bindings, tensors, self._device)
+            return NpuTensors(program.bindings, tensors, self._moved)
         except RuntimeError as error:
             raise _no_room(error) from error
 

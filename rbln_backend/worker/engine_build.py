@@ -107,7 +107,7 @@ class FilledStore(NamedTuple):
     results: Mapping[str, Result]
     """"compiled" or "loaded" by graph."""
     missing: Sequence[str]
-    """Graphs that the store did not take."""
+    """Graphs that the store did not take, and ``binaries`` where it did not take those."""
 
 
 class EngineBuild:
@@ -189,8 +189,11 @@ class EngineBuild:
         else:
             # The SDK compiles, into a cache of its own, as it is given the tensors.
             warm_up.compile_all(requests, self._factory)
-        missing = [r.spec for r in requests if not self._factory.is_stored(r.spec)]
-        return FilledStore(warm_up.results, [str(spec) for spec in missing])
+        specs = [request.spec for request in requests]
+        missing = [str(spec) for spec in specs if not self._factory.is_stored(spec)]
+        if not self._factory.has_binaries(specs):
+            missing.append("binaries")
+        return FilledStore(warm_up.results, missing)
 
     def _requests(self) -> list[GraphRequest]:
         has_logits = self._generates and self._stage.part.is_last

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from rbln_backend import api
 from rbln_backend.errors import PlatformError
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
@@ -28,6 +29,11 @@ def ask_backend(argv: Sequence[str], settings: ServerSettings, ask: Callable[[Vl
     Raises `LaunchError`, whatever is wrong.
     """
     _quiet_engine_logs(settings)
+    try:
+        # Before the flags are read, which asks the platform for their defaults.
+        api.refuse_twins()
+    except PlatformError as error:
+        raise LaunchError(str(error), exit_code=2) from error
     from server.vllm.flags import parse_arguments
 
     args = parse_arguments(argv, settings)

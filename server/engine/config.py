@@ -40,6 +40,11 @@ def engine_config(
     if run_dir is not None:
         ours = {"run_dir": str(run_dir), "max_queue_ms": math.ceil(settings.max_queue_s * 1000)}
         engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
+    if engine_args.async_scheduling and api.is_active():
+        raise LaunchError(
+            "--async-scheduling cannot be used: steps run one after another on this platform",
+            exit_code=2,
+        )
     # An engine that gets the signal together with us must drain as we do.
     engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
     context = UsageContext.OPENAI_API_SERVER

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rbln_backend import api
 from rbln_backend.reporting.progress import ProgressReader
 from server import __version__
 from server.engine.config import engine_config
@@ -149,6 +150,8 @@ class VllmLauncher:
 
     def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
         import_vllm()
+        # Before the flags are read, which asks the platform for their defaults.
+        api.refuse_twins()
         allow_stop_strings(self._settings.max_stop)
         from server.vllm.flags import parse_arguments
         from server.vllm.frontend import import_serving

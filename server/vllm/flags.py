@@ -6,8 +6,10 @@ as well (`--host`, `--api-key`) included, should they get past the server's own 
 
 from __future__ import annotations
 
+import ast
+import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from rbln_backend import api
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 
@@ -53,6 +56,7 @@ _REFUSED_FLAGS: dict[str, str] = {
         ),
         _ABSENT,
     ),
+    "device_ids": "RBLN_VISIBLE_DEVICES names the devices",
 }
 """vLLM flags that would be accepted and then ignored, with the reason that is given."""
 
@@ -63,6 +67,10 @@ _SHARED = (
 )
 """Flags of vLLM that are this server's own; its parser has taken them out where it knew them."""
 
+_COMPILATION_FLAGS = ("--compilation-config", "-cc", "-O")
+_COMPILATION_KEYS = {"level": "mode", "candidate_compile_sizes": "compile_sizes"}
+"""What vLLM's early documents call the fields of the compilation, and their names of today."""
+
 _KEEP_ALIVE_S = 15
 """Proxies close silent connections after 30 seconds at the earliest."""
 
@@ -72,10 +80,12 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     parser = make_arg_parser(
         FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
     )
+    about = "rbln or auto: flag of vLLM up to 0.10; the platform is the device"
+    parser.add_argument("--device", default="auto", help=about)
     # What a prefix hit saved is told unless --no-enable-prompt-tokens-details asks otherwise.
     parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
     try:
-        args: Namespace = parser.parse_args(list(argv))
+        args: Namespace = parser.parse_args(list(_as_today(argv)))
         if args.model_tag is not None:
             args.model = args.model_tag
         validate_parsed_serve_args(args)
@@ -85,6 +95,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         raise LaunchError(str(error), exit_code=2) from error
     if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
         raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
+    _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
     for name, reason in _REFUSED_FLAGS.items():
@@ -100,6 +111,57 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         )
     args.host, args.port = settings.host, settings.port
     return args
+
+
+def _as_today(argv: Sequence[str]) -> Iterator[str]:
+    """Yield vLLM's flags with compilations written as of today: `-O {'level': 3}` and the like.
+
+    vLLM itself takes the `-O3` of all times.
+    """
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("-O{"):
+            flag, equals, value = "-O", "=", word[2:]
+        if flag not in _COMPILATION_FLAGS:
+            yield word
+            continue
+        if not equals:
+            value = next(words, "")
+        if flag == "-O" and value.isdecimal():
+            yield from ("--optimization-level", value)
+        else:
+            yield from ("--compilation-config", _with_names_of_today(value))
+
+
+def _with_names_of_today(text: str) -> str:
+    """Return a compilation as JSON, whether it is that or Python; as it is if it is neither."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        try:
+            given = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
+    if isinstance(given, int):
+        given = {"mode": given}
+    if not isinstance(given, dict):
+        return text
+    return json.dumps({_COMPILATION_KEYS.get(key, key): value for key, value in given.items()})
+
+
+def _check_device(given: str) -> None:
+    """Raise `LaunchError` for another device than the platform is."""
+    if given not in ("auto", "rbln"):
+        raise LaunchError(
+            f"--device must be rbln or auto, got {given!r}; an empty VLLM_PLUGINS runs vLLM's CPU "
+            "backend",
+            exit_code=2,
+        )
+    if given == "rbln" and not api.is_active():
+        raise LaunchError(
+            "--device rbln: vLLM runs on another platform here; see VLLM_PLUGINS", exit_code=2
+        )
 
 
 def _check_chat_template(given: str | None) -> None:

@@ -16,6 +16,7 @@ import pytest
 from packaging.version import Version
 
 import server
+from rbln_backend.api import refuse_twins
 from tests.architecture.source_tree import PACKAGES, ROOT
 
 
@@ -47,6 +48,12 @@ def test_the_metadata_distribution_names_the_pinned_vllm_as_a_cpu_build() -> Non
 def test_vllm_finds_the_platform_plugin() -> None:
     plugins = importlib.metadata.entry_points(group="vllm.platform_plugins")
     assert {plugin.name: plugin.value for plugin in plugins}["rbln"] == "rbln_backend:register"
+
+
+def test_vllm_finds_what_refuses_a_second_platform_plugin_of_that_name() -> None:
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    # Of the same name: VLLM_PLUGINS=rbln names both.
+    assert [plugin.load() for plugin in plugins if plugin.name == "rbln"] == [refuse_twins]
 
 
 @pytest.mark.parametrize("name", ["torch.txt", "cpu.lock", "dev.lock"])

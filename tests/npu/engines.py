@@ -38,6 +38,8 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     batches: Sequence[Sequence[list[int]]] = field(default_factory=lambda: BATCHES)
     max_tokens: int = 8
+    abort_after: int | None = None
+    """The steps after which the first request of each batch is aborted."""
     reference: Path | None = None
     """A checkpoint of the same values that transformers reads; None: the same one."""
 
@@ -80,6 +82,7 @@ def run(
             "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,
             "batches": job.batches,
             "max_tokens": job.max_tokens,
+            "abort_after": job.abort_after,
         }
         for job in jobs
     ]

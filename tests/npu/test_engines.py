@@ -6,6 +6,8 @@ host. Nothing here says that an NPU works; ``docs/npu.md`` says what the double 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,19 @@ import pytest
 from rbln_backend.store.bundle_contents import collect
 from rbln_backend.store.bundle_output import write_folder
 from tests.checkpoints import CheckpointCache
-from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, Ran, run
+from tests.npu.engines import ONE_CHUNK, OPTIONS, SHARED, TWO_BLOCKS, Job, Ran, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
+from tests.sdk_double.launch import double_environment, read_log
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 LONG = {"max_position_embeddings": 4096}
+YARN_OVER_LONG = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 FAMILIES = {
     "llama": LONG,
     # Its head has a bias: phases differ in what comes before a weight.
@@ -29,7 +38,7 @@ FAMILIES = {
     "exaone4": {**LONG, "sliding_window": 200},
     "qwen3_moe": LONG,
     # Sinks, windows and experts that the SDK's op does not know.
-    "gpt_oss": LONG,
+    "gpt_oss": {**LONG, "rope_parameters": YARN_OVER_LONG},
 }
 
 
@@ -105,3 +114,42 @@ def test_preempted_requests_end_as_they_would_have(jobs: list[Job], tmp_path: Pa
     )
     ran = run([job], tmp_path)
     assert_as_transformers([job], ran)
+
+
+def test_an_abort_leaves_the_others_and_what_comes_after_alone(
+    jobs: list[Job], folder: Path, cold: Ran
+) -> None:
+    assert cold.answers
+    batches = [[TWO_BLOCKS, ONE_CHUNK], [ONE_CHUNK, SHARED]]
+    # In the middle of the first prompt, of which a later one has the beginning.
+    job = Job(jobs[0].checkpoint, batches=batches, abort_after=7)
+    ran = run([job], folder)
+    expected = [[[], *batch[1:]] for batch in job.expected()]
+    assert ran.answers == [expected]
+
+
+def test_a_host_without_an_npu_compiles_for_one_that_has_it(
+    jobs: list[Job], tmp_path: Path
+) -> None:
+    checkpoint, root = jobs[0].checkpoint, tmp_path / "cache"
+    log = tmp_path / "compile.jsonl"
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in OPTIONS.items()
+        if value is not True
+    ]
+    environment = double_environment(log, npu="") | {
+        "RBLN_FORCE_NPU_NAME": "RBLN-CR13",
+        "VLLM_CACHE_ROOT": str(root),
+    }
+    command = [sys.executable, "-m", "server", "compile", str(checkpoint), *flags]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert {tuple(call["options"]["mode"]) for call in read_log(log, "compile")} == {
+        ("strict", "compile_only")
+    }
+    served = run(jobs[:1], tmp_path, rbln={"cache_root": str(root)})
+    assert_as_transformers(jobs[:1], served)
+    assert all(call["hit"] for call in served.calls("compile"))

@@ -159,8 +159,11 @@ def test_a_reference_is_computed_once_with_use_cache(
 def test_a_side_that_cannot_run_is_status_3_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
-    assert main(["--model", str(tmp_path), "--reference", "transformers"]) == 3
+    """This one ends before it has imported what would run the model."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    model = ["--model", str(tmp_path), "--num-hidden-layers", "1"]
+    assert main([*model, "--reference", "transformers"]) == 3
     told = capsys.readouterr()
-    assert "the transformers side ended with status 1" in told.err
+    assert "the transformers side ended with status 1:\n" in told.err
+    assert f"ValueError: {tmp_path} holds no *.safetensors" in told.err
     assert told.out.startswith(f"Model = {tmp_path}, EP=False, TP=1,")

@@ -228,6 +228,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"cache_root": "/elsewhere"},
         {"run_dir": "/run/rbln"},
         {"sampler": False},
+        {"strict_mode": True},
         {"num_threads": 3},
         {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
     ],

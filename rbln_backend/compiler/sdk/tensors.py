@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rbln_backend.compiler.tensor_table import INPUT
 
@@ -39,26 +39,42 @@ class HostTensors:
         return tuple(outputs)
 
 
+class Moved:
+    """Weights that have moved to the NPU, each once for all graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """Where ``tensor`` lies on the NPU; the host keeps its shape alone."""
+        if id(tensor) not in self._twins:
+            twin = tensor.detach().to(self.device)
+            if isinstance(tensor, nn.Parameter):
+                # The SDK tells weights by it.
+                twin = nn.Parameter(twin, requires_grad=False)
+            tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
+            self._twins[id(tensor)] = (tensor, twin)
+        return self._twins[id(tensor)][1]
+
+
 class NpuTensors:
     """Weights move for good, when the first graph reads them; a step's buffers have twins."""
 
-    def __init__(
-        self, bindings: Sequence[str], tensors: Sequence[Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor], moved: Moved) -> None:
         self._filled: list[tuple[Tensor, Tensor]] = []
         self.arguments: list[Tensor] = []
         for binding, tensor in zip(bindings, tensors, strict=True):
-            self.arguments.append(self._place(binding, tensor, device))
+            self.arguments.append(self._place(binding, tensor, moved))
 
-    def _place(self, binding: str, tensor: Tensor, device: torch.device) -> Tensor:
-        if tensor.device.type == device.type:
+    def _place(self, binding: str, tensor: Tensor, moved: Moved) -> Tensor:
+        if tensor.device.type == moved.device.type:
             return tensor
-        if binding.startswith(INPUT):
-            twin = tensor.to(device)
-            self._filled.append((twin, tensor))
-            return twin
-        tensor.data = tensor.data.to(device)
-        return tensor
+        if not binding.startswith(INPUT):
+            return moved.twin(tensor)
+        twin = tensor.to(moved.device)
+        self._filled.append((twin, tensor))
+        return twin
 
     def before_run(self) -> None:
         """Copy the step's buffers."""

@@ -177,6 +177,12 @@ class GraphFactory:
             if data is not None:
                 self._store.store(key, {BINARIES: data})
 
+    def has_binaries(self, specs: Sequence[GraphSpec]) -> bool:
+        """Whether the store has what the compiler makes of these graphs, if it makes any."""
+        if not self.compiles_when_loading:
+            return True
+        return self._store is not None and self._store.has(self._binaries_key(specs))
+
     def _binaries_key(self, specs: Sequence[GraphSpec]) -> CacheKey:
         return binaries_key(self._key_fields, self._compiler.fingerprint(), specs)
 
