@@ -36,14 +36,22 @@ ALLOWED = (
     ),
     Difference(
         "theirs",
-        r"input prefill host on cpu int32 2d",
+        r"input prefill (host on cpu|device on rbln) int32 2d",
         "their token ids are int32, ours int64, as vLLM's are; their sources say that the compiler "
         "converts integer inputs (backends/flash_attention.py, RBLNFlashAttentionMetadata)",
     ),
     Difference(
         "ours",
-        r"input prefill host on cpu int64 1d",
+        r"input prefill (host on cpu|device on rbln) int64 1d",
         "the place of the last token is int32 with them, int64 with us; converted as token ids are",
+    ),
+)
+
+WITH_DEVICE_TENSORS = (
+    Difference(
+        "theirs",
+        r"environment of rank \d+: RBLN_(LOCAL|ROOT)_IP=any",
+        "torch-rbln sets them where its own collectives are set up; ours are gloo's on the host",
     ),
 )
 

@@ -70,8 +70,10 @@ RUNS: Mapping[str, Run] = {
     "experts": replace(HOST, family="qwen3_moe"),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
-    # As many blocks as their estimate of a CR13 says fit.
-    "whole device": replace(HOST, options={"num_gpu_blocks_override": None}),
+    # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
+    "whole device": replace(
+        HOST, fields={"head_dim": 128}, options={"num_gpu_blocks_override": None}
+    ),
 }
 
 
@@ -116,6 +118,7 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         "options": dict(OPTIONS) | dict(run.options),
         "batches": make_rounds(),
         "max_tokens": NUM_TOKENS,
+        "abort_after": None,
     }
     done = subprocess.run(
         [str(vendor_python()), str(SCRIPT), json.dumps([job])],

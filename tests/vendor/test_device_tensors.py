@@ -12,13 +12,11 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
-from tests.vendor.differences import ALLOWED, Difference, unexplained
+from tests.vendor.differences import ALLOWED, WITH_DEVICE_TENSORS, unexplained
 from tests.vendor.environment import torch_rbln_variables
 from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, make_rounds
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(1200)]
-
-DEVICE_ALONE: tuple[Difference, ...] = ()
 
 
 @pytest.mark.parametrize("name", ["llama device", "window device"])
@@ -28,5 +26,5 @@ def test_device_tensors_answer_as_transformers_and_are_called_as_theirs(
     job = Job(RUNS[name].checkpoint(checkpoints), dict(OPTIONS), make_rounds(), NUM_TOKENS)
     ran = run([job], tmp_path, environment=torch_rbln_variables())
     assert ran.answers == [job.expected()]
-    differences = (*ALLOWED, *DEVICE_ALONE)
+    differences = (*ALLOWED, *WITH_DEVICE_TENSORS)
     assert unexplained(call_form(ran.log), kept_call_forms()[name], differences) == []
