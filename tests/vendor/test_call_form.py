@@ -6,7 +6,6 @@ Theirs are the kept form (``call_form.json``); ours are the log of a run over th
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 

@@ -23,7 +23,7 @@ class Rule:
 
 RULES = {
     "blocks": Rule(
-        "a block is a power of two from 512 to 16384, a chunk divides it, 16 bits number it",
+        "a block is 512 to 16384, a power of two; a chunk divides it; 16 bits number it",
         "vendor",
     ),
     "cache": Rule("a binary is loaded by the rank that compiled it", "ours"),
