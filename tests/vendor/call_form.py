@@ -62,6 +62,9 @@ def _compile(line: Mapping[str, Any]) -> Iterator[str]:
         yield f"input {phase} {given['kind']} on {where} {given.get('dtype', '')}{rank}".rstrip()
     for _ in line["attributes"]:
         yield f"attribute {phase}"
+    for name in line["ops"]:
+        if name.startswith("_c10d_functional::"):
+            yield f"collective {phase} {name.removeprefix('_c10d_functional::')}"
     for name, arguments in line["sdk_ops"]:
         told = ", ".join(_argument(text) for text in arguments)
         yield f"op {name.removeprefix('rbln_custom_ops::')}({told})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,20 +47,36 @@ ALLOWED = (
     ),
 )
 
-WITH_DEVICE_TENSORS = (
+_WITH_DEVICE_TENSORS = (
     Difference(
         "theirs",
         r"environment of rank \d+: RBLN_(LOCAL|ROOT)_IP=any",
         "torch-rbln sets them where its own collectives are set up; ours are gloo's on the host",
     ),
 )
+OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
+    "llama device": _WITH_DEVICE_TENSORS,
+    "window device": _WITH_DEVICE_TENSORS,
+    "experts": (
+        Difference(
+            "theirs",
+            r"input decode host on cpu int32 1d",
+            "their mask of padding tokens is made in the graph, from how many tokens each data-"
+            "parallel engine has; ours comes ready",
+        ),
+    ),
+}
+
+
+def allowed_in(run: str) -> tuple[Difference, ...]:
+    """The differences of every run, and those of this one."""
+    return (*ALLOWED, *OF_RUNS.get(run, ()))
 
 
 def unexplained(
-    ours: Iterable[str], theirs: Iterable[str], allowed: Iterable[Difference] = ALLOWED
+    ours: Iterable[str], theirs: Iterable[str], allowed: Sequence[Difference]
 ) -> list[str]:
     """Facts of one side alone that no difference allows, each behind its side's name."""
-    allowed = list(allowed)
     return [
         f"{whose}: {fact}"
         for whose, fact in _only(ours, theirs)
@@ -69,10 +85,10 @@ def unexplained(
 
 
 def unused(
-    pairs: Iterable[tuple[Iterable[str], Iterable[str]]], allowed: Iterable[Difference] = ALLOWED
+    ours: Iterable[str], theirs: Iterable[str], allowed: Sequence[Difference]
 ) -> list[Difference]:
-    """Differences that none of the pairs (ours, theirs) shows: their lines must go."""
-    facts = [found for ours, theirs in pairs for found in _only(ours, theirs)]
+    """Differences that are none: their lines must go."""
+    facts = _only(ours, theirs)
     return [d for d in allowed if not any(_allows(d, whose, fact) for whose, fact in facts)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
-from tests.vendor.differences import ALLOWED, WITH_DEVICE_TENSORS, unexplained
+from tests.vendor.differences import allowed_in, unexplained, unused
 from tests.vendor.environment import torch_rbln_variables
 from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, make_rounds
 
@@ -26,5 +26,6 @@ def test_device_tensors_answer_as_transformers_and_are_called_as_theirs(
     job = Job(RUNS[name].checkpoint(checkpoints), dict(OPTIONS), make_rounds(), NUM_TOKENS)
     ran = run([job], tmp_path, environment=torch_rbln_variables())
     assert ran.answers == [job.expected()]
-    differences = (*ALLOWED, *WITH_DEVICE_TENSORS)
-    assert unexplained(call_form(ran.log), kept_call_forms()[name], differences) == []
+    forms = (call_form(ran.log), kept_call_forms()[name])
+    assert unexplained(*forms, allowed_in(name)) == []
+    assert unused(*forms, allowed_in(name)) == []
