@@ -1,12 +1,14 @@
 """How the SDK is called, as lines that two callers can be compared by.
 
-``python -m tests.vendor.call_form`` runs the vendor's wheels and writes ``call_form.json`` again.
+``python -m tests.vendor.call_form [RUN ...]`` runs the vendor's wheels and writes their part of
+``call_form.json`` again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -60,6 +62,9 @@ def _compile(line: Mapping[str, Any]) -> Iterator[str]:
         yield f"input {phase} {given['kind']} on {where} {given.get('dtype', '')}{rank}".rstrip()
     for _ in line["attributes"]:
         yield f"attribute {phase}"
+    for name in line["ops"]:
+        if name.startswith("_c10d_functional::"):
+            yield f"collective {phase} {name.removeprefix('_c10d_functional::')}"
     for name, arguments in line["sdk_ops"]:
         told = ", ".join(_argument(text) for text in arguments)
         yield f"op {name.removeprefix('rbln_custom_ops::')}({told})"
@@ -92,9 +97,11 @@ def _argument(text: str) -> str:
 
 
 def _environment(line: Mapping[str, Any]) -> Iterator[str]:
+    if line["when"] != "open":
+        return
+    rank = line["variables"].get("LOCAL_RANK", "none")
     for name, value in line["variables"].items():
-        if line["when"] == "open":
-            yield f"environment {name}={'any' if name in _ANY_VALUE else value}"
+        yield f"environment of rank {rank}: {name}={'any' if name in _ANY_VALUE else value}"
 
 
 def _copy(line: Mapping[str, Any]) -> Iterator[str]:
@@ -121,3 +128,14 @@ def write(names: Iterable[str]) -> None:
             answered = run_vendor(RUNS[name], Path(folder))
         forms[name] = call_form(answered.log_path)
     KEPT.write_text(json.dumps(dict(sorted(forms.items())), indent=1) + "\n")
+
+
+def main() -> None:
+    """All runs, or those that are named."""
+    from tests.vendor.runs import RUNS
+
+    write(sys.argv[1:] or RUNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,8 @@ from tests.sdk_double.launch import double_environment
 WHEELS = ("vllm-rbln==0.12.0", "torch-rbln==0.12.0", "numba==0.68.1", "llvmlite==0.50.0")
 CACHE = Path.home() / ".cache" / "rbln-serve" / "vendor"
 
+# Their native library was built against an ABI that only a real librbln.so can promise.
+_NATIVE = {"TORCH_RBLN_SKIP_ABI_CHECK": "1"}
 _HERE = Path(__file__).parent
 _OURS = ("rbln_serve", "__editable__")
 
@@ -81,9 +83,8 @@ def vendor_environment(
     # Our tree is second on the path of ``double_environment``; theirs has the double alone.
     environment["PYTHONPATH"] = environment["PYTHONPATH"].split(os.pathsep)[0]
     return environment | {
+        **_NATIVE,
         "LD_LIBRARY_PATH": str(native_library()),
-        # Their wheel was built against an ABI that only a real library can promise.
-        "TORCH_RBLN_SKIP_ABI_CHECK": "1",
         "VLLM_RBLN_USE_VLLM_MODEL": "1",
         "VLLM_RBLN_USE_DEVICE_TENSOR": "1" if device_tensors else "0",
         # The device's own collectives have no double: ranks talk over gloo.
@@ -92,6 +93,25 @@ def vendor_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+    }
+
+
+def torch_rbln_variables() -> dict[str, str]:
+    """What gives a run of ours torch's device ``rbln``: torch-rbln alone of the vendor's wheels.
+
+    Put over the variables of ``double_environment``.
+    """
+    site = next((vendor_python().parents[1] / "lib").glob("python*")) / "site-packages"
+    alone = site.parents[2] / "torch-rbln"
+    alone.mkdir(exist_ok=True)
+    for entry in site.glob("torch_rbln*"):
+        if not (alone / entry.name).exists():
+            (alone / entry.name).symlink_to(entry)
+    ours = double_environment(Path("unused"))["PYTHONPATH"]
+    return {
+        **_NATIVE,
+        "LD_LIBRARY_PATH": str(native_library()),
+        "PYTHONPATH": os.pathsep.join((ours, str(alone))),
     }
 
 

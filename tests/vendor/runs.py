@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 from collections.abc import Mapping
@@ -12,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import CheckpointCache
+from tests.npu.engines import SCRIPT
 from tests.reference import reference_generate
 from tests.sdk_double.launch import read_log
 from tests.vendor.environment import vendor_environment, vendor_python
 
+# As the fixture ``checkpoints`` has it, for ``python -m tests.vendor.call_form``.
+CHECKPOINTS = Path.home() / ".cache" / "rbln-serve" / "test-checkpoints"
 NUM_TOKENS = 12
 CHUNK, BLOCK = 128, 1024
 
@@ -44,9 +46,8 @@ class Run:
     environment: Mapping[str, str] = field(default_factory=dict)
     device_tensors: bool = False
 
-    def checkpoint(self, cache: Path) -> Path:
+    def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
-        make = CheckpointCache(cache)
         return make(self.family, max_position_embeddings=2 * BLOCK, **self.fields)
 
 
@@ -69,8 +70,10 @@ RUNS: Mapping[str, Run] = {
     "experts": replace(HOST, family="qwen3_moe"),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
-    # As many blocks as their estimate of a CR13 says fit.
-    "whole device": replace(HOST, options={"num_gpu_blocks_override": None}),
+    # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
+    "whole device": replace(
+        HOST, fields={"head_dim": 128}, options={"num_gpu_blocks_override": None}
+    ),
 }
 
 
@@ -109,22 +112,27 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
     )
     several = run.options.get("tensor_parallel_size", 1) > 1
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(several))
-    checkpoint = run.checkpoint(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")
-    options = dict(OPTIONS) | dict(run.options)
-    argument = [str(checkpoint), options, make_rounds(), NUM_TOKENS]
-    command = [str(vendor_python()), str(Path(__file__).with_name("serve.py"))]
+    checkpoint = run.checkpoint(CheckpointCache(CHECKPOINTS))
+    job = {
+        "path": str(checkpoint),
+        "options": dict(OPTIONS) | dict(run.options),
+        "batches": make_rounds(),
+        "max_tokens": NUM_TOKENS,
+        "abort_after": None,
+    }
     done = subprocess.run(
-        [*command, json.dumps(argument)],
+        [str(vendor_python()), str(SCRIPT), json.dumps([job])],
         env=environment | dict(run.environment),
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=float(os.environ.get("VENDOR_TIMEOUT_S", "900")),
+        timeout=1500,
         check=False,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert results, f"status {done.returncode}: {done.stderr[-4000:]}"
-    return Answered(checkpoint, json.loads(results[-1].removeprefix("RESULT")), log)
+    (tokens,) = json.loads(results[-1].removeprefix("RESULT"))
+    return Answered(checkpoint, tokens, log)
 
 
 def expected(checkpoint: Path) -> list[list[list[int]]]:

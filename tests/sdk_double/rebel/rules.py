@@ -22,7 +22,10 @@ class Rule:
 
 
 RULES = {
-    "blocks": Rule("a block is a power of two from 512 to 16384 and a chunk divides it", "vendor"),
+    "blocks": Rule(
+        "a block is 512 to 16384, a power of two; a chunk divides it; 16 bits number it",
+        "vendor",
+    ),
     "cache": Rule("a binary is loaded by the rank that compiled it", "ours"),
     "devices": Rule(
         "a rank opens devices that its environment names, and no other rank's", "vendor"

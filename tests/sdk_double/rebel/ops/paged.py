@@ -13,6 +13,8 @@ from rebel.rules import require
 from torch import Tensor
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
+# Of the ops, as vllm_rbln/v1/worker/dynamic_kv_sizer.py has it.
+_LARGEST_BLOCK_ID = 2**15 - 1
 
 
 @dataclass(frozen=True)
@@ -125,4 +127,6 @@ def check_paged(
     )
     power = block & (block - 1) == 0 and _SMALLEST_BLOCK <= block <= _LARGEST_BLOCK
     require("blocks", power, f"the block size is {block}")
+    count = kv_cache.shape[0]
+    require("blocks", count <= _LARGEST_BLOCK_ID, f"{count} blocks are more than 16 bits number")
     require("blocks", block % length == 0, f"a chunk of {length} does not divide block {block}")

@@ -1,0 +1,102 @@
+"""Where our calls of the SDK differ from the vendor's, each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Facts of ``call_form`` that only ``whose`` calls show."""
+
+    whose: Literal["ours", "theirs"]
+    pattern: str
+    """Matches the whole fact."""
+    reason: str
+
+
+ALLOWED = (
+    Difference(
+        "theirs",
+        r"(op rbln::(argmax|top_k_top_p)|input sampler|option sampler) ?.*",
+        "their sampler is a graph of the device; ours is vLLM's, on the host",
+    ),
+    Difference(
+        "ours",
+        r"(input|option) head .*",
+        "the logits of a prompt are a graph of their own here; theirs are computed with the prompt",
+    ),
+    Difference(
+        "theirs",
+        r"environment of rank \d+: RBLN_NUM_THREADS=any",
+        "they tell the SDK how many host threads a rank has; ours leaves it the SDK's default",
+    ),
+    Difference(
+        "theirs",
+        r"input prefill (host on cpu|device on rbln) int32 2d",
+        "their token ids are int32, ours int64, as vLLM's are; their sources say that the compiler "
+        "converts integer inputs (backends/flash_attention.py, RBLNFlashAttentionMetadata)",
+    ),
+    Difference(
+        "ours",
+        r"input prefill (host on cpu|device on rbln) int64 1d",
+        "the place of the last token is int32 with them, int64 with us; converted as token ids are",
+    ),
+)
+
+_WITH_DEVICE_TENSORS = (
+    Difference(
+        "theirs",
+        r"environment of rank \d+: RBLN_(LOCAL|ROOT)_IP=any",
+        "torch-rbln sets them where its own collectives are set up; ours are gloo's on the host",
+    ),
+)
+OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
+    "llama device": _WITH_DEVICE_TENSORS,
+    "window device": _WITH_DEVICE_TENSORS,
+    "experts": (
+        Difference(
+            "theirs",
+            r"input decode host on cpu int32 1d",
+            "their mask of padding tokens is made in the graph, from how many tokens each data-"
+            "parallel engine has; ours comes ready",
+        ),
+    ),
+}
+
+
+def allowed_in(run: str) -> tuple[Difference, ...]:
+    """The differences of every run, and those of this one."""
+    return (*ALLOWED, *OF_RUNS.get(run, ()))
+
+
+def unexplained(
+    ours: Iterable[str], theirs: Iterable[str], allowed: Sequence[Difference]
+) -> list[str]:
+    """Facts of one side alone that no difference allows, each behind its side's name."""
+    return [
+        f"{whose}: {fact}"
+        for whose, fact in _only(ours, theirs)
+        if not any(_allows(difference, whose, fact) for difference in allowed)
+    ]
+
+
+def unused(
+    ours: Iterable[str], theirs: Iterable[str], allowed: Sequence[Difference]
+) -> list[Difference]:
+    """Differences that are none: their lines must go."""
+    facts = _only(ours, theirs)
+    return [d for d in allowed if not any(_allows(d, whose, fact) for whose, fact in facts)]
+
+
+def _only(ours: Iterable[str], theirs: Iterable[str]) -> list[tuple[str, str]]:
+    mine, others = set(ours), set(theirs)
+    found = [("ours", fact) for fact in sorted(mine - others)]
+    return found + [("theirs", fact) for fact in sorted(others - mine)]
+
+
+def _allows(difference: Difference, whose: str, fact: str) -> bool:
+    return difference.whose == whose and re.fullmatch(difference.pattern, fact) is not None
