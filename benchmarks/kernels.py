@@ -25,7 +25,7 @@ from benchmarks.limits import Limits
 from benchmarks.machine import fma_peak, read_bandwidth
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
-OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
+OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 _COLD_BYTES = 192 << 20
 _SECONDS = 0.4
 _BLOCK = 128

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SIZES = "compile_sizes"
+_GRAPH_SIZE = "max_cudagraph_capture_size"
 _FLAG = "--compilation-config"
 _NO_EAGER = "there is no eager path: every graph is compiled"
 
@@ -43,6 +44,11 @@ def settle_compilation(vllm_config: VllmConfig) -> None:
     if (sizes := asked.pop(_SIZES, None)) is not None:
         vllm_config.compilation_config.compile_sizes = None
         _take_sizes(vllm_config, sizes)
+    if (largest := asked.pop(_GRAPH_SIZE, None)) is not None:
+        # Some of vLLM's models ask for it themselves.
+        logger.warning(
+            "%s: %s=%s has no effect: there are no CUDA graphs", _FLAG, _GRAPH_SIZE, largest
+        )
     for name, value in asked.items():
         raise ConfigError(
             f"{_FLAG}: {name}={value!r} is not supported: the whole model is captured as one graph "

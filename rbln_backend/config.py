@@ -122,6 +122,7 @@ WORD = BeforeValidator(_lower)
 """Lets a choice be written in capitals."""
 
 Switch: TypeAlias = Annotated[bool, Form("boolean", "boolean", _read_switch)]
+OptionalSwitch: TypeAlias = Annotated[bool | None, Form("boolean", "boolean", _read_switch)]
 Number: TypeAlias = Annotated[int, Field(gt=0), _NUMBER]
 OptionalNumber: TypeAlias = Annotated[int | None, Field(gt=0), _NUMBER]
 Count: TypeAlias = Annotated[int, Field(ge=0), Form("integer >= 0", "integer >= 0", read_number)]
@@ -169,8 +170,12 @@ class RblnConfig(BaseModel):
     """Device to run on; `auto` takes an NPU when the RBLN SDK finds one, else `emulated`."""
     kernels: Annotated[Kernels, Env("VLLM_RBLN_KERNELS")] = "auto"
     """Emulated device: `native` fails without a compiler, `aten` never builds kernels."""
-    strict_mode: Annotated[Switch, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = False
-    """A compile failure raises instead of falling back to the CPU."""
+    strict_mode: Annotated[Switch, Env("VLLM_RBLN_COMPILE_STRICT_MODE")] = True
+    """On an NPU: what the SDK cannot compile raises instead of falling back to the CPU."""
+    use_device_tensor: Annotated[OptionalSwitch, Env("VLLM_RBLN_USE_DEVICE_TENSOR")] = None
+    """On an NPU: weights, KV caches and buffers are tensors of torch's device `rbln`, not the
+    SDK's own. Unset: where torch-rbln is installed.
+    """
     enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
     """Compile or load and run every planned graph before the service is ready."""
     hot_path_policy: Annotated[HotPathPolicy, Env("VLLM_RBLN_HOT_PATH_POLICY")] = "error"
@@ -312,8 +317,7 @@ class RblnConfig(BaseModel):
 
         `device`, `kernels` and `force_npu_name` are requests: what they resolve to belongs to
         the compiler's description of itself, so that `auto` and an explicit choice share
-        artifacts. `strict_mode` is a word to the SDK's compiler: what is captured is the same.
-        Bucket settings are absent because each graph's key holds its own shape.
+        artifacts. Bucket settings are absent because each graph's key holds its own shape.
         """
         fields = type(self).model_fields
         return {k: v for k, v in self.to_dict().items() if GRAPH in fields[k].metadata}

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
+    from rbln_backend.compiler.sdk.npu import Npu
+
 logger = init_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 128
@@ -162,13 +164,18 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        from rbln_backend.compiler.device import find_npu
+
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
         refuse_unsupported(vllm_config, rbln)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
-        _set_shapes(vllm_config)
-        rbln = _set_reuse_unit(vllm_config, rbln)
+        npu = find_npu(rbln)
+        _set_shapes(vllm_config, npu)
+        rbln = _set_reuse_unit(vllm_config, rbln, npu)
+        if npu is not None:
+            rbln = _settle_npu(vllm_config, rbln, npu)
         model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
@@ -278,35 +285,60 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
         model.disable_cascade_attn = True
 
 
-def _set_shapes(vllm_config: VllmConfig) -> None:
+def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
     """Block size and chunk: a chunk longer than the context would only ever be padding."""
+    from rbln_backend.compiler.sdk import limits
+
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not cache.user_specified_block_size:
-        cache.block_size = DEFAULT_BLOCK_SIZE
+        cache.block_size = DEFAULT_BLOCK_SIZE if npu is None else limits.DEFAULT_BLOCK_SIZE
     model = model_config(vllm_config)
     if model is None:
         return
     longest = max(model.max_model_len, scheduler.max_num_seqs)
+    if npu is not None:
+        longest = limits.fitting_chunk(cache.block_size, longest)
     if scheduler.max_num_batched_tokens > longest:
         scheduler.max_num_batched_tokens = longest
 
 
-def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
+def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:
     """Settle where prefixes can be reused and how prompts are cut, for all processes alike."""
-    from rbln_backend.compiler.device import choose_device
     from rbln_backend.kv_cache.layout import reuse_unit
 
     # A chunk that starts inside a block crosses into the next one, which an NPU need not support.
-    is_emulated = choose_device(rbln) == "emulated"
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     unit = reuse_unit(
         wanted=rbln.sub_block_size,
-        default=DEFAULT_REUSE_UNIT if is_emulated else chunk,
+        default=DEFAULT_REUSE_UNIT if npu is None else chunk,
         block_size=vllm_config.cache_config.block_size,
         enabled=rbln.sub_block_cache,
     )
     step_tokens = rbln.prefill_step_tokens
     if step_tokens is None:
         # Where an NPU's time goes in a step is not known here.
-        step_tokens = DEFAULT_STEP_TOKENS if is_emulated else chunk
+        step_tokens = DEFAULT_STEP_TOKENS if npu is None else chunk
     return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
+
+
+def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfig:
+    """One prefill shape unless others were asked for: each graph takes memory of the NPU.
+
+    Raises ``ConfigError`` for shapes that its compiler refuses.
+    """
+    from rbln_backend.compiler.sdk import limits
+
+    if rbln.use_custom_kernel:
+        raise ConfigError(
+            "use_custom_kernel (RBLN_USE_CUSTOM_KERNEL): these kernels are the vendor's own "
+            "(vllm-rbln) and not part of this backend; unset it, or use device='emulated'"
+        )
+    model, chunk = model_config(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
+    chunks = rbln.prefill_chunk_buckets or (chunk,)
+    if model is not None and model.attn_type != "encoder_only":
+        block_size = vllm_config.cache_config.block_size
+        limits.check_block(block_size)
+        limits.check_chunks(block_size, chunks)
+        assert rbln.sub_block_size is not None
+        limits.check_reuse_unit(npu, rbln.sub_block_size, chunk)
+    return rbln.model_copy(update={"prefill_chunk_buckets": chunks})

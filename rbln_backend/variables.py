@@ -148,7 +148,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
     Variable("VLLM_RBLN_DISABLE_MM", _IDLE, _TEXT_ALONE),
     Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),
-    Variable("VLLM_RBLN_USE_DEVICE_TENSOR", _IDLE, "The device decides."),
     Variable(
         "VLLM_RBLN_BACKFILL_TRACE_REQS", _IDLE, "Tracing follows vLLM's flags.", type=_AnyText
     ),

@@ -13,8 +13,9 @@ from rbln_backend.attention.metadata import (
     RblnAttentionMetadata,
     WindowMetadata,
 )
-from rbln_backend.attention.ops import CausalAttention, SlidingWindowAttention
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.attention.ops import EmulatedAttention
+from rbln_backend.attention.sdk_ops import SdkAttention
+from rbln_backend.compiler.device import find_npu
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import (
     ALIBI,
@@ -140,16 +141,23 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.sinks = sinks
         # vLLM writes "no cap" as 0.
         self.soft_cap = logits_soft_cap or None
-        # Which of the two a layer uses follows from the metadata of its KV cache group: a window
-        # that reaches over the whole context is no window.
         self.sliding_window = sliding_window
         rbln = configured(get_current_vllm_config())
-        if self.soft_cap is not None and choose_device(rbln) == "rebel":
+        npu = find_npu(rbln)
+        if npu is not None and self.soft_cap is not None:
             raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
-        use_custom_kernel = rbln.use_custom_kernel
-        self._causal = CausalAttention(use_custom_kernel=use_custom_kernel)
-        self._window = SlidingWindowAttention(use_custom_kernel=use_custom_kernel)
-        self._causal.check_options(sinks, self.soft_cap)
+        if npu is not None and head_size not in SUPPORTED_HEAD_SIZES:
+            raise UnsupportedModelError(
+                f"head size {head_size}: the attention kernels of {npu.name} have "
+                f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
+            )
+        self._attention: EmulatedAttention | SdkAttention = (
+            EmulatedAttention(
+                use_custom_kernel=rbln.use_custom_kernel, sinks=sinks, soft_cap=self.soft_cap
+            )
+            if npu is None
+            else SdkAttention(window=sliding_window, appends=npu.appends_windows, sinks=sinks)
+        )
 
     def forward(
         self,
@@ -169,44 +177,39 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         q_shape = (batch, length, self.num_kv_heads, group, self.head_size)
         kv_shape = (batch, length, self.num_kv_heads, 1, self.head_size)
         result = self._attend(
-            query.view(q_shape).permute(0, 2, 3, 1, 4),
-            key.view(kv_shape).permute(0, 2, 3, 1, 4),
-            value.view(kv_shape).permute(0, 2, 3, 1, 4),
-            kv_cache,
+            layer,
             attn_metadata,
+            q=query.view(q_shape).permute(0, 2, 3, 1, 4),
+            k=key.view(kv_shape).permute(0, 2, 3, 1, 4),
+            v=value.view(kv_shape).permute(0, 2, 3, 1, 4),
+            kv_cache=kv_cache,
+            scale=self.scale_tensor,
         )
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(query.shape))
         return output
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: RblnAttentionMetadata
-    ) -> Tensor:
-        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; the result is shaped like q."""
+    def _attend(self, layer: Any, metadata: RblnAttentionMetadata, **tensors: Tensor) -> Tensor:
+        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; the result is shaped like q.
+
+        What a layer does follows from the metadata of its KV cache group: a window that reaches
+        over the whole context is no window.
+        """
         if isinstance(metadata, WindowMetadata):
-            return self._window(
-                q=q,
-                k=k,
-                v=v,
-                kv_cache=kv_cache,
-                scale=self.scale_tensor,
+            return self._attention.shifted_window(
+                **tensors,
                 cache_seq_len=metadata.cache_seq_len,
                 cache_offset=metadata.cache_offset,
                 block_tables=metadata.block_tables,
                 is_prefill=metadata.is_prefill,
-                sinks=self.sinks,
-                soft_cap=self.soft_cap,
             )
         assert isinstance(metadata, PagedMetadata)
-        return self._causal(
-            q=q,
-            k=k,
-            v=v,
-            kv_cache=kv_cache,
-            scale=self.scale_tensor,
-            seq_idx=metadata.seq_idx,
-            block_tables=metadata.block_tables,
+        tensors |= {"seq_idx": metadata.seq_idx, "block_tables": metadata.block_tables}
+        if metadata.window is not None:
+            assert isinstance(self._attention, SdkAttention)
+            return self._attention.appended_window(**tensors, window=metadata.window)
+        return self._attention.causal(
+            **tensors,
             is_prefill=metadata.is_prefill,
             one_block=metadata.one_block,
-            sinks=self.sinks,
-            soft_cap=self.soft_cap,
+            layer=layer,
         )

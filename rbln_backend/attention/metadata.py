@@ -20,19 +20,21 @@ class RblnAttentionMetadata(AttentionMetadata):
 
 @dataclass
 class PagedMetadata(RblnAttentionMetadata):
-    """Layers that keep the whole context in P blocks per request (partitions)."""
+    """Layers that keep a request's context in P blocks (partitions)."""
 
     seq_idx: Tensor
-    """[B, P] int32: tokens already cached in each partition before this step."""
+    """[B, 1] int64: the position of each request's first query token; 0 in padded rows."""
     block_tables: Tensor
     """[P] int32 in prefill, [B, P] in decode; padded entries hold the null block 0."""
     one_block: bool
     """True when one block holds a whole request (block_size == max_model_len)."""
+    window: int | None = None
+    """The positions that a query sees, its own included, where that is not the whole context."""
 
 
 @dataclass
 class WindowMetadata(RblnAttentionMetadata):
-    """Layers that keep the last ``window`` tokens in one block per request."""
+    """Layers that keep the last ``window`` tokens in one block per request, shifted in place."""
 
     cache_seq_len: Tensor
     """[B, 1] int32: valid positions of the block before this step, at most ``window``."""

@@ -1,23 +1,22 @@
-"""Schemas of the RBLN attention ops, shared by both devices.
+"""The attention ops of the emulated device: what the SDK's ops of the same names compute.
 
-The compiler of a real device matches these ops by name; the emulator registers CPU bodies for
-them. q is [B, Hkv, G, L, D], k and v are [B, Hkv, 1, L, D], the result has q's shape.
+They lie in namespaces of their own, so that they never meet the SDK's; ``attention.sdk_ops`` calls
+those. q is [B, Hkv, G, L, D], k and v are [B, Hkv, 1, L, D], the result has q's shape.
 
-*Causal ops.* With ``start`` the sum of a request's row of ``seq_idx``, the new K and V of L query
-tokens are written at logical positions start..start+L-1 through the block table, and query row j
-attends to positions 0..start+j. Padded rows carry ``seq_idx`` 0 and the null block 0.
+*Causal ops.* ``seq_idx`` [B, 1] holds each request's first query position, ``start``. The new K and
+V of L query tokens are written at logical positions start..start+L-1 through the block table, and
+query row j attends to positions 0..start+j. Padded rows carry ``seq_idx`` 0 and the null block 0.
 
 *Sliding-window ops.* A request owns one block, whose slots are the window. Before the step its
 first ``cache_seq_len`` slots hold the request's latest tokens in order; of the L rows the first
 ``cache_offset - cache_seq_len`` are real. Row j attends to itself and to the window - 1 tokens
 before it, in the block or new; afterwards the block holds the latest tokens again, from slot 0 on.
 The other rows are padding and give zeros. What padded rows and unused slots hold is never read.
-The decode op's ``attn_mask`` says for a real device what ``cache_seq_len`` says: it is not read.
+The decode op's ``attn_mask`` says again what ``cache_seq_len`` says: it is not read.
 
-Two namespaces have the same ops: ``rbln_custom_ops``, and ``rbln_triton_ops`` for
-``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and whose ops end after the
-documented required arguments. ``sinks`` are one more logit per query head in the softmax's
-denominator. ``logits_soft_cap`` is ours, not the SDK's: a scaled score s becomes
+The second namespace is for ``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and
+whose ops end after the documented required arguments. ``sinks`` are one more logit per query head
+in the softmax's denominator. ``logits_soft_cap`` is ours, not the SDK's: a scaled score s becomes
 cap * tanh(s / cap), before sinks join.
 """
 
@@ -28,8 +27,8 @@ from torch import Tensor
 
 from rbln_backend.errors import UnsupportedModelError
 
-NAMESPACE = "rbln_custom_ops"
-CUSTOM_KERNEL_NAMESPACE = "rbln_triton_ops"
+NAMESPACE = "rbln_emulated_ops"
+CUSTOM_KERNEL_NAMESPACE = "rbln_emulated_kernels"
 _QKV = "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, "
 _FLASH = _QKV + "Tensor scale, Tensor seq_idx, Tensor block_tables, Tensor slot_mapping"
 _ONE_BLOCK = _QKV + "Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy"
@@ -39,7 +38,7 @@ _WINDOW = (
 )
 _MASK = ", Tensor? attn_mask=None"
 _OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None"
-# Per op: the arguments of both namespaces, and what only rbln_custom_ops takes after them.
+# Per op: the arguments of both namespaces, and what only the first takes after them.
 SCHEMAS = {
     "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS),
     "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS),
@@ -69,7 +68,7 @@ def _forward_to_plain_op(library: torch.library.Library, name: str) -> None:
     """The emulated custom kernel is the plain one over the same cache with its axes swapped."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, *rest: Tensor) -> Tensor:
-        plain = getattr(torch.ops.rbln_custom_ops, name)
+        plain = getattr(torch.ops.rbln_emulated_ops, name)
         result: Tensor = plain(q, k, v, kv_cache.transpose(0, 1), *rest)
         return result
 
@@ -82,37 +81,23 @@ for _name in SCHEMAS:
     _forward_to_plain_op(CUSTOM_KERNEL_LIBRARY, _name)
 
 
-class _Ops:
-    """The ops of one namespace, called with no argument that the caller has no need of."""
+class EmulatedAttention:
+    """The calls of one layer, with no argument that the layer has no need of."""
 
-    def __init__(self, *, use_custom_kernel: bool) -> None:
-        self._namespace = CUSTOM_KERNEL_NAMESPACE if use_custom_kernel else NAMESPACE
-
-    def check_options(self, sinks: Tensor | None, soft_cap: float | None) -> None:
-        """Raises UnsupportedModelError where the namespace has no such option."""
-        if self._namespace == CUSTOM_KERNEL_NAMESPACE and (sinks is not None or soft_cap):
+    def __init__(
+        self, *, use_custom_kernel: bool, sinks: Tensor | None = None, soft_cap: float | None = None
+    ) -> None:
+        """``sinks`` [Hq]. Raises UnsupportedModelError where the namespace has no such option."""
+        if use_custom_kernel and (sinks is not None or soft_cap):
             option = "sinks" if sinks is not None else f"soft cap (logits_soft_cap {soft_cap})"
             raise UnsupportedModelError(
                 f"the custom attention kernels take no {option}; unset RBLN_USE_CUSTOM_KERNEL"
             )
+        self._namespace = CUSTOM_KERNEL_NAMESPACE if use_custom_kernel else NAMESPACE
+        self._sinks = sinks
+        self._soft_cap = soft_cap
 
-    def _call(
-        self, name: str, arguments: tuple[Tensor, ...], sinks: Tensor | None, soft_cap: float | None
-    ) -> Tensor:
-        self.check_options(sinks, soft_cap)
-        positional: list[Tensor | None] = [*arguments]
-        if sinks is not None:
-            # By position, as the documented callers do: None stands for the mask before them.
-            positional += [None, sinks] if _MASK in SCHEMAS[name][1] else [sinks]
-        named = {} if soft_cap is None else {"logits_soft_cap": soft_cap}
-        result: Tensor = getattr(getattr(torch.ops, self._namespace), name)(*positional, **named)
-        return result
-
-
-class CausalAttention(_Ops):
-    """The documented causal op of one namespace for a phase and a block layout."""
-
-    def __call__(
+    def causal(
         self,
         *,
         q: Tensor,
@@ -124,10 +109,9 @@ class CausalAttention(_Ops):
         block_tables: Tensor,
         is_prefill: bool,
         one_block: bool,
-        sinks: Tensor | None = None,
-        soft_cap: float | None = None,
+        layer: object = None,
     ) -> Tensor:
-        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; scale 0-dim float32; sinks [Hq].
+        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; scale 0-dim float32; seq_idx [B, 1].
 
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
@@ -135,15 +119,11 @@ class CausalAttention(_Ops):
         phase = "prefill" if is_prefill else "decode"
         if one_block:
             arguments = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
-            return self._call(f"causal_attention_naive_{phase}", arguments, sinks, soft_cap)
+            return self._call(f"causal_attention_naive_{phase}", arguments)
         arguments = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale)
-        return self._call(f"flash_causal_attention_naive_{phase}", arguments, sinks, soft_cap)
+        return self._call(f"flash_causal_attention_naive_{phase}", arguments)
 
-
-class SlidingWindowAttention(_Ops):
-    """The documented sliding-window op of one namespace for a phase."""
-
-    def __call__(
+    def shifted_window(
         self,
         *,
         q: Tensor,
@@ -155,8 +135,6 @@ class SlidingWindowAttention(_Ops):
         cache_offset: Tensor,
         block_tables: Tensor,
         is_prefill: bool,
-        sinks: Tensor | None = None,
-        soft_cap: float | None = None,
     ) -> Tensor:
         """kv_cache [N, 2, Hkv, 1, window, D]; cache_seq_len, cache_offset [B, 1]; see the module.
 
@@ -166,4 +144,14 @@ class SlidingWindowAttention(_Ops):
         phase = "prefill" if is_prefill else "decode"
         lengths = (cache_seq_len, cache_offset)
         arguments = (q, k, v, kv_cache, *lengths, scale, block_tables, scale)
-        return self._call(f"sliding_window_attention_naive_{phase}", arguments, sinks, soft_cap)
+        return self._call(f"sliding_window_attention_naive_{phase}", arguments)
+
+    def _call(self, name: str, arguments: tuple[Tensor, ...]) -> Tensor:
+        positional: list[Tensor | None] = [*arguments]
+        if self._sinks is not None:
+            # By position, as the documented callers do: None stands for the mask before them.
+            positional += [None] if _MASK in SCHEMAS[name][1] else []
+            positional.append(self._sinks)
+        named = {} if self._soft_cap is None else {"logits_soft_cap": self._soft_cap}
+        result: Tensor = getattr(getattr(torch.ops, self._namespace), name)(*positional, **named)
+        return result

@@ -78,9 +78,9 @@ def _op_name(node: object) -> str:
 
 def _attention_call(node: fx.Node) -> _Call | None:
     namespace, _, name = _op_name(node).partition("::")
-    if namespace != "rbln_custom_ops" or "attention_naive" not in name:
+    if namespace != "rbln_emulated_ops" or "attention_naive" not in name:
         return None
-    packet = getattr(torch.ops.rbln_custom_ops, name)
+    packet = getattr(torch.ops.rbln_emulated_ops, name)
     names = [argument.name for argument in packet.default._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     is_window = "cache_seq_len" in given

@@ -11,7 +11,8 @@ from typing import Literal
 
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_compiler import RebelCompiler
+from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
+from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import can_build
 from rbln_backend.emulator.kernel_set import (
@@ -33,19 +34,25 @@ def choose_device(config: RblnConfig) -> Device:
 
     Raises ``ConfigError`` when ``rebel`` or a named NPU cannot be had, or the SDK does not load.
     """
+    return "emulated" if find_npu(config) is None else "rebel"
+
+
+def find_npu(config: RblnConfig) -> Npu | None:
+    """The NPU to compile for; None: the emulated device. Raises as ``choose_device``."""
     if config.device == "emulated":
-        return "emulated"
+        return None
     sdk = installed_sdk()
     if sdk is None:
         _refuse_without_sdk(config)
-        return "emulated"
-    if npu_name(sdk, config) is not None:
-        return "rebel"
+        return None
+    name = npu_name(sdk, config)
+    if name is not None:
+        return Npu.named(name)
     if config.device == "rebel":
         raise ConfigError(
             "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
         )
-    return "emulated"
+    return None
 
 
 def installed_sdk() -> ModuleType | None:
@@ -85,21 +92,37 @@ def _refuse_without_sdk(config: RblnConfig) -> None:
 
 
 def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
-    """The SDK's compiler for the NPU found by ``choose_device``."""
-    sdk = installed_sdk()
+    """The SDK's compiler for the NPU of ``find_npu``; ``cache_dir``: this rank's own."""
+    sdk, npu = installed_sdk(), find_npu(config)
     assert sdk is not None
-    device = npu_name(sdk, config)
-    assert device is not None
-    if config.force_npu_name not in (None, device):
+    assert npu is not None
+    found = sdk.get_npu_name(0)
+    if found and config.force_npu_name not in (None, found):
         name = config.force_npu_name
-        logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, device)
+        logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, found)
     return RebelCompiler(
         sdk,
-        device=device,
+        npu=npu,
         cache_dir=cache_dir,
         strict=config.strict_mode,
         num_devices=config.num_devices_per_local_rank,
+        npu_tensors=bool(found) and uses_npu_tensors(config),
+        has_device=bool(found),
     )
+
+
+def uses_npu_tensors(config: RblnConfig) -> bool:
+    """Whether weights, caches and buffers are torch's; raises ``ConfigError`` where they cannot."""
+    if config.use_device_tensor is False:
+        return False
+    if has_npu_tensors():
+        return True
+    if config.use_device_tensor:
+        raise ConfigError(
+            "use_device_tensor (VLLM_RBLN_USE_DEVICE_TENSOR) needs torch-rbln, which is not "
+            "installed or does not load; unset it to let the SDK keep the KV caches"
+        )
+    return False
 
 
 def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:

@@ -14,6 +14,7 @@ from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.recorder import Recorder, Step
 from rbln_backend.emulator.kernel_set import native_library
+from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.emulator.replay import Recording, StartRecording
 from rbln_backend.parallel.channel import open_channel, use_channels
 from rbln_backend.parallel.collectives import Group
@@ -74,6 +75,7 @@ class EmulatedCompiler:
     """Lowers programs to the emulator's kernels; nothing is built at run time."""
 
     name = "emulated"
+    compiles_when_loading = False
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class EmulatedCompiler:
         a recording of native calls; without it, every run is interpreted.
         """
         self.hardware = hardware
+        self.kv_memory = HostKvMemory()
         self._kernels = kernels
         self._packed = kernels == "native"
         self._record = record
@@ -95,9 +98,6 @@ class EmulatedCompiler:
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         return {"compiler": self.name, "packed": self._packed, "kernels": self._kernels}
-
-    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
-        """Host memory needs no fixed addresses: graphs share caches by being given the tensors."""
 
     def join(self, groups: Mapping[str, Group]) -> None:
         """Ranks of one host reduce through shared memory, others through torch.distributed."""
@@ -116,3 +116,10 @@ class EmulatedCompiler:
         graph, inputs = fold_constants(program, tensors)
         use_channels(graph, self._channels)
         return EmulatedGraph(spec, graph, inputs, self._record)
+
+    def read_binaries(self, data: bytes) -> bool:  # noqa: ARG002
+        """Programs are all there is."""
+        return True
+
+    def write_binaries(self) -> None:
+        """Programs are all there is."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rbln_backend.compiler.sdk import schemas
 from rbln_backend.errors import CompileError
 from rbln_backend.parallel import collectives
 
@@ -57,7 +58,10 @@ _METHODS = frozenset(
 )
 
 _OP_NAMESPACES = frozenset(
-    ("rbln_custom_ops", "rbln_triton_ops", "rbln_emulator", collectives.NAMESPACE)
+    (
+        *("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"),
+        *(schemas.NAMESPACE, collectives.NAMESPACE),
+    )
 )
 _ATEN_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select"))
 

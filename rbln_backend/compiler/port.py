@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
     from rbln_backend.compiler.program import Program
+    from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 
 
@@ -81,22 +83,49 @@ class CompiledGraph(Protocol):
         ...
 
 
+class KvMemory(Protocol):
+    """Where a device keeps the KV caches of a rank; besides graphs, nothing else touches them."""
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new cache that all graphs share, called before the first ``Compiler.load``.
+
+        ``name`` is a layer's, or a prefix log's. What the cache holds at first is not read.
+        """
+        ...
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks ``(source, destination)`` along the first axis of every cache."""
+        ...
+
+    def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
+        """The last tokens before ``move.num_tokens`` go from the log to a block, left-aligned.
+
+        cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, 2, Hkv, 1, page_tokens, D].
+        """
+        ...
+
+    def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
+        """One page of tokens from ``move.slot`` of a block on goes to the log."""
+        ...
+
+
 class Compiler(Protocol):
     """One device's compiler."""
 
     name: str
     hardware: str
     """What runs the programs, as users know it: an instruction set or an NPU's name."""
+    compiles_when_loading: bool
+    """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""
+
+    @property
+    def kv_memory(self) -> KvMemory: ...
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         """Everything about the device and its tool chain that changes a program (cache key).
 
         What only changes how fast a program runs is not part of it.
         """
-        ...
-
-    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
-        """Told once, before the first ``load``, which tensors every graph shares as KV caches."""
         ...
 
     def join(self, groups: Mapping[str, Group]) -> None:
@@ -112,4 +141,15 @@ class Compiler(Protocol):
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Make ``program`` callable over ``tensors``, one per placeholder, in order."""
+        ...
+
+    def read_binaries(self, data: bytes) -> bool:
+        """Take what ``write_binaries`` of another process gave, before the first ``load``.
+
+        False where it cannot be read; the graphs are compiled then.
+        """
+        ...
+
+    def write_binaries(self) -> bytes | None:
+        """What would spare another process its compiles, after the last ``load``; None: nothing."""
         ...

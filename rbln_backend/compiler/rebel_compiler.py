@@ -1,90 +1,114 @@
 """The RBLN SDK behind the compiler port; the only module that imports ``rebel``.
 
 Nothing here has run on an NPU: no SDK exists on the machines this project is built on. The calls
-follow the documented interface (backend callable, option keys, ``CompileContext``), and contract
-tests check them against a scripted stand-in of that interface.
+are those that the vendor's vllm-rbln 0.12 makes, held to a double of the SDK which that release
+was run against (``tests/sdk_double``, ``docs/npu.md``).
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor
 
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.compiler.port import CompiledGraph, GraphSpec, KvMemory
 from rbln_backend.compiler.program import Program
-from rbln_backend.compiler.tensor_table import INPUT, KV
-from rbln_backend.errors import CompileError
+from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
+from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
+from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
+from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
 
 _OUT_OF_MEMORY = ("SYS_ENOMEM: Out of memory", "SYS_EBUSY: Lack of device memory")
+_LESS_KV = "Try reducing the number of blocks by setting --num-gpu-blocks-override."
 
 
-def find_sdk() -> ModuleType | None:
-    """The ``rebel`` module, or None where the SDK is not installed."""
+def has_npu_tensors() -> bool:
+    """Whether torch-rbln, which brings torch's device ``rbln``, is installed and loads."""
     try:
-        return importlib.import_module("rebel")
+        importlib.import_module("torch_rbln")
     except ImportError:
-        return None
-
-
-def npu_name(sdk: ModuleType, forced_name: str | None) -> str | None:
-    """The NPU's name, e.g. ``RBLN-CR13``; ``forced_name`` stands in on a host without one."""
-    name = forced_name or sdk.get_npu_name()
-    return str(name) if name else None
+        return False
+    return hasattr(torch, "rbln")
 
 
 class RebelGraph:
     """A runtime returned by ``rbln_backend`` and the tensors it is called with."""
 
-    def __init__(
-        self, spec: GraphSpec, runtime: Callable[..., Any], tensors: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, spec: GraphSpec, runtime: Callable[..., Any], bound: BoundTensors) -> None:
         self.spec = spec
         self._runtime = runtime
-        self._tensors = list(tensors)
+        self._bound = bound
 
     def run(self) -> tuple[Tensor, ...]:
-        outputs = self._runtime(*self._tensors)
-        return outputs if isinstance(outputs, tuple) else tuple(outputs)
+        self._bound.before_run()
+        return self._bound.after_run(self._runtime(*self._bound.arguments))
 
     def prepare(self) -> None:
         """The runtime was made when the graph was."""
 
 
 class RebelCompiler:
-    """Hands captured graphs to ``rbln_backend`` with the documented options."""
+    """Hands captured graphs to ``rbln_backend`` as vllm-rbln 0.12 does."""
 
     name = "rebel"
+    compiles_when_loading = True
 
     def __init__(
         self,
         sdk: ModuleType,
         *,
-        device: str,
+        npu: Npu,
         cache_dir: Path | None,
         strict: bool,
         num_devices: int = 1,
+        npu_tensors: bool = False,
+        has_device: bool = True,
     ) -> None:
+        """``npu_tensors``: weights, caches and buffers are torch's on the device ``rbln``.
+
+        ``has_device``: False only compiles, for an NPU that is elsewhere. Raises ``ConfigError``
+        for ``num_devices`` that the NPU does not take.
+        """
+        if num_devices > 1 and not npu.splits_tensors:
+            raise ConfigError(
+                f"num_devices_per_local_rank={num_devices}: one rank has one {npu.name}; use "
+                "--tensor-parallel-size"
+            )
         self._sdk = sdk
-        self.hardware = device
+        self.hardware = npu.name
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
-        self._context = sdk.CompileContext(use_weight_sharing=True)
-        options: dict[str, Any] = {
-            "compile_context": self._context,
+        self._moved = Moved(torch.device("rbln")) if npu_tensors else None
+        self._num_devices = num_devices
+        self._cache_dir = cache_dir
+        runtimes: list[Any] = []
+        modes = (["strict"] if strict else []) + ([] if has_device else ["compile_only"])
+        self._options: dict[str, Any] = {
             "num_devices": num_devices,
-            "process_group_dict": {},
-            "mode": "strict" if strict else None,
-            "cache_dir": str(cache_dir) if cache_dir else None,
+            "mode": modes,
+            "use_static_output": True,
+            "_runtime_holder": runtimes,
         }
-        # The SDK's callers drop empty values before the call.
-        self._options = {key: value for key, value in options.items() if value not in (None, "")}
+        if cache_dir is not None:
+            self._options |= {"cache_dir": str(cache_dir), "mega_cache_only": True}
+        self.kv_memory = self._make_kv_memory(runtimes)
         self._groups: Mapping[str, Group] = {}
+
+    def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
+        if self._moved is not None:
+            self._options["model_trace_method"] = "export"
+            return TensorKvMemory(self._moved.device, _no_room)
+        context = self._sdk.CompileContext(use_weight_sharing=True, use_global_ctx=True)
+        self._options["compile_context"] = context
+        return StaticKvMemory(context, runtimes)
 
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         version = str(getattr(self._sdk, "__version__", "unknown"))
@@ -93,59 +117,67 @@ class RebelCompiler:
             "compiler": self.name,
             "compiler_version": ".".join(version.split(".")[:2]),
             "npu": self.hardware,
-            "num_devices": int(self._options["num_devices"]),
+            "num_devices": self._num_devices,
+            "npu_tensors": self._moved is not None,
+            "strict": "strict" in self._options["mode"],
         }
-
-    def adopt_kv_caches(self, caches: Mapping[str, Tensor]) -> None:
-        """Give each cache a fixed device address, so that all graphs address the same memory."""
-        for name, cache in caches.items():
-            self._context.mark_static_address(cache, name)
 
     def join(self, groups: Mapping[str, Group]) -> None:
         """Collectives are given to the SDK as torch's own, which name their process group."""
         self._groups = groups
-        self._options["process_group_dict"] = process_group_dict(groups)
+        self._options["process_group_dict"] = process_group_dict()
 
     def lower(self, program: Program) -> Program:
         return program
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
-        holder: list[Any] = []
-        options = {**self._options, "_runtime_holder": holder}
-        module, inputs = _with_weights_inside(program, tensors)
+        bound = self._bind(program, tensors)
+        module = module_of(program, None if self._moved is None else self._moved.device)
         use_functional_ops(module.graph, self._groups)
         module.recompile()
         try:
-            runtime = self._backend(module, inputs, options=options)
+            with as_dynamo_calls(module, bound.arguments):
+                runtime = self._backend(module, bound.arguments, options=dict(self._options))
         except RuntimeError as error:
             if any(marker in str(error) for marker in _OUT_OF_MEMORY):
                 raise CompileError(
-                    f"Not enough device memory for graph {spec}. Try reducing the number of blocks"
-                    " by setting --num-gpu-blocks-override."
+                    f"Not enough device memory for graph {spec}. {_LESS_KV}"
                 ) from error
             raise CompileError(f"compiling graph {spec} failed: {error}") from error
-        return RebelGraph(spec, runtime, inputs)
+        return RebelGraph(spec, runtime, bound)
+
+    def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:
+        if self._moved is None:
+            return HostTensors(program.bindings, tensors)
+        try:
+            return NpuTensors(program.bindings, tensors, self._moved)
+        except RuntimeError as error:
+            raise _no_room(error) from error
+
+    def read_binaries(self, data: bytes) -> bool:
+        if self._cache_dir is None:
+            return False
+        bundles = self._bundles()
+        return bundles.read_bundle(io.BytesIO(data)) is not None
+
+    def write_binaries(self) -> bytes | None:
+        if self._cache_dir is None:
+            return None
+        written = io.BytesIO()
+        return written.getvalue() if self._bundles().write_bundle(written) else None
+
+    def _bundles(self) -> Any:
+        """The SDK's own store of what it compiled, over this rank's folder."""
+        assert self._cache_dir is not None
+        self._cache_dir.mkdir(parents=True, exist_ok=True)
+        bundles = importlib.import_module("rebel.core.mega_cache")
+        bundles.set_dir(str(self._cache_dir))
+        return bundles
 
 
-def _with_weights_inside(
-    program: Program, tensors: Sequence[Tensor]
-) -> tuple[fx.GraphModule, list[Tensor]]:
-    """The program as a module that owns its weights, and the tensors left as inputs.
-
-    The SDK wants parameters as attributes: a graph input would go to the device at every call.
-    """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    owner, inputs = nn.Module(), []
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, name, tensor in zip(placeholders, program.bindings, tensors, strict=True):
-        if name.startswith((INPUT, KV)):
-            inputs.append(tensor)
-            continue
-        owner.register_buffer(node.name, tensor.detach())
-        with graph.inserting_before(node):
-            weight = graph.get_attr(node.name)
-        node.replace_all_uses_with(weight)
-        graph.erase_node(node)
-    return fx.GraphModule(owner, graph), inputs
+def _no_room(error: Exception) -> Exception:
+    """What to raise for an error of torch's device ``rbln`` while memory is taken."""
+    if any(marker in str(error) for marker in (*_OUT_OF_MEMORY, "out of memory")):
+        return DeviceMemoryError(f"the NPU has no room: {error}. {_LESS_KV}")
+    return error

@@ -194,7 +194,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),
         )
     },
-    "rbln_custom_ops": fallback_attention.BODIES,
+    "rbln_emulated_ops": fallback_attention.BODIES,
 }
 
 

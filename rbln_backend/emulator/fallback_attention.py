@@ -55,7 +55,7 @@ def flash_causal_attention(
     """q [B, Hkv, G, L, D] over the paged cache, request by request."""
     batch, kv_heads, group, length, head_size = q.shape
     out = q.new_empty(batch, length, kv_heads, group, head_size)
-    starts = seq_idx.reshape(batch, -1).sum(dim=-1).tolist()
+    starts = seq_idx.reshape(batch).tolist()
     softmax = _softmax(q, scale, sinks, logits_soft_cap)
     for b, table in enumerate(block_tables.reshape(batch, -1).long()):
         start = int(starts[b])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +56,13 @@ def open_trusted(folder: int, name: str) -> int:
         os.close(file)
         raise
     return file
+
+
+def check_trusted(path: Path, names: Iterable[str]) -> None:
+    """Raise like ``trusted_folder`` unless the files ``names`` in ``path`` may be run."""
+    with trusted_folder(path) as folder:
+        for name in names:
+            os.close(open_trusted(folder, name))
 
 
 def make_trusted_folder(path: Path) -> None:

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
 from rbln_backend.kv_cache.specs import (
+    LayerSpec,
     PagedSpec,
     WindowSpec,
     WindowStorage,
+    appended_window_spec,
     bytes_per_token,
     check_supported,
     paged_spec,
     window_of,
     window_spec,
 )
-from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec
+from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 # Tokens of a log page below which finding and copying pages costs more than they save.
 SMALLEST_PAGE = 4
@@ -41,11 +43,11 @@ class KvLimits:
     """Tokens that a prefix log keeps, where the user says so."""
     hybrid: bool
     """False: the user switched vLLM's hybrid KV cache manager off."""
+    appends_windows: bool = False
+    """The device keeps windows in pages."""
 
 
-def plan_specs(
-    layers: Mapping[str, KVCacheSpec], limits: KvLimits
-) -> dict[str, PagedSpec | WindowSpec]:
+def plan_specs(layers: Mapping[str, KVCacheSpec], limits: KvLimits) -> dict[str, LayerSpec]:
     """Our spec for each attention layer.
 
     Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
@@ -59,11 +61,13 @@ def plan_specs(
             "manager: drop --disable-hybrid-kv-cache-manager"
         )
     storage = _window_storage(dense, windows, _fit_unit(windows, limits))
-    planned: dict[str, PagedSpec | WindowSpec] = {}
+    planned: dict[str, LayerSpec] = {}
     for name, spec in dense.items():
         window = windows[name]
         if window is None:
             planned[name] = paged_spec(spec, limits.block_size)
+        elif limits.appends_windows:
+            planned[name] = appended_window_spec(spec, window, limits.block_size)
         else:
             planned[name] = window_spec(spec, window, limits.block_size, storage[window])
     return planned
@@ -127,5 +131,9 @@ def reuse_unit_of(specs: Iterable[KVCacheSpec], unit: int) -> int:
 
 
 def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes of one block in all full-attention layers; 0 if there are none."""
-    return sum(spec.page_size_bytes for spec in specs if isinstance(spec, PagedSpec))
+    """Bytes of one block in all layers with pages; 0 if there are none.
+
+    Where some of them are windows, vLLM's pool needs less: groups of layers share its memory.
+    """
+    paged = (PagedSpec, SlidingWindowSpec)
+    return sum(spec.page_size_bytes for spec in specs if isinstance(spec, paged))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import (
@@ -41,7 +42,7 @@ class PagedSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowSpec(AttentionSpec):
-    """A sliding-window layer: one block of ``window`` tokens per request, for its whole life.
+    """A sliding-window layer that is shifted in place: one block of ``window`` tokens per request.
 
     Its blocks and its log lie outside vLLM's shared pool, so this group neither divides that pool
     nor ties the block size of other groups to its own: ``block_size`` is theirs, and a page costs
@@ -87,6 +88,18 @@ class WindowSpec(AttentionSpec):
         )
 
 
+LayerSpec: TypeAlias = PagedSpec | WindowSpec | SlidingWindowSpec
+"""What a layer may have; vLLM's own is for windows in pages, which are appended to and given back.
+"""
+
+
+def window_in(spec: LayerSpec) -> int | None:
+    """The window of a layer, or None where it keeps its whole context."""
+    if isinstance(spec, WindowSpec):
+        return spec.window
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+
+
 def bytes_per_token(spec: AttentionSpec) -> int:
     """Bytes of K and V of one token in one layer."""
     return 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
@@ -114,6 +127,17 @@ def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         dtype=spec.dtype,
+    )
+
+
+def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> SlidingWindowSpec:
+    """vLLM's spec of a layer that keeps the last ``window`` tokens in pages."""
+    return SlidingWindowSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        sliding_window=window,
     )
 
 
@@ -163,22 +187,21 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
     return spec
 
 
-def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, PagedSpec | WindowSpec]:
+def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, LayerSpec]:
     """The spec of each layer of a group; vLLM wraps layers of different shapes in one."""
     found = dict.fromkeys(layer_names, spec)
     if isinstance(spec, UniformTypeKVCacheSpecs):
         found = spec.kv_cache_specs
-    result: dict[str, PagedSpec | WindowSpec] = {}
-    for name in layer_names:
-        layer_spec = found[name]
-        assert isinstance(layer_spec, PagedSpec | WindowSpec), f"{name}: {type(layer_spec)}"
-        result[name] = layer_spec
-    return result
+    return {name: _known(found[name]) for name in layer_names}
 
 
-def any_layer_spec(spec: KVCacheSpec) -> PagedSpec | WindowSpec:
+def any_layer_spec(spec: KVCacheSpec) -> LayerSpec:
     """The spec of some layer of a group, whichever ranks the layers are on."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
-    assert isinstance(spec, PagedSpec | WindowSpec), str(type(spec))
+    return _known(spec)
+
+
+def _known(spec: KVCacheSpec) -> LayerSpec:
+    assert isinstance(spec, LayerSpec), str(type(spec))
     return spec

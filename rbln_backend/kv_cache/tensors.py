@@ -1,20 +1,29 @@
-"""The KV cache tensors of one rank: allocation, binding to attention layers, copies."""
+"""The KV cache tensors of one rank: which there are, who shares them, and what a step moves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from rbln_backend.emulator.memory import zeros_on_demand
 from rbln_backend.kv_cache.layout import kv_cache_shape
-from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec, layer_specs
+from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs
 from rbln_backend.kv_cache.transfers import WindowTransfers
-from rbln_backend.kv_cache.window_tensors import WindowLayer
 from rbln_backend.vllm_compat.surface import KVCacheConfig
+
+if TYPE_CHECKING:
+    from rbln_backend.compiler.port import KvMemory
+
+
+class LoggedWindow(NamedTuple):
+    """The window blocks and the prefix log of one layer; both hold K and V of whole tokens."""
+
+    cache: Tensor
+    """[num_blocks, 2, Hkv, 1, window, D]."""
+    log: Tensor
+    """[num_pages, 2, Hkv, 1, page_tokens, D]."""
 
 
 @dataclass(frozen=True)
@@ -24,66 +33,79 @@ class KvCaches:
     ``kv_outermost``: [2, num_blocks, ...] instead, as the custom-kernel ops want it.
     """
 
+    memory: KvMemory
     tensors: Mapping[str, Tensor]
     paged: Sequence[Tensor]
-    """The caches of full-attention layers, blocks first."""
-    windows: Mapping[int, Sequence[WindowLayer]]
-    """The window layers by KV cache group."""
+    """The caches of layers whose blocks hold whole contexts, blocks first."""
+    windows: Mapping[int, Sequence[LoggedWindow]]
+    """The window layers with a log, by KV cache group."""
 
     @classmethod
-    def allocate(cls, config: KVCacheConfig, *, kv_outermost: bool) -> KvCaches:
-        """Zeroed caches; the operating system lends their memory on first use."""
+    def allocate(
+        cls, config: KVCacheConfig, memory: KvMemory, *, kv_outermost: bool = False
+    ) -> KvCaches:
+        """Caches in the device's ``memory``. Layers of several groups may share one.
+
+        vLLM overlays the groups of its pool: a block is one group's at a time.
+        """
         tensors: dict[str, Tensor] = {}
-        paged: list[Tensor] = []
-        windows: dict[int, list[WindowLayer]] = {}
+        paged: dict[int, Tensor] = {}
+        windows: dict[int, list[LoggedWindow]] = {}
+        places = _places(config)
         for index, group in enumerate(config.kv_cache_groups):
             for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
-                cache = _allocate(spec, config.num_blocks, kv_outermost)
+                shared = None if isinstance(spec, WindowSpec) else paged.get(places[name])
+                cache = shared
+                if cache is None:
+                    cache = _allocate(memory, name, spec, config.num_blocks, kv_outermost)
                 tensors[name] = cache.transpose(0, 1) if kv_outermost else cache
-                if isinstance(spec, WindowSpec):
-                    windows.setdefault(index, []).append(WindowLayer.over(cache, spec))
-                else:
-                    paged.append(cache)
-        return cls(tensors, paged, windows)
+                if not isinstance(spec, WindowSpec):
+                    paged[places[name]] = cache
+                elif spec.log_pages:
+                    log = _allocate_log(memory, name, spec)
+                    windows.setdefault(index, []).append(LoggedWindow(cache, log))
+        return cls(memory, tensors, list(paged.values()), windows)
 
     @property
     def num_bytes(self) -> int:
-        caches = [cache.nbytes for cache in self.tensors.values()]
+        caches = {id(cache): cache.nbytes for cache in self.tensors.values()}
         logs = [layer.log.nbytes for layers in self.windows.values() for layer in layers]
-        return sum(caches) + sum(logs)
+        return sum(caches.values()) + sum(logs)
 
     def bind(self, layers: Mapping[str, Any]) -> None:
         """Give each attention layer its cache, where the traced forward reads it."""
         for layer_name, cache in self.tensors.items():
             layers[layer_name].kv_cache = cache
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks ``(source, destination)`` in every full-attention layer."""
-        sources = torch.tensor([source for source, _ in copies])
-        destinations = torch.tensor([destination for _, destination in copies])
-        for cache in self.paged:
-            cache[destinations] = cache[sources]
-
-    def zero_blocks(self, block_ids: list[int]) -> None:
-        """Clear freshly allocated blocks that vLLM wants clean."""
-        index = torch.tensor(block_ids)
-        for cache in self.paged:
-            cache[index] = 0
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks ``(source, destination)`` in every paged layer."""
+        self.memory.copy_blocks(self.paged, copies)
 
     def restore_windows(self, transfers: WindowTransfers) -> None:
         """Fill window blocks from the log, before a step."""
         for restore in transfers.restores:
             for layer in self.windows.get(restore.group, ()):
-                layer.restore(restore)
+                self.memory.restore_window(layer.cache, layer.log, restore)
 
     def store_windows(self, transfers: WindowTransfers) -> None:
         """Log the pages that a step completed, after it."""
         for store in transfers.stores:
             for layer in self.windows.get(store.group, ()):
-                layer.store(store)
+                self.memory.store_window(layer.cache, layer.log, store)
 
 
-def _allocate(spec: PagedSpec | WindowSpec, num_blocks: int, kv_outermost: bool) -> Tensor:
+def _places(config: KVCacheConfig) -> Mapping[str, int]:
+    """Where vLLM lays each layer in its pool; layers of one place share their memory."""
+    return {
+        name: tensor.offset + position * tensor.layer_stride
+        for tensor in config.kv_cache_tensors
+        for position, name in enumerate(tensor.layers)
+    }
+
+
+def _allocate(
+    memory: KvMemory, name: str, spec: LayerSpec, num_blocks: int, kv_outermost: bool
+) -> Tensor:
     """Blocks first, whatever the order in memory."""
     if isinstance(spec, WindowSpec):
         blocks, block_size = spec.own_blocks or num_blocks, spec.window
@@ -91,5 +113,11 @@ def _allocate(spec: PagedSpec | WindowSpec, num_blocks: int, kv_outermost: bool)
         blocks, block_size = num_blocks, spec.block_size
     shape = kv_cache_shape(blocks, spec.num_kv_heads, block_size, spec.head_size)
     if kv_outermost:
-        return zeros_on_demand((shape[1], shape[0], *shape[2:]), spec.dtype).transpose(0, 1)
-    return zeros_on_demand(shape, spec.dtype)
+        outermost = (shape[1], shape[0], *shape[2:])
+        return memory.allocate(name, outermost, spec.dtype).transpose(0, 1)
+    return memory.allocate(name, shape, spec.dtype)
+
+
+def _allocate_log(memory: KvMemory, name: str, spec: WindowSpec) -> Tensor:
+    shape = kv_cache_shape(spec.log_pages, spec.num_kv_heads, spec.page_tokens, spec.head_size)
+    return memory.allocate(f"{name}.log", shape, spec.dtype)

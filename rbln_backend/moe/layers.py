@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.sdk.schemas import check_ops
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
 from rbln_backend.moe.paths import (
@@ -131,6 +132,8 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
             is_npu=self.is_npu,
             activation=layer.activation.value,
         )
+        if self.choice.path == "glu":
+            check_ops("custom_moe_glu")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give the experts the layout of the device, one layer at a time."""

@@ -13,16 +13,17 @@ import torch
 from torch import fx
 
 from rbln_backend.parallel.collectives import Group, collective_name
+from rbln_backend.vllm_compat.surface import get_dp_group, get_pp_group, get_tp_group
 
 _SUM = "sum"
 
 
-def process_group_dict(groups: Mapping[str, Group]) -> dict[str, list[int]]:
-    """The ranks behind the name of every process group of ``groups``."""
+def process_group_dict() -> dict[str, list[int]]:
+    """The ranks behind the name of every process group of this process, also of one rank."""
     return {
         str(process_group.group_name): list(group.ranks)
-        for group in groups.values()
-        for process_group in (group.process_group, group.host_group)
+        for group in (get_tp_group(), get_pp_group(), get_dp_group())
+        for process_group in (group.device_group, group.cpu_group)
     }
 
 

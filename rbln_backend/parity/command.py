@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 within the limits, 1 outside, 2 for wrong arguments, 3 if a side could not run."""
     options = parse(arguments)
     try:
-        outcome = run_parity(options)
+        outcome = run_parity(options, _tell)
     except ConfigError as error:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return WRONG_ARGUMENTS
     except ChildError as error:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return SIDE_FAILED
-    sys.stdout.write(text_report(outcome))
+    sys.stdout.write("\n" + text_report(outcome))
     for path, make in (
         (options.json, json_report),
         (options.junit, junit_report),
@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(make(outcome), encoding="utf-8")
     return 0 if outcome.passed else OUT_OF_LIMITS
+
+
+def _tell(line: str) -> None:
+    # A side runs for minutes after its line.
+    print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Job:
     probe: tuple[tuple[int, ...], int] | None = None
     """Token ids whose hidden states are wanted after every layer, and how many of them, the last
     ones, go through the decode graph one by one."""
+    num_hidden_layers: int | None = None
+    """How many of the model's layers are kept, the first ones; None for all."""
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:
@@ -57,6 +59,12 @@ class Answer:
     """[T, N]: the likeliest tokens after the reference's tokens, likeliest first."""
     logprobs: FloatArray
     """[T, N]: their log-probabilities, natural logarithm."""
+
+    def ranking(self, count: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of the first position with their log-probabilities."""
+        return list(
+            zip(self.top_ids[0][:count].tolist(), self.logprobs[0][:count].tolist(), strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.errors import ConfigError
+from rbln_backend.parity.checkpoint_folder import checkpoint_folder
 from rbln_backend.parity.job import Job, Side
 from rbln_backend.parity.options import HUB_NAMES, Options
 from rbln_backend.settings import child_environ
@@ -26,26 +27,52 @@ class Jobs:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._model = HUB_NAMES.get(options.model, options.model)
-        self._config = _read_config(self._model)
+        self.model = HUB_NAMES.get(options.model, options.model)
+        """The path or the hub's name, where the command line has a short one."""
+        self.clamped: list[str] = []
+        """In words, which values are other than the command line's."""
+        self._config = _read_config(self.model)
         is_mixture = any(int(self._config.get(name) or 0) > 1 for name in _EXPERT_FIELDS)
         if options.ep and self._config and not is_mixture:
             raise ConfigError(f"--ep needs a mixture of experts; {options.model} has none")
-        limit = self._config.get("max_position_embeddings")
-        self._max_model_len = min(options.max_model_len, int(limit or options.max_model_len))
+        self._max_model_len = self._at_most(
+            "--max-model-len",
+            options.max_model_len,
+            self._config.get("max_position_embeddings"),
+            "the model's context",
+        )
+        self._block_size_rbln = self._at_most(
+            "--block-size-rbln",
+            options.block_size_rbln,
+            -(-self._max_model_len // _BLOCK_UNIT) * _BLOCK_UNIT,
+            "the longest request",
+        )
+        self._num_logprobs = self._at_most(
+            "--logprobs", options.logprobs, options.max_logprobs_cap, "--max-logprobs-cap"
+        )
+        self._num_logprobs = self._at_most(
+            "--logprobs", self._num_logprobs, self._config.get("vocab_size"), "the vocabulary"
+        )
+
+    def _at_most(self, flag: str, value: int, limit: int | None, of: str) -> int:
+        if limit is None or value <= limit:
+            return value
+        self.clamped.append(f"{flag} {value} is more than {of}, {limit}, which is used instead")
+        return limit
 
     def generate(self, side: Side, forced: Sequence[Sequence[int]] | None = None) -> Job:
         """All prompts; along ``forced`` tokens where the side would go another way."""
         options = self._options
         return Job(
             side=side,
-            model=self._model,
+            model=self.model,
             engine_args=self._engine_args(side, batch=options.batch),
             prompts=options.prompts,
             max_tokens=options.max_tokens,
-            num_logprobs=self._num_logprobs(),
+            num_logprobs=self._num_logprobs,
             lora=options.lora,
             forced=None if forced is None else tuple(tuple(tokens) for tokens in forced),
+            num_hidden_layers=self._options.num_hidden_layers,
             profile_dir=self._profile_dir(side),
         )
 
@@ -64,13 +91,6 @@ class Jobs:
             profile_dir=None,
         )
 
-    def _num_logprobs(self) -> int:
-        options = self._options
-        if options.logprobs < 0:
-            return -1
-        wanted = min(options.logprobs, options.max_logprobs_cap)
-        return min(wanted, int(self._config.get("vocab_size", wanted)))
-
     def _profile_dir(self, side: Side) -> str | None:
         if not self._options.profile:
             return None
@@ -78,9 +98,10 @@ class Jobs:
         return str(Path("profile").absolute() / f"{side}_{name}")
 
     def _engine_args(self, side: Side, *, batch: int) -> dict[str, Any]:
+        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
         if side == "transformers":
-            return self._model_args()
-        args = self._model_args() | {
+            return args
+        args |= {
             "max_num_seqs": batch,
             "max_num_batched_tokens": self._options.max_batched,
             "max_model_len": self._max_model_len,
@@ -94,30 +115,17 @@ class Jobs:
             args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 64}
         return args | (self._cpu_args() if side == "cpu" else self._rbln_args())
 
-    def _model_args(self) -> dict[str, Any]:
-        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
-        count = self._options.num_hidden_layers
-        if count is not None:
-            args["hf_overrides"] = self._first_layers(count)
-        return args
-
-    def _first_layers(self, count: int) -> dict[str, Any]:
-        overrides: dict[str, Any] = {"num_hidden_layers": count}
-        if "layer_types" in self._config:
-            overrides["layer_types"] = self._config["layer_types"][:count]
-        return {"text_config": overrides} if "text_config" in self._config else overrides
-
     def _cpu_args(self) -> dict[str, Any]:
-        args: dict[str, Any] = {"enforce_eager": True, "async_scheduling": False}
-        if self._options.block_size_cpu is not None:
-            args["block_size"] = self._options.block_size_cpu
-        return args
+        return {
+            "enforce_eager": True,
+            "async_scheduling": False,
+            "block_size": self._options.block_size_cpu,
+        }
 
     def _rbln_args(self) -> dict[str, Any]:
         options = self._options
-        longest = -(-self._max_model_len // _BLOCK_UNIT) * _BLOCK_UNIT
         return {
-            "block_size": min(options.block_size_rbln, longest),
+            "block_size": self._block_size_rbln,
             "tensor_parallel_size": options.tp,
             "pipeline_parallel_size": options.pp,
             "data_parallel_size": options.dp,
@@ -126,19 +134,23 @@ class Jobs:
 
 
 def _read_config(model: str) -> Mapping[str, Any]:
-    """Return the text part of a local checkpoint's config.json; empty for a name of the hub."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
+    """Return the text part of the checkpoint's config.json; empty if it has none."""
+    folder = checkpoint_folder(model)
+    if folder is None or not (folder / "config.json").is_file():
         return {}
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config | (config.get("text_config") or {})
 
 
 def environ_of(side: Side) -> Mapping[str, str]:
-    """The environment of a side: ours without vLLM's settings, and what makes the side that one."""
+    """The environment of a side: ours without vLLM's settings, and what makes the side that one.
+
+    The plug-ins and the compile cache are as documented: a graph that was kept is not what is
+    judged. No kernel mode is set, since the RBLN side shall run the ops that serving runs.
+    """
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if side == "rbln":
-        return child_environ(settings=True, VLLM_PLUGINS="rbln", **quiet)
+        return child_environ(settings=True, VLLM_DISABLE_COMPILE_CACHE="1", **quiet)
     return child_environ(
-        settings=False, VLLM_PLUGINS="", VLLM_CPU_KVCACHE_SPACE=_CPU_KV_GIB, **quiet
+        settings=False, VLLM_PLUGINS="cpu", VLLM_CPU_KVCACHE_SPACE=_CPU_KV_GIB, **quiet
     )

@@ -21,13 +21,17 @@ HUB_NAMES = {
 }
 """The short model names of the documented parity runner."""
 DEFAULT_PROMPTS = (
-    "Write one sentence about the sea.",
+    "Hello, my name is",
     "The three primary colours are",
     "Explain in simple words why the sky is blue.",
     "A list of things to pack for a journey:",
 )
 # |difference of log-probabilities| from which a token counts as an outlier.
 OUTLIER_EPS = 0.5
+_AT_LEAST_ONE = (
+    *("tp", "pp", "dp", "batch", "max_tokens", "max_batched", "max_model_len", "topk"),
+    *("max_logprobs_cap", "block_size_cpu", "block_size_rbln"),
+)
 
 Reference = Literal["cpu", "transformers"]
 
@@ -61,7 +65,7 @@ class Options:
     max_logprobs_cap: int
     inspect_logits: bool
     topk: int
-    block_size_cpu: int | None
+    block_size_cpu: int
     block_size_rbln: int
     use_cache: bool
     cache_dir: Path
@@ -95,12 +99,20 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 def _options(given: dict[str, Any]) -> Options:
     count, prompts = given.pop("num_prompts"), given.pop("prompts")
+    # A rank without a prompt would not be compared.
+    by_default = max(1, given["dp"])
     names = ("eps", "min_pearson", "max_mean_delta", "max_outlier_share")
     limits = Limits(**{name: given.pop(name) for name in names})
-    options = Options(prompts=_take(prompts, count), limits=limits, **given)
-    for name in ("tp", "pp", "dp", "batch", "max_tokens", "max_batched", "max_model_len", "topk"):
+    options = Options(prompts=_take(prompts, count, by_default), limits=limits, **given)
+    for name in _AT_LEAST_ONE:
         if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}, and must be at least 1"
+            )
+    if options.num_hidden_layers is not None and options.num_hidden_layers < 1:
+        raise ValueError(
+            f"--num-hidden-layers is {options.num_hidden_layers}, and must be at least 1"
+        )
     if options.logprobs < -1:
         raise ValueError("--logprobs must be -1 (all), 0 (off) or a number of tokens")
     if options.bisect and options.tp * options.pp * options.dp > 1:
@@ -113,13 +125,13 @@ def _options(given: dict[str, Any]) -> Options:
     return options
 
 
-def _take(prompts: Sequence[str] | None, count: int | None) -> tuple[str, ...]:
+def _take(prompts: Sequence[str] | None, count: int | None, by_default: int) -> tuple[str, ...]:
     """An explicit list is cut to ``count``; the default prompts are repeated up to it."""
+    if count is not None and count < 1:
+        raise ValueError(f"--num-prompts is {count}, and must be at least 1")
     if prompts:
-        return tuple(prompts if count is None else prompts[:count])
-    count = len(DEFAULT_PROMPTS) if count is None else count
-    if count < 1:
-        raise ValueError("--num-prompts must be at least 1")
+        return tuple(prompts[:count])
+    count = by_default if count is None else count
     return tuple(DEFAULT_PROMPTS[index % len(DEFAULT_PROMPTS)] for index in range(count))
 
 
@@ -149,7 +161,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompts", nargs="+", metavar="TEXT")
     prompts.add_argument(
-        "--num-prompts", type=int, help="cut --prompts, or repeat the default four"
+        "--num-prompts",
+        type=int,
+        help="cut --prompts, or repeat four of ours (default: one, with --dp one a rank)",
     )
     prompts.add_argument("--max-tokens", type=int, default=256)
 
@@ -162,8 +176,9 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch", type=int, default=1, help="requests at once (of each --dp rank)")
     group.add_argument("--max-batched", type=int, default=128, help="tokens of a prefill chunk")
     group.add_argument("--max-model-len", type=int, default=40960)
-    group.add_argument("--block-size-cpu", type=int)
-    group.add_argument("--block-size-rbln", type=int, default=8192)
+    group.add_argument("--block-size-cpu", type=int, default=128)
+    # The documents shorten it; argparse would find two options that begin so.
+    group.add_argument("--block-size-rbln", "--block-size", "--block", type=int, default=8192)
     group.add_argument(
         "--rbln-args",
         type=_json_object,

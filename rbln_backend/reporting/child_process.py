@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +61,13 @@ class ChildJob:
                     # Its own session: what it has started ends with it.
                     start_new_session=True,
                 )
+                started = time.monotonic()
                 status = self._follow(process)
+                seconds = time.monotonic() - started
             if status != 0 or not result.is_file():
+                end = _in_words(status) if seconds < self.timeout else f"took over {seconds:.0f} s"
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
-                raise ChildError(f"the {self.label} ended with status {status}:\n{tail}")
+                raise ChildError(f"the {self.label} {end}:\n{tail}")
             return read_result(result)
 
     def _follow(self, process: subprocess.Popen[str]) -> int:
@@ -78,6 +83,14 @@ class ChildJob:
             if process.poll() is None:
                 process.kill()
             line.end()
+
+
+def _in_words(status: int) -> str:
+    """A process that a signal ends has its number, negated, for a status."""
+    if status >= 0:
+        return f"ended with status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(-status, f'signal {-status}')}"
 
 
 def _progress(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
-from rbln_backend.kv_cache.specs import WindowSpec
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, window_in
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.kv_metrics import KvMetrics
 from rbln_backend.scheduler.output import with_transfers
@@ -112,10 +112,12 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
     """Switch prefix caching off where window layers have no log to resume from."""
     cache = vllm_config.cache_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    windows = [spec for spec in specs if isinstance(spec, WindowSpec)]
+    layers = [any_layer_spec(spec) for spec in specs]
+    windows = [spec for spec in layers if window_in(spec) is not None]
     if not cache.enable_prefix_caching or not windows:
         return
-    if any(spec.log_pages == 0 for spec in windows):
+    logged = [spec for spec in windows if isinstance(spec, WindowSpec) and spec.log_pages]
+    if len(logged) < len(windows):
         cache.enable_prefix_caching = False
         logger.warning(
             "Prefix caching is not available for %s. It has been automatically disabled.",
@@ -123,11 +125,11 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
         )
         return
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
-    smallest = min(spec.window for spec in windows)
+    smallest = min(spec.window for spec in logged)
     if smallest < chunk:
         logger.warning(
             "Prefixes can be resumed at the ends of prefill chunks (%d tokens) only, because a "
             "sliding window of %d tokens forgets the rest; --max-num-batched-tokens %d makes every "
             "multiple of %d tokens resumable.",
-            *(chunk, smallest, smallest, windows[0].page_tokens),
+            *(chunk, smallest, smallest, logged[0].page_tokens),
         )

@@ -24,6 +24,8 @@ from rbln_backend.store.cache_key import CacheKey, canonical_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+BINARIES = "binaries.bin"
+"""A file that holds code, which only ``ArtifactStore.load_code`` gives out."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -24,9 +24,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
 from rbln_backend.host.file_locks import acquire, claimed_folder, open_lock, remove_if_unlocked
+from rbln_backend.host.trusted_files import check_trusted
 from rbln_backend.store.artifact_files import (
+    BINARIES,
     MANIFEST,
     check_file_name,
     directory_bytes,
@@ -132,6 +134,17 @@ class ArtifactStore:
         num_bytes = sum(map(len, files.values()))
         self._on_event(StoreEvent("hit", key.digest, seconds, num_bytes))
         return files
+
+    def load_code(self, key: CacheKey) -> dict[str, bytes] | None:
+        """As ``load``; None, with a warning, where somebody else could have written the entry."""
+        path = self._find(key.digest)
+        try:
+            if path.is_dir():
+                check_trusted(path, (BINARIES, MANIFEST))
+        except (UntrustedFileError, OSError) as error:
+            logger.warning("Artifact %s is code and is not taken: %s", key.digest, error)
+            return None
+        return self.load(key)
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
         """Write an entry, unless the key has one, then evict what exceeds the bound.

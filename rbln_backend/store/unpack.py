@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rbln_backend.errors import BundleError
+from rbln_backend.store.artifact_files import BINARIES
 from rbln_backend.store.artifacts import ArtifactStore, StoreEvent, graph_store
 from rbln_backend.store.bundle_contents import Contents, Files
 from rbln_backend.store.cache_key import CacheKey
@@ -16,7 +17,10 @@ _REFUSED = ("failed", "read_only")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How many graphs and libraries are new, were there, and were left out for want of trust."""
+    """How many graphs and libraries are new, were there, and were left out for want of trust.
+
+    What an NPU's compiler made counts as a graph that is there, and as a library left out.
+    """
 
     graphs: int
     graphs_present: int
@@ -33,16 +37,20 @@ def unpack(contents: Contents, cache_root: Path, *, max_bytes: int, with_kernels
     """
     events: list[StoreEvent] = []
     store = ArtifactStore(graph_store(cache_root), max_bytes=max_bytes, on_event=events.append)
-    new = sum(_store(store, events, key, files) for key, files in contents.graphs.items())
+    graphs, code = dict(contents.graphs), 0
+    if not with_kernels:
+        graphs = {key: files for key, files in graphs.items() if BINARIES not in files}
+        code = len(contents.graphs) - len(graphs)
+    new = sum(_store(store, events, key, files) for key, files in graphs.items())
     published = 0
     if with_kernels:
         published = _publish(cache_root, contents)
     return Imported(
         graphs=new,
-        graphs_present=len(contents.graphs) - new,
+        graphs_present=len(graphs) - new,
         kernels=published,
         kernels_present=len(contents.kernels) - published if with_kernels else 0,
-        kernels_left_out=0 if with_kernels else len(contents.kernels),
+        kernels_left_out=0 if with_kernels else len(contents.kernels) + code,
     )
 
 

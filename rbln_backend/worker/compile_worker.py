@@ -37,7 +37,13 @@ class CompileWorker(RblnWorker):
         return NoWeightsLoader(self.load_config)
 
     def determine_available_memory(self) -> int:
-        """Bytes for one longest request; graphs do not depend on the number of blocks."""
+        """Bytes for one longest request: programs do not depend on the number of blocks.
+
+        What an NPU's compiler makes of them does.
+        """
+        assert self._compiler is not None
+        if self._compiler.compiles_when_loading:
+            return super().determine_available_memory()
         specs = list(self.get_kv_cache_spec().values())
         blocks = num_partitions(self.model_config.max_model_len, self.cache_config.block_size)
         per_block = paged_bytes_per_block(specs)

@@ -15,6 +15,7 @@ from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.compiler.device import find_npu
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
@@ -58,6 +59,7 @@ from rbln_backend.worker.step.grammar_mask import GrammarMask
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
+from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.runner import StepRunner
@@ -106,7 +108,7 @@ class FilledStore(NamedTuple):
     results: Mapping[str, Result]
     """"compiled" or "loaded" by graph."""
     missing: Sequence[str]
-    """Graphs that the store did not take."""
+    """Graphs that the store did not take, and ``binaries`` where it did not take those."""
 
 
 class EngineBuild:
@@ -118,9 +120,10 @@ class EngineBuild:
         self._generates = config.model_config.runner_type == "generate"
         self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
         self._moe = moe_methods(parts.model)
-        self._kv_caches = KvCaches.allocate(kv_cache_config, kv_outermost=rbln.use_custom_kernel)
+        self._kv_caches = KvCaches.allocate(
+            kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
+        )
         self._kv_caches.bind(parts.attention_layers)
-        parts.compiler.adopt_kv_caches(self._kv_caches.tensors)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
         encoder_layers = _encoder_layers(parts)
@@ -190,8 +193,11 @@ class EngineBuild:
         else:
             # The SDK compiles, into a cache of its own, as it is given the tensors.
             warm_up.compile_all(requests, self._factory)
-        missing = [r.spec for r in requests if not self._factory.is_stored(r.spec)]
-        return FilledStore(warm_up.results, [str(spec) for spec in missing])
+        specs = [request.spec for request in requests]
+        missing = [str(spec) for spec in specs if not self._factory.is_stored(spec)]
+        if not self._factory.has_binaries(specs):
+            missing.append("binaries")
+        return FilledStore(warm_up.results, missing)
 
     def _requests(self) -> list[GraphRequest]:
         has_logits = self._generates and self._stage.part.is_last
@@ -291,6 +297,7 @@ class EngineBuild:
             metrics=self._step_metrics(),
             stage=self._stage,
             agreement=self._agreement,
+            rows=_row_order(self._parts.rbln),
         )
         if not is_last:
             return RelayRunner(steps)
@@ -346,6 +353,11 @@ def _capture_workers(parts: EngineParts) -> int:
         return 1
     ranks = parts.place.local_ranks
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _row_order(rbln: RblnConfig) -> RowOrder:
+    npu = find_npu(rbln)
+    return AsScheduled() if npu is None or not npu.wants_longest_first else LongestFirst()
 
 
 def _agreement(config: VllmConfig) -> StepAgreement:

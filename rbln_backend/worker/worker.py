@@ -16,12 +16,13 @@ from torch import nn
 
 from rbln_backend.compiler.device import (
     choose_device,
+    find_npu,
+    installed_sdk,
     make_emulated_compiler,
     make_rebel_compiler,
 )
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.rebel_compiler import find_sdk
-from rbln_backend.compiler.sdk_environment import announce_ranks
+from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
@@ -34,7 +35,6 @@ from rbln_backend.kv_cache.layout import (
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
-from rbln_backend.parallel.rules import is_parallel
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
@@ -62,6 +62,7 @@ from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
 from rbln_backend.worker.startup.phase_timer import timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
 from rbln_backend.worker.startup.quantized_model import quantized_summary, register_quantization
@@ -223,6 +224,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
+        npu = find_npu(self._rbln)
+        if npu is not None:
+            return npu_budget_bytes(npu, self.vllm_config, self.get_model()) - for_windows
         memory = host_memory()
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.
@@ -330,17 +334,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         install_expert_layers()
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
-            sdk = find_sdk()
-            if self._rbln.profiler and sdk is not None:
-                self._profiler = RebelProfiler(sdk)
-            warning = announce_ranks() if is_parallel(self.parallel_config) else None
-            if warning:
-                logger.warning(warning)
-            rebel = make_rebel_compiler(
-                self._rbln, None if self._rbln.disable_compile_cache else root
-            )
-            self._description.has_device(rebel)
-            return rebel
+            return self._make_rebel_compiler(root)
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = make_emulated_compiler(self._rbln)
@@ -356,3 +350,24 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         install_layers()
         return compiler
+
+    def _make_rebel_compiler(self, root: Path) -> Compiler:
+        place, parallel = self._place, self.parallel_config
+        warning = announce_rank(
+            RankDevices(
+                local_number=place.local_number,
+                rank=place.number,
+                ranks=place.ranks * parallel.data_parallel_size,
+                npus_per_rank=self._rbln.num_devices_per_local_rank,
+            )
+        )
+        if warning:
+            logger.warning(warning)
+        sdk = installed_sdk()
+        if self._rbln.profiler and sdk is not None:
+            self._profiler = RebelProfiler(sdk)
+        writes = not self._rbln.disable_compile_cache and not self._rbln.cache_read_only
+        own = root / "sdk" / f"rank{place.number}"
+        rebel = make_rebel_compiler(self._rbln, own if writes else None)
+        self._description.has_device(rebel)
+        return rebel

@@ -11,7 +11,7 @@ from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relativ
 
 ENVIRONMENT_READERS = {"rbln_backend/settings.py", "server/settings.py"}
 # Sets what the SDK reads, and looks whether the user has.
-ENVIRONMENT_WRITERS = {"rbln_backend/compiler/sdk_environment.py"}
+ENVIRONMENT_WRITERS = {"rbln_backend/compiler/sdk/environment.py"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
-from tests.kernel_cache import share_kernels
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -24,17 +22,6 @@ DATA: dict[str, Any] = {"data_parallel_size": 2}
 # Ranks add up their parts of a sum; stages and engines compute what one rank computes.
 ROUNDING, NONE = 1e-4, 0.0
 wide = pytest.mark.wide
-
-# The stand-in has no attention of its own: it borrows the CPU bodies of the ops. The name of the
-# package is that of its function.
-BORROWED = """
-from pathlib import Path
-
-from rbln_backend.attention import ops
-from rbln_backend.emulator.kernel_set import load_kernels
-
-load_kernels(Path({root!r}), "native")
-"""
 
 
 @pytest.mark.parametrize(
@@ -93,19 +80,3 @@ def test_a_store_that_lacks_graphs_of_one_rank(
 
 def artifacts(cache_root: Path) -> list[Path]:
     return sorted(path.parent for path in (cache_root / "rbln" / "graphs").rglob("manifest.json"))
-
-
-@pytest.mark.wide
-def test_the_sdk_gets_collectives_by_their_process_group(
-    engines: Engines, checkpoints: CheckpointCache, tmp_path: Path
-) -> None:
-    """On the stand-in of ``tests/contract``, which runs them on the CPU."""
-    from tests.contract.test_rebel_compiler import install_sdk
-
-    install_sdk(tmp_path / "sdk", "RBLN-CR13")
-    backend = tmp_path / "sdk" / "rebel" / "core" / "torch_compile.py"
-    backend.write_text(backend.read_text() + BORROWED.format(root=str(share_kernels(tmp_path))))
-    engine = engines("llama")
-    sdk = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path / 'sdk'}"}
-    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS[:3], environment=sdk, **TENSOR)
-    assert_as_one_rank(engine, PROMPTS[:3], answers, ROUNDING)

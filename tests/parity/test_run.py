@@ -124,15 +124,33 @@ def test_packed_weights_agree_with_transformers(arch: str, recipe: Recipe, tmp_p
 
 
 @pytest.mark.wide
+def test_every_side_has_fewer_layers(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    model = ["--model", str(checkpoints("gemma3_text", dtype="float32")), "--dtype", "float32"]
+    tokens = []
+    for count in ("1", "2"):
+        file = tmp_path / f"{count}.json"
+        more = ["--num-hidden-layers", count, "--transformers", "--json", str(file)]
+        assert main([*model, *SMALL, *more, "--max-mean-delta", "0.001"]) == 0
+        report = _report(file)
+        assert all(pair["summary"]["max_delta"] < 1e-3 for pair in report["pairs"])
+        tokens.append([side["token_ids"] for side in report["sides"].values()])
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.wide
 def test_a_reference_is_computed_once_with_use_cache(
-    checkpoints: CheckpointCache, tmp_path: Path
+    checkpoints: CheckpointCache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(checkpoints("llama", dtype="float32")), "--num-prompts", "1"]
     cache = ["--use-cache", "--cache-dir", str(tmp_path), "--reference", "transformers"]
     assert main([*model, *SMALL, *cache]) == 0
     (kept,) = tmp_path.iterdir()
     written = kept.stat().st_mtime_ns
+    assert "Launching TRANSFORMERS worker" in capsys.readouterr().out
     assert main([*model, *SMALL, *cache]) == 0
+    told = capsys.readouterr().out
+    assert f"TRANSFORMERS results are the kept ones, {kept}" in told
+    assert "Launching TRANSFORMERS worker" not in told
     assert kept.stat().st_mtime_ns == written
     assert main([*model, *SMALL, *cache, "--max-tokens", "5"]) == 0
     assert len(list(tmp_path.iterdir())) == 2
@@ -141,6 +159,11 @@ def test_a_reference_is_computed_once_with_use_cache(
 def test_a_side_that_cannot_run_is_status_3_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
-    assert main(["--model", str(tmp_path), "--reference", "transformers"]) == 3
-    assert "the transformers side ended with status 1" in capsys.readouterr().err
+    """This one ends before it has imported what would run the model."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
+    model = ["--model", str(tmp_path), "--num-hidden-layers", "1"]
+    assert main([*model, "--reference", "transformers"]) == 3
+    told = capsys.readouterr()
+    assert "the transformers side ended with status 1:\n" in told.err
+    assert f"ValueError: {tmp_path} holds no *.safetensors" in told.err
+    assert told.out.startswith(f"Model = {tmp_path}, EP=False, TP=1,")

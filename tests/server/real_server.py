@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -25,9 +26,14 @@ class RealServer:
     """One server process; a context manager that leaves no process behind."""
 
     def __init__(
-        self, checkpoint: Path, tmp_path: Path, *flags: str, output: Path | None = None
+        self,
+        checkpoint: Path,
+        tmp_path: Path,
+        *flags: str,
+        output: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """``output`` is where it writes to, by default its log."""
+        """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
         # Artifacts and kernels are kept between runs, as the checkpoints are.
         cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
@@ -40,7 +46,12 @@ class RealServer:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**kept, "VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1"},
+                env={
+                    **kept,
+                    "VLLM_CACHE_ROOT": str(cache),
+                    "VLLM_NO_USAGE_STATS": "1",
+                    **(environment or {}),
+                },
             )
         self.url = self._until_listening()
         self.client = httpx.Client(base_url=self.url, timeout=60)

@@ -18,6 +18,7 @@ FIELDS = [
     "device",
     "kernels",
     "strict_mode",
+    "use_device_tensor",
     "enable_warm_up",
     "hot_path_policy",
     "decode_batch_bucket_strategy",
@@ -75,7 +76,7 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
     assert config.decode_batch_bucket_step == 2
     assert config.decode_batch_bucket_limit == 32
     assert config.decode_batch_bucket_manual_buckets == ()
-    assert config.strict_mode is False
+    assert config.strict_mode is True
     assert config.enable_warm_up is True
     assert config.sampler is True
     assert config.flash_causal_attn is True

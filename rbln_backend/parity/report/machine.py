@@ -16,12 +16,14 @@ def json_report(outcome: Outcome) -> str:
     value = {
         "passed": outcome.passed,
         "options": asdict(outcome.options),
+        "clamped": outcome.clamped,
         "sides": {
             side: {
                 "about": result.about,
                 "seconds": result.seconds,
                 "texts": [answer.text for answer in result.answers],
                 "token_ids": [answer.token_ids.tolist() for answer in result.answers],
+                "rankings": [answer.ranking(outcome.options.topk) for answer in result.answers],
             }
             for side, result in outcome.results.items()
         },

@@ -49,8 +49,10 @@ class _TextReport:
         if not self._options.inspect_logits or not delta.positions:
             return
         first, reference = delta.positions[0], answers[pair.base]
+        vocab_size = self._outcome.results[pair.base].about["vocab_size"]
         yield "  first position:"
         yield f"    outliers (|delta| >= {self._options.limits.eps:g})  {first.outliers}"
+        yield f"    vocabulary size            {vocab_size}"
         yield f"    tokens compared            {reference.top_ids.shape[1]}"
         yield f"    finite overlap             {first.overlap}"
         yield f"    max|delta|                 {first.max_delta:.6g}"
@@ -62,9 +64,9 @@ class _TextReport:
             for side, answer in answers.items():
                 values = answer.logprobs[0][np.argsort(answer.top_ids[0])]
                 yield f"    {side:<12} {_ends(values, count)}"
-        count = self._options.topk
-        yield f"  top {count}:   token   {pair.base:>12}   {pair.other:>12}        delta"
-        yield from _top(reference, answers[pair.other], count)
+        yield f"  top {self._options.topk} of either side:"
+        yield f"    rank   {pair.other:>12} logprob      {pair.base:>12} logprob"
+        yield from _rankings(answers[pair.other], reference, self._options.topk)
         yield _worst(delta)
 
     def _pair(self, pair: Pair) -> str:
@@ -115,12 +117,11 @@ def _ends(values: FloatArray, count: int) -> str:
     return "[" + ", ".join(shown) + "]"
 
 
-def _top(reference: Answer, rbln: Answer, count: int) -> Iterator[str]:
-    others = dict(zip(rbln.top_ids[0].tolist(), rbln.logprobs[0].tolist(), strict=True))
-    best = zip(reference.top_ids[0][:count], reference.logprobs[0][:count], strict=True)
-    for token, value in best:
-        other = others.get(int(token), float("nan"))
-        yield f"    {int(token):>12}   {value:>12.6f}   {other:>12.6f} {other - value:>+12.6f}"
+def _rankings(other: Answer, base: Answer, count: int) -> Iterator[str]:
+    """Each side by its own order: a token that has moved stands in two lines."""
+    for rank, sides in enumerate(zip(other.ranking(count), base.ranking(count), strict=False)):
+        columns = "   ".join(f"{token:>12} {value:>12.6f}" for token, value in sides)
+        yield f"    {rank + 1:>4}   {columns}"
 
 
 def _worst(delta: PromptDelta) -> str:

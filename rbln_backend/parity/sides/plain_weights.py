@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rbln_backend.parity.checkpoint_folder import downloaded_folder
+
 Tensors = dict[str, Tensor]
 
 _ADAPTED = "base_model.model."
@@ -32,7 +34,7 @@ def plain_checkpoint(model: str, lora: str | None) -> Iterator[str]:
     A copy is written where weights are packed or an adapter is to be added; `model` and `lora` are
     folders or names of the hub.
     """
-    folder = _local_folder(model)
+    folder = downloaded_folder(model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     quantization = config.pop("quantization_config", None)
     if quantization is None and lora is None:
@@ -40,22 +42,13 @@ def plain_checkpoint(model: str, lora: str | None) -> Iterator[str]:
         return
     weights = unpacked(read_weights(folder), quantization or {})
     if lora is not None:
-        add_adapter(weights, _local_folder(lora))
+        add_adapter(weights, downloaded_folder(lora))
     with TemporaryDirectory() as copy:
         for code in folder.glob("*.py"):
             shutil.copy(code, copy)
         (Path(copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file(weights, Path(copy) / "model.safetensors", {"format": "pt"})
         yield copy
-
-
-def _local_folder(name: str) -> Path:
-    """The folder of a local checkpoint, or of the hub's `name`, which is fetched if it must be."""
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.py"]))
 
 
 def read_weights(folder: Path) -> Tensors:

@@ -36,7 +36,11 @@ def run(job: Job, report: Report) -> SideResult:
         answers=tuple(answers),
         seconds=time.perf_counter() - started,
         layers=None if job.probe is None else _probe(model, job.probe[0]),
-        about={"transformers": version("transformers"), "dtype": "float32"},
+        about={
+            "transformers": version("transformers"),
+            "dtype": "float32",
+            "vocab_size": model.config.get_text_config().vocab_size,
+        },
     )
 
 
@@ -44,12 +48,11 @@ def _load(job: Job, trust: bool) -> Any:
     """The model in float32, its packed weights unpacked and the adapter added to them."""
     from transformers import AutoModelForCausalLM
 
-    overrides = job.engine_args.get("hf_overrides") or {}
     # transformers' own functions are not typed throughout.
     load: Any = AutoModelForCausalLM.from_pretrained
     options = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
     with plain_checkpoint(job.model, job.lora) as path:
-        model, found = load(path, **options, **overrides)
+        model, found = load(path, **options)
     if missing := sorted(found["missing_keys"]):
         # It draws them at random, which would be the reference then.
         raise ValueError(

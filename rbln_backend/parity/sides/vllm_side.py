@@ -54,6 +54,7 @@ def _about(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtype": str(engine.model_config.dtype).removeprefix("torch."),
         "max_model_len": engine.model_config.max_model_len,
+        "vocab_size": engine.model_config.get_vocab_size(),
     }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 from torch import nn
 
+from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.emulator.packing import can_pack, fits_in_place, packed_shape
 from rbln_backend.errors import DeviceMemoryError
 from rbln_backend.host.memory import HostMemory, host_memory
@@ -23,6 +25,7 @@ from rbln_backend.kv_cache.layout import (
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
 from rbln_backend.reporting.memory_report import MemoryReport
 from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.startup.npu_memory import rank_memory
 from rbln_backend.worker.startup.preflight import Preflight
 
 _MIB = 1 << 20
@@ -32,6 +35,9 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 
 def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryReport:
     """The plan; what does not fit is among its problems, with what to change."""
+    npu = find_npu(found.rbln)
+    if npu is not None:
+        return _npu_report(found, npu)
     config = found.config
     memory = memory or host_memory()
     scheduler, model = config.scheduler_config, config.model_config
@@ -44,7 +50,7 @@ def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryR
         # This process has imported what an engine imports.
         process_bytes=psutil.Process(os.getpid()).memory_info().rss,
         weight_bytes=found.skeleton.weight_bytes,
-        packing_bytes=packing_bytes(found.skeleton.model) if found.device == "emulated" else 0,
+        packing_bytes=packing_bytes(found.skeleton.model),
         lora_bytes=_lora_bytes(found),
         workspace_bytes=_workspace_bytes(found),
         window_bytes=window_bytes(specs, scheduler.max_num_seqs),
@@ -55,6 +61,51 @@ def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryR
         max_num_seqs=scheduler.max_num_seqs,
     )
     return _with_blocks(planned, config)
+
+
+def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
+    """All NPUs of an engine together, after the vendor's figures."""
+    config, specs = found.config, list(found.specs.values())
+    ranks = config.parallel_config.world_size
+    rank = rank_memory(npu, config)
+    total = rank.total_bytes * ranks
+    block_bytes = paged_bytes_per_block(specs) * rank.kv_copies
+    planned = MemoryReport(
+        total_bytes=total,
+        available_bytes=total,
+        source=f"{ranks * rank.devices} x {npu.name}, by name",
+        process_bytes=0,
+        weight_bytes=found.skeleton.weight_bytes,
+        packing_bytes=0,
+        lora_bytes=0,
+        workspace_bytes=rank.runtime_bytes * ranks,
+        window_bytes=window_bytes(specs, config.scheduler_config.max_num_seqs),
+        block_bytes=block_bytes,
+        block_tokens=config.cache_config.block_size,
+        num_blocks=0,
+        max_model_len=config.model_config.max_model_len,
+        max_num_seqs=config.scheduler_config.max_num_seqs,
+    )
+    return _with_npu_blocks(planned, config)
+
+
+def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
+    """All that utilisation leaves is for blocks: nothing else runs on an NPU."""
+    cache, fixed = config.cache_config, planned.weight_bytes + planned.workspace_bytes
+    if fixed > planned.total_bytes:
+        return replace(planned, problems=(_weights_problem(planned, fixed),))
+    if not planned.block_bytes:
+        return planned
+    flag, room = "--gpu-memory-utilization", int(planned.total_bytes * cache.gpu_memory_utilization)
+    num_blocks = max(0, room - fixed - planned.window_bytes) // planned.block_bytes
+    if cache.num_gpu_blocks_override is not None:
+        flag, num_blocks = "--num-gpu-blocks-override", cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        flag, num_blocks = (
+            "--kv-cache-memory-bytes",
+            max(0, cache.kv_cache_memory_bytes - planned.window_bytes) // planned.block_bytes,
+        )
+    return _checked(replace(planned, num_blocks=num_blocks), fixed, flag)
 
 
 def packing_bytes(model: nn.Module) -> int:

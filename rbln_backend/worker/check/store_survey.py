@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rbln_backend.compiler.device import expected_fingerprint
-from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
@@ -27,7 +26,7 @@ from rbln_backend.store.cache_key import CacheKey, diff
 from rbln_backend.store.kernel_files import kernel_store, libraries
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.precompile import check_length, kv_cache_configs
-from rbln_backend.worker.graphs.factory import graph_key
+from rbln_backend.worker.graphs.factory import binaries_key, graph_key
 from rbln_backend.worker.startup.cache_fields import cache_fields, version_fields
 from rbln_backend.worker.startup.preflight import Preflight, prepare
 from rbln_backend.worker.step.group_inputs import kv_groups
@@ -91,12 +90,12 @@ def planned_keys(found: Preflight) -> dict[str, CacheKey]:
     keys: dict[str, CacheKey] = {}
     for rank in range(ranks):
         of_rank = "" if ranks == 1 else f" of rank {rank}"
-        for spec, key in _keys_of_rank(found, rank).items():
-            keys[f"{spec}{of_rank}"] = key
+        for name, key in _keys_of_rank(found, rank).items():
+            keys[f"{name}{of_rank}"] = key
     return keys
 
 
-def _keys_of_rank(found: Preflight, rank: int) -> dict[GraphSpec, CacheKey]:
+def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
     config, rbln = copy.copy(found.config), found.rbln
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.rank = rank
@@ -106,7 +105,10 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[GraphSpec, CacheKey]:
         groups = kv_groups(kv_config, config.model_config.max_model_len)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
-    return {spec: graph_key(fields, fingerprint, spec) for spec in found.graphs}
+    keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}
+    if found.device == "rebel":
+        keys["binaries"] = binaries_key(fields, fingerprint, found.graphs)
+    return keys
 
 
 def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:

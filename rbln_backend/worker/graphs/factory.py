@@ -16,6 +16,7 @@ from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
+from rbln_backend.store.artifact_files import BINARIES
 from rbln_backend.store.artifacts import ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
@@ -65,6 +66,15 @@ def graph_key(
     return CacheKey({**fields, **own})
 
 
+def binaries_key(
+    fields: Mapping[str, Any], fingerprint: Mapping[str, Any], specs: Iterable[GraphSpec]
+) -> CacheKey:
+    """The key of what a device's compiler made of the graphs ``specs`` of an engine."""
+    names: list[Any] = sorted(map(str, specs))
+    own: dict[str, Any] = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
+    return CacheKey({**fields, **own})
+
+
 class GraphFactory:
     """Owns the way from a graph spec to a compiled graph; the store may be None (cache off)."""
 
@@ -89,6 +99,7 @@ class GraphFactory:
         self._key_fields = dict(key_fields)
         self._forward_context = forward_context
         self.capture_workers = capture_workers
+        self.compiles_when_loading = compiler.compiles_when_loading
 
     def key(self, spec: GraphSpec) -> CacheKey:
         return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
@@ -148,6 +159,32 @@ class GraphFactory:
         """Make ``program`` callable over the model's tensors and the request's buffers."""
         tensors = self._table.resolve_all(program.bindings, request.inputs)
         return self._compiler.load(program, request.spec, tensors)
+
+    def restore_binaries(self, specs: Sequence[GraphSpec]) -> bool:
+        """Give the compiler what it once made of these graphs; False where that is not stored."""
+        if self._store is None:
+            return False
+        files = self._store.load_code(self._binaries_key(specs))
+        return files is not None and self._compiler.read_binaries(files[BINARIES])
+
+    def save_binaries(self, specs: Sequence[GraphSpec]) -> None:
+        """Store what the compiler made of these graphs, where there is something to keep."""
+        if self._store is None:
+            return
+        key = self._binaries_key(specs)
+        with self._store.lock(key):
+            data = self._compiler.write_binaries()
+            if data is not None:
+                self._store.store(key, {BINARIES: data})
+
+    def has_binaries(self, specs: Sequence[GraphSpec]) -> bool:
+        """Whether the store has what the compiler makes of these graphs, if it makes any."""
+        if not self.compiles_when_loading:
+            return True
+        return self._store is not None and self._store.has(self._binaries_key(specs))
+
+    def _binaries_key(self, specs: Sequence[GraphSpec]) -> CacheKey:
+        return binaries_key(self._key_fields, self._compiler.fingerprint(), specs)
 
     def build_other(
         self, request: GraphRequest, function: GraphFunction, names: Sequence[str]

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
-from rbln_backend.compiler.device import Device, choose_device
+from rbln_backend.compiler.device import Device, choose_device, find_npu
 from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.compiler.sdk.limits import check_windows
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
-from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.reporting.model_report import CacheGroup
 from rbln_backend.unsupported import LORA_MODEL
@@ -34,7 +35,7 @@ from rbln_backend.worker.startup.quantized_model import register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
 from rbln_backend.worker.step.host_pooler import HostPooler
 
-LayerSpecs = Mapping[str, PagedSpec | WindowSpec]
+LayerSpecs = Mapping[str, LayerSpec]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         # Raises where a prefix hit would hide tokens from the pooler.
         HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
     specs = plan_specs(skeleton.kv_cache_specs(), kv_limits(config, rbln))
+    if find_npu(rbln) is not None:
+        check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if not specs and config.model_config.attn_type != "encoder_only":
         raise UnsupportedModelError(
             f"architecture {config.model_config.architecture!r} has no attention layer with a KV "
@@ -151,7 +154,8 @@ def largest_decode(config: VllmConfig) -> int:
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
     """What decides the KV cache; the platform has settled the unit of prefix reuse."""
     assert rbln.sub_block_size is not None
-    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
+    npu = find_npu(rbln)
+    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache and npu is None
     return KvLimits(
         max_model_len=config.model_config.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -161,14 +165,14 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         log_bytes=host_memory().total_bytes // 8 if reuses else 0,
         log_tokens=rbln.window_prefix_tokens,
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        appends_windows=npu is not None and npu.appends_windows,
     )
 
 
 def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
     """Layers whose caches are alike, in the order of their first layers."""
     counts = Counter(
-        (spec.window if isinstance(spec, WindowSpec) else None, spec.num_kv_heads, spec.head_size)
-        for spec in specs.values()
+        (window_in(spec), spec.num_kv_heads, spec.head_size) for spec in specs.values()
     )
     return tuple(
         CacheGroup(num_layers=number, window=window, num_kv_heads=heads, head_size=size)
@@ -186,9 +190,11 @@ def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> t
     assert rbln.sub_block_size is not None
     tokens = reuse_unit_of(specs.values(), rbln.sub_block_size)
     unit = f"prefixes are shared in units of {tokens} tokens"
-    windows = [spec for spec in specs.values() if isinstance(spec, WindowSpec)]
+    windows = [spec for spec in specs.values() if window_in(spec) is not None]
     if not windows:
         return True, unit
+    if not all(isinstance(spec, WindowSpec) and spec.log_pages for spec in windows):
+        return False, "sliding-window layers have no prefix log on an NPU"
     if not rbln.window_prefix_cache:
         return False, "sliding-window layers need window_prefix_cache, which is off"
     return True, f"{unit}; sliding-window layers keep a log"

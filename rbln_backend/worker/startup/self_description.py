@@ -9,7 +9,7 @@ from rbln_backend.compiler.port import Compiler, Phase
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
-from rbln_backend.kv_cache.specs import WindowSpec, layer_specs
+from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.reporting.description import (
     BucketsInfo,
     CacheInfo,
@@ -156,7 +156,7 @@ def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
         spec = next(iter(specs.values()))
-        windowed = isinstance(spec, WindowSpec)
+        windowed = window_in(spec) is not None
         groups.append(
             KvGroupInfo(
                 kind="window" if windowed else "paged",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence, Set
 
@@ -44,19 +45,45 @@ class WarmUp:
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> list[CompiledGraph]:
         with timed_phase(self._board, "compile"):
-            programs = self.obtain_all(requests, factory)
+            self._plan(requests, factory)
+            if factory.compiles_when_loading:
+                return self._load_all(requests, factory)
+            programs = factory.obtain_all(requests, self)
             self._progress.phase("compile", "packing weights")
             factory.pack_weights(programs.values())
             return [factory.bind(request, programs[request.spec]) for request in requests]
+
+    def _load_all(
+        self, requests: Sequence[GraphRequest], factory: GraphFactory
+    ) -> list[CompiledGraph]:
+        """For a compiler that works when it is given the tensors: a graph is done then."""
+        specs = [request.spec for request in requests]
+        self._progress.phase("compile", "capturing")
+        programs = factory.obtain_all(requests, _Unheard())
+        restored = factory.restore_binaries(specs)
+        self._progress.phase("compile")
+        graphs = []
+        for request in requests:
+            self.graph_started(request.spec)
+            started = time.perf_counter()
+            graphs.append(factory.bind(request, programs[request.spec]))
+            result: Result = "loaded" if restored else "compiled"
+            self.graph_done(request.spec, result, time.perf_counter() - started)
+        if not restored:
+            factory.save_binaries(specs)
+        return graphs
 
     def obtain_all(
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> dict[GraphSpec, Program]:
         """The program of every graph, from the store or captured; raises ``CompileError``."""
+        self._plan(requests, factory)
+        return factory.obtain_all(requests, self)
+
+    def _plan(self, requests: Sequence[GraphRequest], factory: GraphFactory) -> None:
         self._progress.phase("compile")
         names = [str(request.spec) for request in requests]
         self._progress.plan(names, workers=factory.capture_workers)
-        return factory.obtain_all(requests, self)
 
     @property
     def results(self) -> dict[str, Result]:
@@ -92,3 +119,13 @@ class WarmUp:
         made = Counter((s.phase_name, r) for s, r in self._results.items())
         self._board.gauge("rbln_graphs", **labels).set(made[spec.phase_name, result])
         self._progress.graph_done(str(spec), result, seconds)
+
+
+class _Unheard:
+    """Hears of graphs whose work has only begun."""
+
+    def graph_started(self, spec: GraphSpec) -> None:
+        pass
+
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        pass

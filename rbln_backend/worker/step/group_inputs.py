@@ -18,7 +18,7 @@ from rbln_backend.attention.metadata import (
 )
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.kv_cache.layout import num_partitions
-from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
@@ -49,8 +49,10 @@ class KvGroup:
     width: int
     """P: blocks per request, the width of the block table."""
     is_window: bool
+    """A request has one block, which is its window, shifted in place."""
     one_block: bool
-    """See ``PagedMetadata``."""
+    """See ``PagedMetadata``, as for ``appended_window``."""
+    appended_window: int | None = None
 
     def allocate(self, spec: GraphSpec, suffix: str) -> GroupInputs:
         """Buffers for one graph; ``suffix`` keeps the names of several groups apart."""
@@ -67,6 +69,7 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
         spec = next(iter(specs.values()), None) or any_layer_spec(group.kv_cache_spec)
         is_window = isinstance(spec, WindowSpec)
         block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
+        window = window_in(spec)
         groups.append(
             KvGroup(
                 layer_names=tuple(specs),
@@ -74,18 +77,19 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
                 width=1 if is_window else num_partitions(max_model_len, block_size),
                 is_window=is_window,
                 one_block=block_size == max_model_len,
+                appended_window=None if is_window else window,
             )
         )
     return groups
 
 
 class PagedInputs:
-    """``seq_idx`` [B, P] and ``block_tables`` [P] or [B, P]; see ``PagedMetadata``."""
+    """``seq_idx`` [B, 1] and ``block_tables`` [P] or [B, P]; see ``PagedMetadata``."""
 
     def __init__(self, group: KvGroup, spec: GraphSpec, suffix: str) -> None:
         batch, width = spec.batch_size, group.width
         is_prefill = spec.phase.takes_chunk
-        seq_idx = torch.zeros(batch, width, dtype=torch.int32)
+        seq_idx = torch.zeros(batch, 1, dtype=torch.int64)
         tables = torch.zeros((width,) if is_prefill else (batch, width), dtype=torch.int32)
         self.tensors = {f"seq_idx{suffix}": seq_idx, f"block_tables{suffix}": tables}
         self.metadata: RblnAttentionMetadata = PagedMetadata(
@@ -95,29 +99,22 @@ class PagedInputs:
             seq_idx=seq_idx,
             block_tables=tables,
             one_block=group.one_block,
+            window=group.appended_window,
         )
         self.seq_idx: IntArray = seq_idx.numpy()
         self.block_tables: IntArray = tables.numpy()
-        self._block_size = group.block_size
-        self._starts = np.arange(width, dtype=np.int32) * np.int32(group.block_size)
 
     def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:  # noqa: ARG002
-        self._fill_lengths(self.seq_idx, np.int32(start))
+        self.seq_idx[0, 0] = start
         self.block_tables[:] = block_row[: len(self.block_tables)]
 
     def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
         count, width = len(num_computed), self.block_tables.shape[1]
-        self._fill_lengths(self.seq_idx[:count], num_computed[:, None])
+        self.seq_idx[:count, 0] = num_computed
         self.block_tables[:count] = block_rows[:, :width]
         if count < len(self.seq_idx):
             self.seq_idx[count:] = 0
             self.block_tables[count:] = 0
-
-    def _fill_lengths(self, out: IntArray, num_computed: IntArray | np.int32) -> None:
-        """What of ``num_computed`` tokens lies in each partition; ``out`` [n, P]."""
-        np.subtract(num_computed, self._starts, out=out)
-        np.minimum(out, self._block_size, out=out)
-        np.maximum(out, 0, out=out)
 
 
 class WindowInputs:

@@ -1,9 +1,10 @@
-"""The input buffers of one graph: allocated once, filled in place at every step."""
+"""The input buffers of one graph: allocated once, filled in place at every step, row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -134,3 +135,66 @@ class StepInputs:
         for rows, count in zip(self.tokens_mask, counts, strict=False):
             rows[:count] = 1.0
             rows[count:] = 0.0
+
+
+class RowOrder(Protocol):
+    """In which order a decode step's requests fill its rows; gives results back as scheduled."""
+
+    def fill(
+        self,
+        inputs: StepInputs,
+        token_ids: IntArray,
+        num_computed: IntArray,
+        block_rows: Sequence[IntArray],
+    ) -> None:
+        """See ``StepInputs.fill_decode``."""
+        ...
+
+    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs [bucket, ...] of the step that was filled last."""
+        ...
+
+
+class AsScheduled:
+    """A row's result does not depend on its place."""
+
+    def fill(
+        self,
+        inputs: StepInputs,
+        token_ids: IntArray,
+        num_computed: IntArray,
+        block_rows: Sequence[IntArray],
+    ) -> None:
+        """As ``RowOrder``."""
+        inputs.fill_decode(token_ids, num_computed, block_rows)
+
+    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As they are."""
+        return outputs
+
+
+class LongestFirst:
+    """For kernels that read, of a block column, the rows up to the last one that reaches it."""
+
+    def __init__(self) -> None:
+        self._places = torch.zeros(0, dtype=torch.int64)
+
+    def fill(
+        self,
+        inputs: StepInputs,
+        token_ids: IntArray,
+        num_computed: IntArray,
+        block_rows: Sequence[IntArray],
+    ) -> None:
+        """As ``RowOrder``."""
+        order = np.argsort(-num_computed, kind="stable")
+        rows = np.arange(inputs.spec.bucket)
+        rows[order] = np.arange(len(order))
+        self._places = torch.from_numpy(rows)
+        inputs.fill_decode(
+            token_ids[order], num_computed[order], [row[order] for row in block_rows]
+        )
+
+    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies in the scheduler's order."""
+        return tuple(output[self._places] for output in outputs)

@@ -15,7 +15,7 @@ from rbln_backend.worker.step.adapter_rows import AdapterRows
 from rbln_backend.worker.step.agreement import Round, StepAgreement
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
-from rbln_backend.worker.step.inputs import StepInputs
+from rbln_backend.worker.step.inputs import RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import Stage
 
@@ -43,6 +43,7 @@ class StepRunner:
         metrics: StepMetrics,
         stage: Stage,
         agreement: StepAgreement,
+        rows: RowOrder,
     ) -> None:
         self.batches = batches
         self._graphs = graphs
@@ -51,6 +52,7 @@ class StepRunner:
         self._metrics = metrics
         self._stage = stage
         self._agreement = agreement
+        self._rows = rows
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; None when nothing is scheduled."""
@@ -82,13 +84,14 @@ class StepRunner:
 
     def _run_own(self, step_round: Round, work: StepWork) -> tuple[Tensor, ...]:
         step = self._graphs.select(step_round.phase, step_round.size)
-        _fill(step.inputs, work)
+        self._fill(step.inputs, work)
         self._adapters.fill(step.inputs, work)
         step.inputs.fill_mask(step_round.counts)
         self._stage.receive(step.inputs)
         outputs = self._run(step, work.num_reqs, work.num_tokens)
+        # The next stage orders its rows likewise.
         self._stage.hand_on(outputs)
-        return outputs
+        return outputs if work.phase.takes_chunk else self._rows.restore(outputs)
 
     def _run_padding(self, step_round: Round) -> None:
         step = self._graphs.select(step_round.phase, step_round.size)
@@ -97,8 +100,6 @@ class StepRunner:
         self._run(step, 0, 0)
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
-        if scheduled.new_block_ids_to_zero:
-            self._kv_caches.zero_blocks(scheduled.new_block_ids_to_zero)
         if scheduled.kv_cache_block_copies:
             copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
             self._kv_caches.copy_blocks(copies)
@@ -110,15 +111,14 @@ class StepRunner:
         self._metrics.record(step.spec, num_reqs, num_tokens, seconds)
         return outputs
 
-
-def _fill(inputs: StepInputs, work: StepWork) -> None:
-    batch, count = work.batch, work.num_reqs
-    tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
-    if work.phase.takes_chunk:
-        start = int(batch.num_computed_tokens_cpu[0])
-        tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
-        inputs.fill_prefill(tokens, start, [table[0] for table in tables])
-        return
-    num_computed = batch.num_computed_tokens_cpu[:count]
-    tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
-    inputs.fill_decode(tokens, num_computed, [table[:count] for table in tables])
+    def _fill(self, inputs: StepInputs, work: StepWork) -> None:
+        batch, count = work.batch, work.num_reqs
+        tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
+        if work.phase.takes_chunk:
+            start = int(batch.num_computed_tokens_cpu[0])
+            tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
+            inputs.fill_prefill(tokens, start, [table[0] for table in tables])
+            return
+        num_computed = batch.num_computed_tokens_cpu[:count]
+        tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
+        self._rows.fill(inputs, tokens, num_computed, [table[:count] for table in tables])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,37 @@ import psutil
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
+from tests.server.commands.warm_cli import WarmCli
 from tests.server.model_folders import CANNOT_RUN, LLAMA, window_model, write_folder
 from tests.server.real_server import FLAGS, READY_TIMEOUT_S, RealServer
 
 pytestmark = pytest.mark.engine
 
 NO_LOG = '{"rbln": {"window_prefix_cache": false}}'
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+Check = Callable[..., subprocess.CompletedProcess[str]]
+Verdict = Callable[..., dict[str, Any]]
 
 
-def check(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return rbln_serve("check", *map(str, args), **OFFLINE, **env)
+@pytest.fixture
+def check(warm_cli: WarmCli) -> Check:
+    def check(*args: str | Path, **limits: int) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, **OFFLINE}
+        return warm_cli.run("check", *map(str, args), environ=environ, **limits)
+
+    return check
 
 
-def verdict(*args: str | Path, **env: str) -> dict[str, Any]:
-    done = check(*args, "--json", **env)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["ok"] is (done.returncode == 0), done.stderr
-    return found
+@pytest.fixture
+def verdict(check: Check) -> Verdict:
+    def verdict(*args: str | Path, **limits: int) -> dict[str, Any]:
+        done = check(*args, "--json", **limits)
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert found["ok"] is (done.returncode == 0), done.stderr
+        return found
+
+    return verdict
 
 
 @pytest.fixture
@@ -43,7 +55,7 @@ def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
     return make
 
 
-def test_a_model_that_can_run_is_described(folder: Any) -> None:
+def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     done = check(folder(LLAMA), *FLAGS, "--enable-lora", "--max-loras", "3")
     assert done.returncode == 0, done.stderr
     told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
@@ -62,7 +74,9 @@ def test_a_model_that_can_run_is_described(folder: Any) -> None:
     assert told["compile cache"].split()[1:5] == ["0", "of", "7", "graphs"]
 
 
-def test_what_is_told_is_what_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+def test_what_is_told_is_what_is_served(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
     room = ("--kv-cache-memory-bytes", str(64 << 20))
     told = verdict(checkpoint, *FLAGS, *room)
@@ -82,7 +96,7 @@ def test_what_is_told_is_what_is_served(checkpoints: CheckpointCache, tmp_path: 
     assert told["memory"]["needed_bytes"] == pytest.approx(resident, rel=0.5)
 
 
-def test_windows_and_full_attention_are_groups(folder: Any) -> None:
+def test_windows_and_full_attention_are_groups(verdict: Verdict, folder: Any) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     config = window_model("Gemma3ForCausalLM", "gemma3_text", layer_types=kinds)
     # Nobody waits for the other rank, and the numbers are of the whole model.
@@ -103,7 +117,9 @@ def test_windows_and_full_attention_are_groups(folder: Any) -> None:
         ),
     ],
 )
-def test_why_prefix_caching_is_off(folder: Any, flags: list[str], reason: str) -> None:
+def test_why_prefix_caching_is_off(
+    verdict: Verdict, folder: Any, flags: list[str], reason: str
+) -> None:
     config = window_model("MistralForCausalLM", "mistral")
     told = verdict(folder(config), *FLAGS, *flags)
     assert told["prefix_caching"] is False
@@ -111,7 +127,9 @@ def test_why_prefix_caching_is_off(folder: Any, flags: list[str], reason: str) -
     assert [group["window"] for group in told["kv_groups"]] == [64]
 
 
-def test_a_model_larger_than_the_memory_is_described_in_little_of_it(folder: Any) -> None:
+def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
+    verdict: Verdict, folder: Any
+) -> None:
     sizes = {
         "hidden_size": 16384,
         "intermediate_size": 53248,
@@ -120,82 +138,40 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(folder: Any
         "num_key_value_heads": 8,
         "head_dim": 128,
     }
-    command = [sys.executable, "-m", "server", "check", str(folder({**LLAMA, **sizes})), "--json"]
-    limited = (
-        "import os, resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))\n"
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", limited, *command], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    told = json.loads(done.stdout)
+    told = verdict(folder({**LLAMA, **sizes}), address_space=16 << 30)
+    assert told["ok"] is False
     assert told["weight_bytes"] > 700 * 2**30
     assert "without any KV cache it needs about" in told["reason"]
     assert "--tensor-parallel-size" in told["reason"]
 
 
-MANY = """
-import sys
-from server.commands.cli import main
-
-for folder in sys.argv[1:]:
-    code = main(["check", folder, "--json"])
-    print(code, flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def refusals(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: CheckpointCache
-) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Exit code and answer by feature: one process for all, since most of a check is imports."""
-    root = tmp_path_factory.mktemp("refused")
-    folders = [
-        str(write_folder(root / str(index), config, checkpoints("llama")))
-        for index, (config, _) in enumerate(CANNOT_RUN.values())
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", MANY, *folders],
-        env={**os.environ, **OFFLINE},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    answers = zip(lines[::2], lines[1::2], strict=True)
-    found = [(int(code), json.loads(answer)) for answer, code in answers]
-    return dict(zip(CANNOT_RUN, found, strict=True))
-
-
 @pytest.mark.parametrize("feature", CANNOT_RUN)
 def test_what_cannot_run_is_refused_with_the_reason(
-    refusals: dict[str, tuple[int, dict[str, Any]]], feature: str
+    verdict: Verdict, folder: Any, feature: str
 ) -> None:
-    code, answer = refusals[feature]
-    assert code == 1
+    config, words = CANNOT_RUN[feature]
+    answer = verdict(folder(config))
     assert answer["ok"] is False
-    for word in CANNOT_RUN[feature][1]:
+    for word in words:
         assert word in answer["reason"]
     assert "\n" not in answer["reason"]
 
 
-def test_a_refusal_is_one_line(folder: Any) -> None:
+def test_a_refusal_is_one_line(check: Check, folder: Any) -> None:
     done = check(folder(CANNOT_RUN["MLA"][0]))
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith("This model cannot run: multi-head latent attention (MLA): ")
 
 
-def test_flags_that_exclude_the_model_are_a_reason_too(folder: Any) -> None:
+def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:
     told = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
     assert told["ok"] is False
     assert "ranks on other hosts that no Ray places" in told["reason"]
     assert "--distributed-executor-backend ray" in told["reason"]
 
 
-def test_a_folder_without_a_tokenizer(folder: Any) -> None:
+def test_a_folder_without_a_tokenizer(verdict: Verdict, folder: Any) -> None:
     path = folder(LLAMA)
     for file in path.glob("*token*"):
         file.unlink()
@@ -212,27 +188,30 @@ def test_a_folder_without_a_tokenizer(folder: Any) -> None:
         ([], "MODEL is missing"),
     ],
 )
-def test_usage_errors_end_with_2(args: list[str], words: str) -> None:
+def test_usage_errors_end_with_2(check: Check, args: list[str], words: str) -> None:
     done = check(*args)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stdout == ""
 
 
-def test_a_name_that_the_hub_does_not_give(folder: Any) -> None:
+def test_a_name_that_the_hub_does_not_give(verdict: Verdict, folder: Any) -> None:
     reason = verdict("some-org/some-model")["reason"]
     assert "'some-org/some-model' is no directory here" in reason
 
 
 def test_without_our_platform(folder: Any) -> None:
-    done = check(folder(LLAMA), VLLM_PLUGINS="")
+    """The platform is found while vLLM is imported: this is a process of its own."""
+    done = rbln_serve("check", str(folder(LLAMA)), **OFFLINE, VLLM_PLUGINS="")
     assert done.returncode == 2
     assert "not on the RBLN platform" in done.stderr
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("feature", ["state space", "chunked attention"])
-def test_serve_refuses_for_the_same_reason(folder: Any, tmp_path: Path, feature: str) -> None:
+def test_serve_refuses_for_the_same_reason(
+    verdict: Verdict, folder: Any, tmp_path: Path, feature: str
+) -> None:
     """One is found in the configuration, the other by the engine process in a layer's cache.
 
     Neither folder has weights, so reading them would be another reason.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.attention.ops import CausalAttention, SlidingWindowAttention
+from rbln_backend.attention.ops import EmulatedAttention
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.program import Program
@@ -40,8 +40,7 @@ class Layer(nn.Module):
         self.register_buffer("scale", torch.tensor(HEAD_SIZE**-0.5))
         shape = (4, 2, KV_HEADS, 1, 16, HEAD_SIZE)
         self.register_buffer("cache", torch.randn(shape).transpose(0, int(custom)).contiguous())
-        kind = SlidingWindowAttention if window else CausalAttention
-        self.attention = kind(use_custom_kernel=custom)
+        self.attention = EmulatedAttention(use_custom_kernel=custom)
 
     def forward(self, x: Tensor, positions: Tensor, starts: Tensor, tables: Tensor) -> Tensor:
         ops, batch = torch.ops.rbln_emulator, starts.shape[0]
@@ -61,9 +60,11 @@ class Layer(nn.Module):
         common = {"q": q, "k": k, "v": v, "kv_cache": self.cache, "scale": self.scale}
         common |= {"block_tables": tables, "is_prefill": False}
         if self.window:
-            result = self.attention(cache_seq_len=starts, cache_offset=starts + 1, **common)
+            result = self.attention.shifted_window(
+                cache_seq_len=starts, cache_offset=starts + 1, **common
+            )
         else:
-            result = self.attention(seq_idx=starts, one_block=False, **common)
+            result = self.attention.causal(seq_idx=starts, one_block=False, **common)
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))
         projected: Tensor = self.out(output.view(-1, Q))
         return projected

@@ -70,7 +70,7 @@ def edited(change: dict[str, Any]) -> bytes:
         "method.apply_",
         "method.numpy",
         "op.aten::from_file.default",
-        "op.rbln_custom_ops::missing.default",
+        "op.rbln_emulated_ops::missing.default",
         "functional.__class__",
     ],
 )

@@ -72,7 +72,7 @@ class Attention:
     def prefill(self, begin: int, end: int, row: int = 0) -> Tensor:
         """Feed tokens [begin, end) of one request; [Hkv, G, end - begin, D]."""
         part = (slice(row, row + 1), slice(None), slice(None), slice(begin, end))
-        out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_prefill(
+        out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_prefill(
             *(self.q[part], self.k[part], self.v[part], self.cache, self.scale),
             torch.tensor([[begin]], dtype=torch.int32),
             *(self.tables[row], self.scale, self.sinks, self.soft_cap),
@@ -84,7 +84,7 @@ class Attention:
         at = [x[:, :, :, positions].diagonal(dim1=0, dim2=3) for x in (self.q, self.k, self.v)]
         q, k, v = (x.permute(3, 0, 1, 2).unsqueeze(3) for x in at)
         starts = torch.tensor(positions, dtype=torch.int32).unsqueeze(1)
-        out: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_decode(
+        out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_decode(
             *(q.contiguous(), k.contiguous(), v.contiguous(), self.cache, self.scale),
             *(starts, self.tables, self.scale, self.sinks, self.soft_cap),
         )

@@ -136,7 +136,7 @@ def test_soft_caps_bend_the_scores(soft_cap: float, dtype: torch.dtype) -> None:
     assert_near(whole, run.expected())
     assert torch.equal(run.decode([79])[0, :, :, 0], whole[:, :, 79])
     arguments = (run.q, run.k, run.v, run.cache, run.scale, torch.tensor([[0]]), run.tables)
-    plain = fallback.BODIES["rbln_custom_ops"]["flash_causal_attention_naive_prefill"]
+    plain = fallback.BODIES["rbln_emulated_ops"]["flash_causal_attention_naive_prefill"]
     assert_near(plain(*arguments, run.scale, run.sinks, soft_cap)[0], run.expected())
 
 
@@ -149,7 +149,7 @@ def test_scores_that_a_cap_saturates_and_zero() -> None:
 def test_partitioned_sequence_lengths_are_summed_and_one_block_ops_agree() -> None:
     run = make((2, 2, 32, 64, 60), torch.float32)
     whole = run.prefill(0, 60)
-    ops = torch.ops.rbln_custom_ops
+    ops = torch.ops.rbln_emulated_ops
     q, k, v = (x[:, :, :, 20:] for x in (run.q, run.k, run.v))
     parts = torch.tensor([[15, 5, 0]])
     flash = ops.flash_causal_attention_naive_prefill(
@@ -176,7 +176,7 @@ def test_large_scores_and_a_strided_cache() -> None:
 
 def attend(run: Attention, start: int, tables: Tensor) -> Tensor:
     part = [x[:, :, :, :1] for x in (run.q, run.k, run.v)]
-    result: Tensor = torch.ops.rbln_custom_ops.flash_causal_attention_naive_decode(
+    result: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_decode(
         *part, run.cache, run.scale, torch.tensor([[start]]), tables, run.scale
     )
     return result
@@ -189,5 +189,5 @@ def test_blocks_outside_the_cache_are_refused() -> None:
         attend(run, 15, tables)  # the first block only
         with pytest.raises(IndexError, match=rf"\[0\]\[1\] is {bad}, the cache has 4 blocks"):
             attend(run, 16, tables)
-    with pytest.raises(RuntimeError, match=r"seq_idx\[0\] sums to -1"):
+    with pytest.raises(RuntimeError, match=r"seq_idx\[0\] is -1"):
         attend(run, -1, run.tables)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.attention.ops import CausalAttention, SlidingWindowAttention
+from rbln_backend.attention.ops import EmulatedAttention
 from rbln_backend.errors import UnsupportedModelError
 
 LENGTH, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 6, 2, 2, 32, 16
@@ -18,7 +19,8 @@ END = torch.tensor([[LENGTH]], dtype=torch.int32)
 
 @dataclass(frozen=True)
 class Case:
-    attention: type[CausalAttention] | type[SlidingWindowAttention]
+    kind: str
+    """The method that is called."""
     form: dict[str, bool]
     op: str
     documented: list[str]
@@ -31,11 +33,11 @@ ONE_BLOCK = ["q", "k", "v", "kv_cache", "seq_idx", "scale", "block_tables", "sca
 FLASH = ["q", "k", "v", "kv_cache", "scale", "seq_idx", "block_tables", "scale"]
 WINDOW = [*"q k v kv_cache cache_seq_len cache_offset scale block_tables scale".split()]
 CASES = [
-    Case(attention, {"is_prefill": phase == "prefill", **form}, f"{op}_naive_{phase}", names, [])
-    for attention, form, op, names in (
-        (CausalAttention, {"one_block": True}, "causal_attention", ONE_BLOCK),
-        (CausalAttention, {"one_block": False}, "flash_causal_attention", FLASH),
-        (SlidingWindowAttention, {}, "sliding_window_attention", WINDOW),
+    Case(kind, {"is_prefill": phase == "prefill", **form}, f"{op}_naive_{phase}", names, [])
+    for kind, form, op, names in (
+        ("causal", {"one_block": True}, "causal_attention", ONE_BLOCK),
+        ("causal", {"one_block": False}, "flash_causal_attention", FLASH),
+        ("shifted_window", {}, "sliding_window_attention", WINDOW),
     )
     for phase in ("prefill", "decode")
 ]
@@ -59,15 +61,29 @@ def tensors(case: Case) -> dict[str, Tensor]:
     return {name: made[name] for name in case.documented}
 
 
+def call(case: Case, arguments: Mapping[str, object], **options: object) -> Tensor:
+    """The op's result; ``options`` are those of a layer."""
+    options = {"use_custom_kernel": False, **options}
+    method = getattr(EmulatedAttention(**options), case.kind)  # type: ignore[arg-type]
+    result: Tensor = method(**arguments, **case.form)
+    return result
+
+
 def traced(case: Case, *, custom: bool = False, sinks: bool = False, **more: object) -> fx.Node:
     """The call that a compiler sees; tensors carry the names of the layer's arguments."""
     tracer = fx.Tracer()
     tracer.graph = fx.Graph()
     names = [*dict.fromkeys(case.documented), *(["sinks"] if sinks else [])]
     proxies = {name: tracer.create_proxy("placeholder", name, (), {}) for name in names}
-    call: object = case.attention(use_custom_kernel=custom)(**proxies, **case.form, **more)  # type: ignore[arg-type]
-    assert isinstance(call, fx.Proxy)
-    return call.node
+    result: object = call(
+        case,
+        {name: proxies[name] for name in case.documented},
+        use_custom_kernel=custom,
+        sinks=proxies.get("sinks"),
+        **more,
+    )
+    assert isinstance(result, fx.Proxy)
+    return result.node
 
 
 def names_of(node: fx.Node) -> list[str | None]:
@@ -78,7 +94,10 @@ def names_of(node: fx.Node) -> list[str | None]:
 @pytest.mark.parametrize("custom", [False, True])
 def test_a_call_without_options_is_the_documented_one(case: Case, custom: bool) -> None:
     node = traced(case, custom=custom)
-    assert str(node.target) == f"{'rbln_triton_ops' if custom else 'rbln_custom_ops'}.{case.op}"
+    assert (
+        str(node.target)
+        == f"{'rbln_emulated_kernels' if custom else 'rbln_emulated_ops'}.{case.op}"
+    )
     assert names_of(node) == case.documented
     assert not node.kwargs
 
@@ -93,10 +112,9 @@ def test_sinks_go_by_position_and_caps_by_name(case: Case) -> None:
 
 @every_case
 def test_options_reach_the_kernels(case: Case) -> None:
-    attention, arguments = case.attention(use_custom_kernel=False), tensors(case)
-    sinks = torch.randn(KV_HEADS * GROUP)
+    arguments, sinks = tensors(case), torch.randn(KV_HEADS * GROUP)
     plain, sunk, capped, both = (
-        attention(**arguments, **case.form, **more)  # type: ignore[arg-type]
+        call(case, arguments, **more)
         for more in ({}, {"sinks": sinks}, {"soft_cap": 0.5}, {"sinks": sinks, "soft_cap": 0.5})
     )
     for one, other in ((plain, sunk), (plain, capped), (sunk, both), (capped, both)):
@@ -106,9 +124,9 @@ def test_options_reach_the_kernels(case: Case) -> None:
 @every_case
 def test_the_custom_kernels_keep_keys_and_values_outermost(case: Case) -> None:
     arguments = tensors(case)
-    plain = case.attention(use_custom_kernel=False)(**arguments, **case.form)  # type: ignore[arg-type]
+    plain = call(case, arguments)
     swapped = {**arguments, "kv_cache": torch.zeros(2, 3, KV_HEADS, 1, BLOCK, HEAD_SIZE)}
-    custom = case.attention(use_custom_kernel=True)(**swapped, **case.form)  # type: ignore[arg-type]
+    custom = call(case, swapped, use_custom_kernel=True)
     assert torch.equal(custom, plain)
     assert torch.equal(swapped["kv_cache"].transpose(0, 1), arguments["kv_cache"])
     assert arguments["kv_cache"][2].any()

@@ -13,7 +13,7 @@ from rbln_backend.emulator import fallback
 from rbln_backend.emulator.kernel_set import KernelSet, load_kernels
 from tests.unit.emulator.cases import DTYPES, Attention
 
-OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
+OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 
 
 def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
@@ -93,7 +93,7 @@ def tensors_of(result: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pytorch_bodies_agree_with_the_kernels(dtype: torch.dtype) -> None:
-    spaces = (("rbln_emulator", calls(dtype)), ("rbln_custom_ops", attention_calls(dtype)))
+    spaces = (("rbln_emulator", calls(dtype)), ("rbln_emulated_ops", attention_calls(dtype)))
     step = torch.finfo(dtype).eps
     for namespace, cases in spaces:
         for name, arguments in cases:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rbln_backend.emulator import fallback
 from tests.unit.emulator.cases import DTYPES
 
-OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_custom_ops
+OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 32, 16
 HEADS = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
 EPS = 1e-6

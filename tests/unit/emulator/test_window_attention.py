@@ -11,9 +11,10 @@ from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 from tests.unit.emulator.windows import DECODE, NAN, PREFILL, Bodies, Windows
 
 NATIVE: Bodies = {
-    name: getattr(torch.ops.rbln_custom_ops, name) for name in fallback.BODIES["rbln_custom_ops"]
+    name: getattr(torch.ops.rbln_emulated_ops, name)
+    for name in fallback.BODIES["rbln_emulated_ops"]
 }
-BODIES = {"native": NATIVE, "aten": fallback.BODIES["rbln_custom_ops"]}
+BODIES = {"native": NATIVE, "aten": fallback.BODIES["rbln_emulated_ops"]}
 # window, chunk, prompts of a batch, kv_heads, group, head_size
 CASES = [
     (1, 1, (1, 2, 5), 2, 1, 32),

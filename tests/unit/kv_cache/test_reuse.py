@@ -16,9 +16,10 @@ from vllm import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
+from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.group_managers import register_specs
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
@@ -57,7 +58,8 @@ def cache_config(shape: Shape) -> KVCacheConfig:
         )
         groups.append(KVCacheGroupSpec([f"window{window}"], spec))
     num_blocks = shape.num_blocks if shape.paged else MAX_REQUESTS * len(groups) + 1
-    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    tensors = [KVCacheTensor(size=0, layers=["full"], layer_stride=0, block_stride=0)]
+    return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
 class World:
@@ -87,7 +89,7 @@ class World:
             pcp_world_size=1,
         )
         self.manager = RblnKvCacheManager(upstream, self.coordinator)
-        self.caches = KvCaches.allocate(self.config, kv_outermost=False)
+        self.caches = KvCaches.allocate(self.config, HostKvMemory())
         for cache in self.caches.tensors.values():
             cache.fill_(float("nan"))
         self.running: list[Request] = []

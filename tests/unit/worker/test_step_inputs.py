@@ -31,7 +31,7 @@ def test_prefill_chunk_in_the_second_block() -> None:
     assert inputs.token_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert inputs.positions.tolist() == [[20, 21, 22, 23, 24, 0, 0, 0]]
     assert inputs.token_indices.tolist() == [4]
-    assert paged.seq_idx.tolist() == [[16, 4, 0]]
+    assert paged.seq_idx.tolist() == [[20]]
     assert paged.block_tables.tolist() == [7, 4, 0]
     assert window.cache_seq_len.tolist() == [[20]]
     assert window.cache_offset.tolist() == [[25]]
@@ -51,7 +51,7 @@ def test_decode_pads_rows_with_the_null_block() -> None:
     inputs.fill_decode(np.array([11, 12]), np.array([2, 40]), rows)
     assert inputs.token_ids.tolist() == [[11], [12], [0], [0]]
     assert inputs.positions.tolist() == [[2], [40], [0], [0]]
-    assert paged.seq_idx.tolist() == [[2, 0, 0], [16, 16, 8], [0, 0, 0], [0, 0, 0]]
+    assert paged.seq_idx.tolist() == [[2], [40], [0], [0]]
     assert paged.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
     assert window.cache_seq_len.tolist() == [[2], [24], [0], [0]]
     # A padded row has no new token: its offset equals its length.
@@ -64,7 +64,7 @@ def test_arrays_are_views_of_the_graph_inputs() -> None:
     rows = [np.array([[3, 0, 0]]), np.array([[1]])]
     inputs.fill_decode(np.array([11]), np.array([2]), rows)
     assert inputs.tensors["input_ids"].tolist() == [[11], [0]]
-    assert inputs.tensors["seq_idx.0"].tolist() == [[2, 0, 0], [0, 0, 0]]
+    assert inputs.tensors["seq_idx.0"].tolist() == [[2], [0]]
     assert inputs.tensors["local_block_tables.1"].tolist() == [[1], [0]]
     assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}
 

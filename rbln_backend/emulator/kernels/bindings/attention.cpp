@@ -48,18 +48,15 @@ Sizes check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   return {q.size(0), q.size(1), q.size(2), q.size(3), q.size(4)};
 }
 
-// Sums each request's partitions and checks every block that its keys will be read from.
+// The first query position of each request; checks every block that its keys will be read from.
 std::vector<int64_t> checked_starts(const Tensor& seq_idx, const std::vector<int64_t>& tables,
                                     int64_t batch, int64_t length, const Tensor& cache) {
-  const std::vector<int64_t> parts = integers(seq_idx, "seq_idx");
-  TORCH_CHECK(!parts.empty() && int64_t(parts.size()) % batch == 0, "seq_idx has shape ",
-              seq_idx.sizes(), " for a batch of ", batch);
-  const int64_t per_request = int64_t(parts.size()) / batch;
+  std::vector<int64_t> starts = integers(seq_idx, "seq_idx");
+  TORCH_CHECK(int64_t(starts.size()) == batch, "seq_idx has shape ", seq_idx.sizes(),
+              " for a batch of ", batch);
   const int64_t width = int64_t(tables.size()) / batch, block_size = cache.size(4);
-  std::vector<int64_t> starts(static_cast<size_t>(batch), 0);
   for (int64_t b = 0; b < batch; ++b) {
-    for (int64_t p = 0; p < per_request; ++p) starts[b] += parts[b * per_request + p];
-    TORCH_CHECK(starts[b] >= 0, "seq_idx[", b, "] sums to ", starts[b]);
+    TORCH_CHECK(starts[b] >= 0, "seq_idx[", b, "] is ", starts[b]);
     const int64_t used = std::min(width, (starts[b] + length + block_size - 1) / block_size);
     for (int64_t p = 0; p < used; ++p) {
       const int64_t block = tables[b * width + p];
@@ -319,7 +316,7 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(rbln_custom_ops, CPU, m) {
+TORCH_LIBRARY_IMPL(rbln_emulated_ops, CPU, m) {
   m.impl("flash_causal_attention_naive_prefill", TORCH_FN(flash_causal));
   m.impl("flash_causal_attention_naive_decode", TORCH_FN(flash_causal));
   m.impl("causal_attention_naive_prefill", TORCH_FN(one_block_causal));

@@ -1,0 +1,115 @@
+"""The SDK's attention ops, called as its vendor's vllm-rbln 0.12 calls them.
+
+The SDK registers them when it is imported; nothing here defines one. Every argument is passed, by
+position: no document shows the schemas' defaults. None of this has run on an NPU.
+
+``seq_idx`` and the causal ops are as in ``attention.ops``. *Windows that are shifted* are that
+module's sliding-window ops. *Windows that are appended to* (``sliding_window_attention_v1``, which
+the vendor uses on RBLN-CR13) lie in the blocks of a page table like any context: row j attends to
+the last ``window`` positions up to its own, and blocks that no row reaches any more may be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbln_backend.compiler.sdk.schemas import NAMESPACE, check_ops
+
+
+class SdkAttention:
+    """The calls of one layer."""
+
+    def __init__(self, *, window: int | None, appends: bool, sinks: Tensor | None) -> None:
+        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages.
+
+        Raises ``UnsupportedModelError`` where the installed SDK lacks an op.
+        """
+        self._sinks_of_heads = sinks
+        kinds = ["flash_causal_attention_naive"]
+        if window is not None and appends:
+            check_ops("sliding_window_attention_v1")
+        elif window is not None:
+            kinds.append("sliding_window_attention_naive")
+        check_ops(*(f"{kind}_{phase}" for kind in kinds for phase in ("prefill", "decode")))
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        """[Hq, 1], as the documented callers give them."""
+        return None if self._sinks_of_heads is None else self._sinks_of_heads[:, None]
+
+    def causal(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        scale: Tensor,
+        seq_idx: Tensor,
+        block_tables: Tensor,
+        is_prefill: bool,
+        one_block: bool,
+        layer: Any,
+    ) -> Tensor:
+        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; seq_idx [B, 1]; scale 0-dim float32.
+
+        ``one_block``: a block holds a whole request. ``layer`` has the scales of quantised caches;
+        the softmax's stands where nothing is read.
+        """
+        if one_block and self._sinks_of_heads is None:
+            one = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale, None)
+            return _call("causal_attention_naive", is_prefill, *one)
+        many = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale, self._sinks)
+        cache_dtype = None  # the caches are not quantised
+        scales = (layer._k_scale, layer._v_scale, cache_dtype)
+        return _call("flash_causal_attention_naive", is_prefill, *many, *scales)
+
+    def appended_window(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        scale: Tensor,
+        seq_idx: Tensor,
+        block_tables: Tensor,
+        window: int,
+    ) -> Tensor:
+        """As ``causal``, over the window; the SDK derives the mask from its arguments."""
+        is_causal, mask = True, None
+        return _op("sliding_window_attention_v1")(
+            *(q, k, v, kv_cache, seq_idx, scale, block_tables),
+            *(window, is_causal, mask, self._sinks),
+        )
+
+    def shifted_window(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        scale: Tensor,
+        cache_seq_len: Tensor,
+        cache_offset: Tensor,
+        block_tables: Tensor,
+        is_prefill: bool,
+    ) -> Tensor:
+        """cache_seq_len, cache_offset [B, 1]; block_tables [1] or [B, 1]."""
+        arguments = (q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, scale)
+        mask = () if is_prefill else (None,)
+        return _call("sliding_window_attention_naive", is_prefill, *arguments, *mask, self._sinks)
+
+
+def _op(name: str) -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = getattr(getattr(torch.ops, NAMESPACE), name)
+    return found
+
+
+def _call(kind: str, is_prefill: bool, *arguments: object) -> Tensor:
+    return _op(f"{kind}_{'prefill' if is_prefill else 'decode'}")(*arguments)

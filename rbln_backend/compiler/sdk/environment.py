@@ -1,0 +1,77 @@
+"""What the RBLN SDK takes from the environment; it offers no other way."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from rbln_backend.errors import ConfigError, UnsupportedModelError
+
+VISIBLE = "RBLN_VISIBLE_DEVICES"
+_PER_DEVICE = "RBLN_NPUS_PER_DEVICE"
+_LOCAL_RANK = "LOCAL_RANK"
+_WORLD_SIZE = "WORLD_SIZE"
+_STANDALONE = "RBLN_CTX_STANDALONE"
+_ASYNCHRONOUS = "RBLN_FORCE_CCL_ASYNC"
+_QUANT_BITS = "RBLN_QUANT_BITS"
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevices:
+    """Which of a host's NPUs a rank is given."""
+
+    local_number: int
+    """The rank's place among all that share the host."""
+    rank: int
+    """Among the ranks of all engines."""
+    ranks: int
+    """Of all engines."""
+    npus_per_rank: int
+
+
+def announce_rank(devices: RankDevices) -> str | None:
+    """Let this process see its own NPUs alone, and tell the SDK of the other ranks.
+
+    Call it before the SDK makes a context: the vendor's worker sets the same before its own does.
+    Returns a warning where the user has chosen otherwise. Raises ``ConfigError`` where
+    ``RBLN_VISIBLE_DEVICES`` names too few NPUs.
+    """
+    environment = os.environ
+    environment[VISIBLE] = ",".join(_own_devices(environment.get(VISIBLE), devices))
+    if devices.npus_per_rank > 1:
+        environment[_PER_DEVICE] = str(devices.npus_per_rank)
+    environment[_LOCAL_RANK] = str(devices.rank)
+    environment[_WORLD_SIZE] = str(devices.ranks)
+    if devices.ranks == 1:
+        return None
+    environment[_STANDALONE] = "1"
+    if environment.setdefault(_ASYNCHRONOUS, "1") != "0":
+        return None
+    return f"{_ASYNCHRONOUS}=0 makes collectives wait for the host; unset it unless you debug them"
+
+
+def _own_devices(visible: str | None, devices: RankDevices) -> list[str]:
+    first = devices.local_number * devices.npus_per_rank
+    numbers = range(first, first + devices.npus_per_rank)
+    if visible is None or not visible.strip():
+        return [str(number) for number in numbers]
+    named = [part.strip() for part in visible.split(",")]
+    if numbers.stop > len(named):
+        raise ConfigError(
+            f"{VISIBLE}={visible!r} names {len(named)} NPUs, but rank {devices.rank} is given "
+            f"number {first} to {numbers.stop - 1} of them; name one for each rank of this host"
+        )
+    return [named[number] for number in numbers]
+
+
+def announce_quant_bits(bits: int) -> None:
+    """Tell the SDK's compiler how many bits the int8 weights of the graphs stand for.
+
+    The SDK knows one width: raises ``UnsupportedModelError`` for a second one.
+    """
+    told = os.environ.setdefault(_QUANT_BITS, str(bits))
+    if told != str(bits):
+        raise UnsupportedModelError(
+            f"the model has weights of {told} and of {bits} bits: the RBLN SDK takes one width "
+            f"({_QUANT_BITS}); serve a checkpoint of one width, or run it on the emulated device"
+        )

@@ -1,0 +1,68 @@
+"""KV caches in an NPU's memory, in the two forms of the vendor's vllm-rbln 0.12.
+
+No host tensor stands for a cache in either: what the host wrote would never reach the NPU. The
+caches are not cleared, as the vendor's are not: a slot is written before a graph reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
+
+
+class _NpuKvMemory:
+    """What has no form on an NPU: the scheduler is told to plan no log there."""
+
+    def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
+        raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
+
+    def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
+        raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
+
+
+class StaticKvMemory(_NpuKvMemory):
+    """Shapes that are named in a compile context; a runtime of it keeps the caches and copies."""
+
+    def __init__(self, context: Any, runtimes: Sequence[Any]) -> None:
+        """``runtimes``: those that were made in ``context``, filled while graphs are loaded."""
+        self._context = context
+        self._runtimes = runtimes
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor without memory, at a fixed address of the NPU."""
+        cache = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._context.mark_static_address(cache, name)
+        return cache
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """As ``KvMemory``; the SDK copies in every cache of the context."""
+        num_tokens = caches[0].shape[4]
+        for source, destination in copies:
+            self._runtimes[0]._copy_kv_cache(source, destination, num_tokens)
+
+
+class TensorKvMemory(_NpuKvMemory):
+    """Tensors of torch's device ``rbln``, which torch-rbln brings."""
+
+    def __init__(self, device: torch.device, on_out_of_memory: Callable[[Exception], Exception]):
+        self._device = device
+        self._failure = on_out_of_memory
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
+        """Raises ``DeviceMemoryError`` where the NPU has no room."""
+        try:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+        """As ``KvMemory``."""
+        sources = [cache[source] for cache in caches for source, _ in copies]
+        targets = [cache[target] for cache in caches for _, target in copies]
+        torch._foreach_copy_(targets, sources)

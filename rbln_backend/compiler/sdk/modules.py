@@ -1,0 +1,79 @@
+"""A program as the SDK is given graphs: what Dynamo would have handed to its backend.
+
+The vendor goes through ``torch.compile``; decision 37 says why this does not. A graph's inputs are
+all its tensors, weights among them, under names that come from the tensor table and are the same
+in every graph, cold and warm. Every node has its ``example_value``.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rbln_backend.compiler.program import Program
+
+
+def module_of(program: Program, device: torch.device | None) -> fx.GraphModule:
+    """A copy of ``program`` whose placeholders are named after what they are bound to.
+
+    ``device``: where tensors lie that the graph makes, if not in host memory.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {
+        node: graph.placeholder(input_name(binding))
+        for node, binding in zip(program.placeholders(), program.bindings, strict=True)
+    }
+    graph.output(graph.graph_copy(program.graph, copies))
+    if device is not None:
+        _make_tensors_on(graph, device)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
+    """Programs are captured over host tensors: whatever names a device names the host."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if node.target in _FACTORIES and "device" not in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+
+
+def input_name(binding: str) -> str:
+    """A name in Python of a name in the tensor table; no two have the same."""
+    return f"{re.sub(r'[^0-9A-Za-z]+', '_', binding)}_{zlib.crc32(binding.encode()):08x}"
+
+
+_FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
+
+
+@contextmanager
+def as_dynamo_calls(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Circumstances in which Dynamo calls a backend: a tracing context, no gradients, examples."""
+    mode = FakeTensorMode()
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
+        with mode:
+            _Examples(module).run(*fakes)
+        yield
+
+
+class _Examples(fx.Interpreter):
+    """Leaves what each node gives as its ``example_value``, without computing it."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["example_value"] = result
+        return result

@@ -1,0 +1,83 @@
+"""What is known of RBLN NPUs by their names; nobody here has measured one.
+
+Source: the vendor's vllm-rbln 0.12 (platform, worker utilities, attention). A name that it does
+not tell apart is treated as the oldest kind that it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rbln_backend.errors import ConfigError
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+RUNTIME_BYTES = 256 * _MIB
+"""What a compiled graph reserves on each chiplet, as the vendor estimates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Npu:
+    """One NPU, e.g. RBLN-CR13."""
+
+    name: str
+    memory_bytes: int
+    """What programs can use of its memory."""
+    chiplets: int
+    """Parts that each hold a share of every tensor and a runtime of every graph."""
+    appends_windows: bool
+    """Sliding windows lie in pages; otherwise a window is one block whose content is shifted."""
+    stores_across_blocks: bool
+    """A chunk of a prompt may begin in one block and end in the next."""
+    wants_longest_first: bool
+    """Decode kernels skip the rows after the last one that reaches into a block."""
+    splits_tensors: bool
+    """A rank may be given several."""
+
+    @classmethod
+    def named(cls, name: str) -> Npu:
+        """Raises ``ConfigError`` for a name that is no RBLN NPU's."""
+        model = name.strip().upper()
+        if model.startswith("RBLN-CA"):
+            return cls(model, 16 * _GIB - 288 * _MIB, 1, False, False, False, True)
+        if model.startswith("RBLN-CR"):
+            newest = model == "RBLN-CR13"
+            return cls(model, 140 * _GIB, 4, newest, newest, newest, False)
+        raise ConfigError(
+            f"NPU name {name!r} is not known; names begin with RBLN-CA (ATOM) or RBLN-CR (REBEL)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory of the NPUs of one rank, as the vendor estimates what it goes into."""
+
+    npu: Npu
+    devices: int
+    num_graphs: int
+    num_kv_heads: int
+    """Of the rank."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.npu.memory_bytes * self.devices
+
+    @property
+    def runtime_bytes(self) -> int:
+        """What all graphs reserve."""
+        return RUNTIME_BYTES * self.num_graphs * self._parts
+
+    @property
+    def kv_copies(self) -> int:
+        """How often a KV head is kept: of fewer heads than parts, more than once."""
+        return max(1, self._parts // self.num_kv_heads)
+
+    @property
+    def _parts(self) -> int:
+        return self.npu.chiplets * self.devices
+
+    def kv_budget_bytes(self, utilization: float, weight_bytes: int) -> int:
+        """Bytes for KV caches, each head counted once; may be negative."""
+        free = int(self.total_bytes * utilization) - weight_bytes - self.runtime_bytes
+        return free // self.kv_copies

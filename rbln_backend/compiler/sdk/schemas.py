@@ -1,0 +1,76 @@
+"""The ops of the RBLN SDK that this backend calls, with what it passes.
+
+The SDK registers its ops when it is imported, and no open source shows their schemas: what is known
+is what the vendor's vllm-rbln 0.12 passes. Here it is compared with what is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rbln_backend.errors import UnsupportedModelError
+
+NAMESPACE = "rbln_custom_ops"
+
+_QKV = "Tensor q, Tensor k, Tensor v, Tensor kv_cache"
+_FLASH = (
+    f"{_QKV}, Tensor scale, Tensor seq_idx, Tensor block_tables, Tensor dummy, Tensor? sinks,"
+    " Tensor? k_scale, Tensor? v_scale, ScalarType? cache_dtype"
+)
+_ONE_BLOCK = (
+    f"{_QKV}, Tensor seq_idx, Tensor scale, Tensor block_tables, Tensor dummy, Tensor? sinks"
+)
+_SHIFTED = (
+    f"{_QKV}, Tensor cache_seq_len, Tensor cache_offset, Tensor scale, Tensor block_tables,"
+    " Tensor dummy"
+)
+PASSED: Mapping[str, str] = {
+    "flash_causal_attention_naive_prefill": _FLASH,
+    "flash_causal_attention_naive_decode": _FLASH,
+    "causal_attention_naive_prefill": _ONE_BLOCK,
+    "causal_attention_naive_decode": _ONE_BLOCK,
+    "sliding_window_attention_naive_prefill": f"{_SHIFTED}, Tensor? sinks",
+    "sliding_window_attention_naive_decode": f"{_SHIFTED}, Tensor? attn_mask, Tensor? sinks",
+    "sliding_window_attention_v1": (
+        f"{_QKV}, Tensor seq_idx, Tensor scale, Tensor block_tables, int window_size,"
+        " bool is_causal, Tensor? attn_mask, Tensor? sinks"
+    ),
+    "custom_moe_glu": (
+        "Tensor hidden_states, Tensor gate, Tensor up, Tensor down, Tensor masked_routing_weight,"
+        " str hidden_act, Tensor? expert_map, Tensor? gate_bias, Tensor? up_bias,"
+        " Tensor? down_bias"
+    ),
+}
+"""By op: the arguments that are passed, by position."""
+
+
+def check_ops(*names: str) -> None:
+    """Raise ``UnsupportedModelError`` for the first op that the SDK lacks or takes otherwise."""
+    for name in names:
+        problem = _problem(name)
+        if problem is not None:
+            raise UnsupportedModelError(
+                f"the installed RBLN SDK cannot run this model: {NAMESPACE}::{name} {problem}"
+            )
+
+
+def _problem(name: str) -> str | None:
+    packet = getattr(getattr(torch.ops, NAMESPACE), name, None)
+    if packet is None:
+        return "is missing"
+    wanted = packet.default._schema.arguments
+    passed = torch._C.parse_schema(f"{NAMESPACE}::{name}({PASSED[name]}) -> Tensor").arguments
+    if len(wanted) < len(passed):
+        return f"takes {len(wanted)} arguments, {len(passed)} are passed"
+    for number, (one, other) in enumerate(zip(wanted, passed, strict=False)):
+        if not other.type.isSubtypeOf(one.type):
+            return (
+                f"takes {one.real_type} as argument {number} ({one.name}),"
+                f" {other.real_type} is passed"
+            )
+    for argument in wanted[len(passed) :]:
+        if not argument.has_default_value():
+            return f"wants {argument.name}, which is not passed"
+    return None

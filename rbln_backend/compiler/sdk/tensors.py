@@ -1,0 +1,86 @@
+"""Where the tensors of graphs lie for the SDK: in host memory, or all of them on the NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.compiler.tensor_table import INPUT
+
+
+class BoundTensors(Protocol):
+    """The arguments of one runtime."""
+
+    arguments: list[Tensor]
+
+    def before_run(self) -> None:
+        """Bring what a step filled to where the runtime reads it."""
+        ...
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs in host memory."""
+        ...
+
+
+class HostTensors:
+    """The runtime copies what it needs; caches are known to it by their names."""
+
+    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor]) -> None:  # noqa: ARG002
+        self.arguments = list(tensors)
+
+    def before_run(self) -> None:
+        """Nothing: the runtime reads the step's own buffers."""
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """As they are."""
+        return tuple(outputs)
+
+
+class Moved:
+    """Weights that have moved to the NPU, each once for all graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """Where ``tensor`` lies on the NPU; the host keeps its shape alone."""
+        if id(tensor) not in self._twins:
+            twin = tensor.detach().to(self.device)
+            if isinstance(tensor, nn.Parameter):
+                # The SDK tells weights by it.
+                twin = nn.Parameter(twin, requires_grad=False)
+            tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
+            self._twins[id(tensor)] = (tensor, twin)
+        return self._twins[id(tensor)][1]
+
+
+class NpuTensors:
+    """Weights move for good, when the first graph reads them; a step's buffers have twins."""
+
+    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor], moved: Moved) -> None:
+        self._filled: list[tuple[Tensor, Tensor]] = []
+        self.arguments: list[Tensor] = []
+        for binding, tensor in zip(bindings, tensors, strict=True):
+            self.arguments.append(self._place(binding, tensor, moved))
+
+    def _place(self, binding: str, tensor: Tensor, moved: Moved) -> Tensor:
+        if tensor.device.type == moved.device.type:
+            return tensor
+        if not binding.startswith(INPUT):
+            return moved.twin(tensor)
+        twin = tensor.to(moved.device)
+        self._filled.append((twin, tensor))
+        return twin
+
+    def before_run(self) -> None:
+        """Copy the step's buffers."""
+        for twin, tensor in self._filled:
+            twin.copy_(tensor)
+
+    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Copies: what comes next, sampling first of all, is the host's."""
+        return tuple(output.to("cpu") for output in outputs)

@@ -1,0 +1,39 @@
+"""The KV caches' share of an NPU's memory; host memory says nothing of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rbln_backend.compiler.sdk.npu import Npu, RankMemory
+from rbln_backend.errors import DeviceMemoryError
+from rbln_backend.kv_cache.layout import MIB
+from rbln_backend.vllm_compat.surface import VllmConfig, configured
+from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.startup.preflight import bucket_tables, generates
+
+
+def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
+    """The memory of one rank of the engine that ``config`` describes."""
+    rbln = configured(config)
+    graphs = plan(bucket_tables(config, rbln), has_logits=generates(config))
+    return RankMemory(
+        npu,
+        devices=rbln.num_devices_per_local_rank,
+        num_graphs=len(graphs),
+        num_kv_heads=config.model_config.get_num_kv_heads(config.parallel_config),
+    )
+
+
+def npu_budget_bytes(npu: Npu, config: VllmConfig, model: nn.Module) -> int:
+    """Bytes for KV caches on one rank. Raises ``DeviceMemoryError`` where nothing is left."""
+    memory, utilization = rank_memory(npu, config), config.cache_config.gpu_memory_utilization
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    budget = memory.kv_budget_bytes(utilization, weight_bytes)
+    if budget <= 0:
+        raise DeviceMemoryError(
+            f"KV cache: nothing is left of {memory.total_bytes // MIB} MiB of {npu.name} "
+            f"(--gpu-memory-utilization {utilization:.2f}, weights {weight_bytes // MIB} MiB, "
+            f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB); use more ranks or "
+            "fewer buckets"
+        )
+    return budget

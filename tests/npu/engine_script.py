@@ -1,0 +1,60 @@
+"""Run in a process of its own: engines over the SDK's double, one after another.
+
+Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, batches of prompts
+(token ids), how many tokens to answer with, and after how many steps the first request of each
+batch is aborted, if it is. It prints the greedy tokens of every job's batches behind ``RESULT``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Each batch is answered before the next is sent: later ones meet what earlier ones left."""
+    answers = [_answer(**job) for job in json.loads(sys.argv[1])]
+    sys.stdout.write(f"RESULT {json.dumps(answers)}\n")
+
+
+def _answer(
+    path: str,
+    options: dict[str, Any],
+    batches: list[list[list[int]]],
+    max_tokens: int,
+    abort_after: int | None,
+) -> list[list[list[int]]]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(path, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    return answers
+
+
+def _generate(
+    engine: Any, prompts: list[list[int]], params: Any, abort_after: int | None
+) -> list[list[int]]:
+    """The tokens of each prompt, none of one that was aborted."""
+    names = [str(number) for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    tokens: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        if steps == abort_after:
+            engine.abort_request(names[:1])
+        for output in engine.step():
+            if output.finished and output.outputs[0].finish_reason != "abort":
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+    return [tokens.get(name, []) for name in names]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Our engine over the SDK's double: jobs, their answers, and what the double was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engine.script import run_script
+from tests.engine.test_equality import make_prompts
+from tests.reference import reference_generate
+from tests.sdk_double.launch import double_environment, read_log
+
+SCRIPT = Path(__file__).with_name("engine_script.py")
+
+# A chunk is an eighth of a block, a longest request four blocks.
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "num_gpu_blocks_override": 24,
+    "seed": 0,
+    "disable_log_stats": True,
+}
+ONE_CHUNK, TWO_BLOCKS, THREE_CHUNKS, WHOLE_CHUNK = make_prompts([90, 1500, 300, 128], seed=7)
+SHARED = TWO_BLOCKS[:600] + ONE_CHUNK
+"""Begins as ``TWO_BLOCKS`` does, and ends inside the first block."""
+BATCHES = [[ONE_CHUNK], [ONE_CHUNK, TWO_BLOCKS, THREE_CHUNKS, WHOLE_CHUNK], [SHARED]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine's life."""
+
+    checkpoint: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    batches: Sequence[Sequence[list[int]]] = field(default_factory=lambda: BATCHES)
+    max_tokens: int = 8
+    abort_after: int | None = None
+    """The steps after which the first request of each batch is aborted."""
+    reference: Path | None = None
+    """A checkpoint of the same values that transformers reads; None: the same one."""
+
+    def expected(self) -> list[list[list[int]]]:
+        """What transformers answers."""
+        path = self.reference or self.checkpoint
+        return [
+            [reference_generate(path, prompt, self.max_tokens).token_ids for prompt in batch]
+            for batch in self.batches
+        ]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What came of jobs in one process."""
+
+    answers: list[list[list[list[int]]]]
+    log: Path
+
+    def calls(self, name: str) -> list[dict[str, Any]]:
+        """What the double wrote of one kind of call, in all processes."""
+        return read_log(self.log, name)
+
+
+def run(
+    jobs: Sequence[Job],
+    folder: Path,
+    *,
+    rbln: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **double: Any,
+) -> Ran:
+    """Run ``jobs`` in a new process with its artifacts under ``folder``; ``double`` sets it up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
+    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
+    told = [
+        {
+            "path": str(job.checkpoint),
+            "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,
+            "batches": job.batches,
+            "max_tokens": job.max_tokens,
+            "abort_after": job.abort_after,
+        }
+        for job in jobs
+    ]
+    variables = double_environment(log, **double) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    answers = run_script(SCRIPT, told, variables | (environment or {}), timeout_s=900)
+    return Ran(answers, log)

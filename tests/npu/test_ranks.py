@@ -1,0 +1,48 @@
+"""Engines of two ranks over the double: each sees its own NPU, and each keeps its own binaries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.wide),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_two_ranks_answer_as_transformers(
+    checkpoints: CheckpointCache, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    checkpoint = checkpoints("llama", max_position_embeddings=4096)
+    job = Job(checkpoint, options, [[ONE_CHUNK, TWO_BLOCKS], [SHARED]])
+    cold = run([job], tmp_path, devices=4)
+    assert cold.answers == [job.expected()]
+    opened = [call["variables"] for call in cold.calls("environment") if call["when"] == "open"]
+    ranks = {told["LOCAL_RANK"]: told for told in opened}
+    assert {rank: told["RBLN_VISIBLE_DEVICES"] for rank, told in ranks.items()} == {
+        "0": "0",
+        "1": "1",
+    }
+    assert {told["WORLD_SIZE"] for told in ranks.values()} == {"2"}
+    warm = run([job], tmp_path, devices=4)
+    assert warm.answers == cold.answers
+    assert warm.calls("compile")
+    assert all(call["hit"] for call in warm.calls("compile"))
+
+
+@pytest.mark.wide
+def test_too_few_npus_are_named(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    job = Job(checkpoints("llama", max_position_embeddings=4096), {"tensor_parallel_size": 2})
+    with pytest.raises(AssertionError, match=r"RBLN_VISIBLE_DEVICES='3' names 1 NPUs"):
+        run([job], tmp_path, environment={"RBLN_VISIBLE_DEVICES": "3"})

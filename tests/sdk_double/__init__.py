@@ -1,0 +1,1 @@
+"""A stand-in of the RBLN SDK: the folder ``rebel`` here is put on the import path of a test."""

@@ -1,0 +1,268 @@
+"""Small calls of the double in a process of their own, each by name; see ``test_double.py``.
+
+The argument is a list of names; the result has for each the message of what it raised, or null.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import rebel
+import torch
+from rebel.core import torch_compile
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+BLOCKS, HEADS, GROUP, BLOCK, CHUNK, SIZE = 4, 2, 2, 512, 128, 32
+SCALE = torch.tensor(SIZE**-0.5)
+OPS = torch.ops.rbln_custom_ops
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Tensor) -> Tensor:
+    """The causal op as vllm_rbln calls it."""
+    name = "prefill" if tables.dim() == 1 else "decode"
+    op = getattr(OPS, f"flash_causal_attention_naive_{name}")
+    found: Tensor = op(q, k, v, kv, SCALE, idx, tables, SCALE, None, None, None, None)
+    return found
+
+
+def few(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Tensor) -> Tensor:
+    """The same op without the arguments after ``slot_mapping``."""
+    found: Tensor = OPS.flash_causal_attention_naive_prefill(q, k, v, kv, SCALE, idx, tables, SCALE)
+    return found
+
+
+def tokens(length: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(batch, HEADS, GROUP, length, SIZE)
+    return q, *(torch.randn(batch, HEADS, 1, length, SIZE) for _ in "kv")
+
+
+def start(position: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor([[position]], dtype=dtype)
+
+
+def blocks(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+class Device:
+    """A context with one KV cache, and graphs compiled in it."""
+
+    def __init__(self, device: str = "meta", block: int = BLOCK, *, marked: bool = True) -> None:
+        self.context = rebel.CompileContext(use_weight_sharing=True, use_global_ctx=True)
+        self.kv = torch.zeros(BLOCKS, 2, HEADS, 1, block, SIZE, device=device)
+        self.runtimes: list[Any] = []
+        if marked:
+            self.context.mark_static_address(self.kv, "layer")
+
+    def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """As vllm_rbln: through Dynamo, with its options."""
+        told = {
+            "compile_context": self.context,
+            "mode": ["strict"],
+            "num_devices": 1,
+            "_runtime_holder": self.runtimes,
+        }
+        compiled: Callable[..., Any] = torch.compile(
+            function,
+            backend=torch_compile.rbln_backend,
+            dynamic=False,
+            fullgraph=True,
+            options={**told, **options},
+        )
+        return compiled
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, position: int, *table: int) -> Tensor:
+        found: Tensor = self.compile(attend)(q, k, v, self.kv, start(position), blocks(*table))
+        return found
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """What torch says of a prompt: q [1, H, G, L, D]; k and v [1, H, 1, L, D]."""
+    length = q.shape[3]
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)
+    mask = (columns <= rows) & (columns > rows - (window or length + 1))
+    k, v = (x.expand(1, HEADS, GROUP, length, SIZE) for x in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=float(SCALE))
+
+
+# ----------------------------------------------------------------------------------- what is right
+
+
+def a_prompt_in_chunks_and_a_decode() -> None:
+    device = Device()
+    q, k, v = tokens(2 * CHUNK + 1)
+    expected = plain(q, k, v)
+    for at in (0, CHUNK):
+        part = slice(at, at + CHUNK)
+        found = device.prefill(q[..., part, :], k[..., part, :], v[..., part, :], at, 2, 3)
+        assert torch.allclose(found, expected[..., part, :], atol=1e-5)
+    decode = device.compile(attend)
+    last = [x[..., -1:, :] for x in (q, k, v)]
+    found = decode(*last, device.kv, start(2 * CHUNK), blocks(2, 3)[None])
+    assert torch.allclose(found, expected[..., -1:, :], atol=1e-5)
+
+
+def a_copy_of_a_block() -> None:
+    device = Device()
+    q, k, v = tokens(2 * CHUNK)
+    first, second = slice(CHUNK), slice(CHUNK, None)
+    device.prefill(*(x[..., first, :] for x in (q, k, v)), 0, 1, 0)
+    device.runtimes[0]._copy_kv_cache(1, 3, CHUNK)
+    found = device.prefill(*(x[..., second, :] for x in (q, k, v)), CHUNK, 3, 0)
+    assert torch.allclose(found, plain(q, k, v)[..., second, :], atol=1e-5)
+
+
+def both_ops_of_a_window() -> None:
+    window, length = 64, 200
+    q, k, v = tokens(length)
+    expected = plain(q, k, v, window)
+    kv = torch.full((BLOCKS, 2, HEADS, 1, BLOCK, SIZE), torch.nan)
+    shifted = torch.full((BLOCKS, 2, HEADS, 1, window, SIZE), torch.nan)
+    for at in range(0, length, CHUNK // 2):
+        part = [x[..., at : at + CHUNK // 2, :] for x in (q, k, v)]
+        real = part[0].shape[3]
+        padded = [functional.pad(x, (0, 0, 0, CHUNK // 2 - real)) for x in part]
+        found = OPS.sliding_window_attention_v1(
+            *(*padded, kv, start(at), SCALE, blocks(2, 1), window, True, None, None)
+        )
+        held = min(at, window)
+        other = OPS.sliding_window_attention_naive_prefill(
+            *(*padded, shifted, start(held), start(held + real), SCALE, blocks(1), SCALE, None)
+        )
+        for name, x in (("append", found), ("shift", other)):
+            right = torch.allclose(x[..., :real, :], expected[..., at : at + real, :], atol=1e-5)
+            assert right, f"{name} at {at}"
+
+
+def experts_of_one_rank_of_two() -> None:
+    x, gate, up = torch.randn(3, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    down, routing = torch.randn(2, 8, 6), torch.rand(4, 3)
+    here = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
+    found = OPS.custom_moe_glu(x, gate, up, down, routing, "silu", here, None, None, None)
+    expected = torch.zeros_like(x)
+    for everywhere, local in ((1, 1), (3, 0)):
+        inner = functional.silu(x @ gate[local].T) * (x @ up[local].T)
+        expected += inner @ down[local].T * routing[everywhere][:, None]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def a_weight_written_after_it_was_loaded() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    graph = Device().compile(lambda x: x + weight)
+    graph(torch.zeros(3))
+    weight.data.fill_(5.0)
+    assert graph(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0], "the device has its own copy"
+
+
+def outputs_in_the_same_memory() -> None:
+    graph = Device().compile(lambda x: x + 1, use_static_output=True)
+    first = graph(torch.zeros(3))
+    second = graph(torch.ones(3))
+    assert first.tolist() == [2.0] * 3
+    assert first.data_ptr() == second.data_ptr()
+
+
+# ------------------------------------------------------------------------------ what breaks a rule
+
+
+def a_block_of_another_size() -> None:
+    device = Device(block=256)
+    device.prefill(*tokens(CHUNK), 0, 1, 0)
+
+
+def a_chunk_that_does_not_divide_the_block() -> None:
+    Device().prefill(*tokens(96), 0, 1, 0)
+
+
+def gradients_on() -> None:
+    with torch.enable_grad():
+        torch_compile.rbln_backend(_adder(), [torch.zeros(2)], options={})
+
+
+def nodes_without_values() -> None:
+    module = _adder()
+    for node in module.graph.nodes:
+        node.meta.clear()
+    torch_compile.rbln_backend(module, [torch.zeros(2)], options={})
+
+
+def an_unknown_option() -> None:
+    Device().compile(lambda x: x + 1, number_of_devices=1)(torch.zeros(2))
+
+
+def a_mode_that_is_no_list() -> None:
+    Device().compile(lambda x: x + 1, mode="strict")(torch.zeros(2))
+
+
+def a_cache_on_the_host() -> None:
+    Device(device="cpu")
+
+
+def a_cache_that_is_an_input() -> None:
+    device = Device(device="cpu", marked=False)
+    device.prefill(*tokens(CHUNK), 0, 1, 0)
+
+
+def too_few_arguments() -> None:
+    device = Device()
+    device.compile(few)(*tokens(CHUNK), device.kv, start(0), blocks(1, 0))
+
+
+def an_index_of_32_bits() -> None:
+    device = Device()
+    arguments = (*tokens(CHUNK), device.kv, start(0, torch.int32), blocks(1, 0))
+    device.compile(attend)(*arguments)
+
+
+def two_weights_of_one_name() -> None:
+    context = rebel.CompileContext(use_weight_sharing=True)
+    for size in (2, 3):
+        options = {"compile_context": context}
+        torch_compile.rbln_backend(_adder(torch.ones(size)), [torch.zeros(size)], options=options)
+
+
+def a_graph_that_is_called() -> None:
+    Device().compile(lambda x: x + 1)(torch.zeros(2))
+
+
+def a_graph_that_is_only_compiled() -> None:
+    graph = Device().compile(lambda x: x + 1, mode=["strict", "compile_only"])
+    assert graph(torch.zeros(2)).tolist() == [0.0, 0.0], "a dummy device computes nothing"
+
+
+def a_cache_of_any_size() -> None:
+    Device().prefill(*tokens(CHUNK), 0, 1, 0)
+
+
+def _adder(weight: Tensor | None = None) -> fx.GraphModule:
+    graph, owner = fx.Graph(), nn.Module()
+    x = graph.placeholder("x")
+    other: Any = 1
+    if weight is not None:
+        owner.register_buffer("weight", weight)
+        other = graph.get_attr("weight")
+    total = graph.call_function(torch.add, (x, other))
+    total.meta["example_value"] = torch.zeros(2)
+    graph.output((total,))
+    return fx.GraphModule(owner, graph)
+
+
+def outcome(name: str) -> str | None:
+    """What the case raised, as one line; None if it went well."""
+    torch._dynamo.reset()
+    case: Callable[[], None] = globals()[name]
+    try:
+        with torch.no_grad():
+            case()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}".replace("\n", " ")
+    return None
+
+
+if __name__ == "__main__":
+    outcomes = {name: outcome(name) for name in json.loads(sys.argv[1])}
+    sys.stdout.write(f"RESULT {json.dumps(outcomes)}\n")

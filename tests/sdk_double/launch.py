@@ -1,0 +1,53 @@
+"""How a test runs a process over the double, and reads what it was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.architecture.source_tree import ROOT
+
+FOLDER = Path(__file__).parent
+
+
+def double_environment(log: Path, **settings: str | int | float | Iterable[str]) -> dict[str, str]:
+    """This process's environment with the double first on the import path, and our tree second.
+
+    ``settings`` are ``SDK_DOUBLE_*`` in small letters, such as ``off=["blocks"]`` or ``npu=""``.
+    """
+    told = {
+        f"SDK_DOUBLE_{name.upper()}": str(value)
+        if isinstance(value, str | int | float)
+        else ",".join(value)
+        for name, value in settings.items()
+    }
+    paths = os.pathsep.join((str(FOLDER), str(ROOT)))
+    return dict(os.environ) | {"PYTHONPATH": paths, "SDK_DOUBLE_LOG": str(log)} | told
+
+
+def read_log(log: Path, call: str | None = None) -> list[dict[str, Any]]:
+    """Lines of the log in order, those of one ``call`` if it is given."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [line for line in lines if call in (None, line["call"])]
+
+
+def rule_table() -> dict[str, str]:
+    """Each rule's name and whose it is, ``vendor`` or ``ours``."""
+    program = (
+        "import json; from rebel.rules import RULES;"
+        "print(json.dumps({name: rule.source for name, rule in RULES.items()}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=dict(os.environ) | {"PYTHONPATH": str(FOLDER)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sources: dict[str, str] = json.loads(done.stdout)
+    return sources

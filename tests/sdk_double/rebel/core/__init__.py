@@ -1,0 +1,1 @@
+"""Compiling graphs, running them, and keeping what was compiled."""

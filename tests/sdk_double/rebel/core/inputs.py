@@ -1,0 +1,108 @@
+"""What the inputs of a graph are: weights, KV, or what a step brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rebel.compile_context import CompileContext
+from rebel.device import check_reachable, is_device_tensor
+from rebel.rules import require
+from torch import Tensor, fx, nn
+
+Kind = Literal["weight", "static", "device", "host", "number"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder, what it stands for, and the tensor or number it was compiled with."""
+
+    name: str
+    kind: Kind
+    value: Any
+
+    def describe(self) -> dict[str, Any]:
+        """The input as the log has it."""
+        if not isinstance(self.value, Tensor):
+            return {"name": self.name, "kind": self.kind, "type": type(self.value).__name__}
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "device": self.value.device.type,
+            "dtype": str(self.value.dtype).removeprefix("torch."),
+            "shape": [int(size) for size in self.value.shape],
+        }
+
+
+def classify(
+    module: fx.GraphModule, example_inputs: Sequence[Any], context: CompileContext | None
+) -> list[Input]:
+    """The inputs in order; raises where a tensor has no content that a device could see."""
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    return [
+        Input(name, _kind(name, value, context), value)
+        for name, value in zip(names, example_inputs, strict=True)
+    ]
+
+
+def _kind(name: str, value: Any, context: CompileContext | None) -> Kind:
+    if not isinstance(value, Tensor):
+        return "number"
+    if context is not None and context.kv.name_of(value) is not None:
+        return "static"
+    check_reachable(name, value)
+    if isinstance(value, nn.Parameter):
+        return "weight"
+    return "device" if is_device_tensor(value) else "host"
+
+
+def attributes(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that the graph itself owns, by the name it calls them."""
+    seen = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target not in seen:
+            seen.add(node.target)
+            value: Any = module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            if isinstance(value, Tensor):
+                yield str(node.target), value
+
+
+def check_weights(
+    module: fx.GraphModule, inputs: Sequence[Input], context: CompileContext | None
+) -> None:
+    """Rule ``weights``, for placeholders and attributes alike."""
+    if context is None:
+        return
+    owned = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
+    for name, weight in attributes(module):
+        if name in owned:
+            context.name_weight(name, weight)
+    for given in inputs:
+        if given.kind == "weight":
+            context.name_weight(given.name, given.value)
+
+
+def check_kv(module: fx.GraphModule, inputs: Sequence[Input]) -> None:
+    """Rule ``static``: the cache that an attention op reads is the device's."""
+    kinds = {given.name: given.kind for given in inputs}
+    for node in module.graph.nodes:
+        # Dynamo's graphs call the op, those of torch.export one overload of it.
+        schema = getattr(getattr(node.target, "default", node.target), "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        places = [n for n, argument in enumerate(schema.arguments) if argument.name == "kv_cache"]
+        for place in places:
+            source = _source(node.args[place])
+            kind = kinds.get(source.name, source.op)
+            kept = kind in ("static", "device")
+            require("static", kept, f"the KV cache {source.name} of {schema.name} is {kind}")
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The placeholder or attribute that ``node`` is a view of."""
+    while node.op not in ("placeholder", "get_attr") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node

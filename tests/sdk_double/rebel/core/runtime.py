@@ -1,0 +1,137 @@
+"""A compiled graph on its device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rebel import log
+from rebel.compile_context import CompileContext
+from rebel.core.inputs import Input, attributes
+from rebel.device import (
+    MEMORY,
+    NPUS,
+    RUNTIME_BYTES,
+    alias_of_device_tensor,
+    is_device_tensor,
+    storage_id,
+)
+from rebel.rules import is_on
+from rebel.settings import SETTINGS
+from torch import Tensor, fx
+
+_numbers = itertools.count()
+# Weights on the device by storage: graphs that share one upload it once. The host's tensor is
+# kept, so that its storage's identity stays its own.
+_uploaded: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+def upload(weight: Tensor) -> Tensor:
+    """The device's copy of a weight, made at its first use."""
+    if is_device_tensor(weight):
+        return alias_of_device_tensor(weight)
+    if storage_id(weight) not in _uploaded:
+        whole = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
+        MEMORY.take("weights", whole.numel())
+        copy = whole.clone() if is_on("weights_fixed") else whole
+        _uploaded[storage_id(weight)] = (weight.detach(), copy)
+    typed = _uploaded[storage_id(weight)][1].view(weight.dtype)
+    return typed.as_strided(weight.size(), weight.stride(), weight.storage_offset())
+
+
+class Runtime:
+    """Runs one graph; called with the tensors that the graph was compiled with, or their like."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Input],
+        context: CompileContext | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.number = next(_numbers)
+        self._dummy = "compile_only" in options.get("mode", ())
+        if self._dummy and is_on("runtime"):
+            devices = []
+        elif is_on("runtime"):
+            devices = NPUS.open(options.get("num_devices", 1))
+        else:
+            devices = [0]
+        self._module, self._inputs, self._context = module, inputs, context
+        self._reuse_outputs = bool(options.get("use_static_output"))
+        self._outputs: list[Any] = []
+        self._runs = 0
+        if devices:
+            self._load()
+        log.write("runtime", number=self.number, devices=devices, dummy=self._dummy)
+
+    def _load(self) -> None:
+        if any(given.kind == "static" for given in self._inputs):
+            MEMORY.take(f"runtime {self.number}", RUNTIME_BYTES)
+        for name, weight in attributes(self._module):
+            *path, last = name.split(".")
+            owner = self._module.get_submodule(".".join(path))
+            owner._parameters.pop(last, None)
+            owner._buffers.pop(last, None)
+            setattr(owner, last, upload(weight))
+        for given in self._inputs:
+            if given.kind in ("weight", "static"):
+                self._on_device(given, given.value)
+
+    def _on_device(self, given: Input, value: Any) -> Any:
+        if given.kind == "static":
+            assert self._context is not None
+            return self._context.kv.on_device(value)
+        if given.kind == "weight":
+            return upload(value)
+        if isinstance(value, Tensor) and is_device_tensor(value):
+            return alias_of_device_tensor(value)
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def __call__(self, *values: Any) -> list[Any]:
+        """The graph's outputs, in order; a dummy runtime's mean nothing."""
+        with torch.no_grad():
+            on_device = [
+                self._on_device(given, value)
+                for given, value in zip(self._inputs, values, strict=True)
+            ]
+            outputs = self._module(*on_device)
+            if self._dummy and is_on("runtime"):
+                outputs = [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in outputs]
+            self._runs += 1
+            log.write("run", number=self.number, runs=self._runs)
+            return self._hand_out(outputs, values)
+
+    def _hand_out(self, outputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Outputs where the inputs are; with ``use_static_output`` in the same memory each time."""
+        device = next((x.device for x in values if _on_npu(x)), torch.device("cpu"))
+        if not self._outputs or not self._reuse_outputs:
+            self._outputs = [
+                torch.empty_like(x, device=device) if isinstance(x, Tensor) else x for x in outputs
+            ]
+        for mine, found in zip(self._outputs, outputs, strict=True):
+            if isinstance(found, Tensor):
+                (alias_of_device_tensor(mine) if _on_npu(mine) else mine).copy_(found)
+        return list(self._outputs)
+
+    def _copy_kv_cache(self, src_block: int, dst_block: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` of a block of every KV cache of this graph."""
+        caches = [given for given in self._inputs if given.kind == "static"]
+        log.write("copy_kv", src=src_block, dst=dst_block, tokens=num_tokens, caches=len(caches))
+        if not caches:
+            raise RuntimeError(f"runtime {self.number} has no KV cache")
+        if "kv_copy" in SETTINGS.broken or self._dummy:
+            return
+        for given in caches:
+            cache = self._on_device(given, given.value)
+            cache[dst_block, ..., :num_tokens, :] = cache[src_block, ..., :num_tokens, :]
+
+    def reset_adaptive_buffers(self) -> None:
+        """Forget what was learnt of sizes; here nothing is."""
+        log.write("reset_adaptive_buffers", number=self.number)
+
+
+def _on_npu(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_device_tensor(value)

@@ -1,0 +1,128 @@
+"""Attention over a paged KV cache in float32, which every attention op here is made of.
+
+q [B, H, G, L, D]; k and v [B, H, 1, L, D]; kv_cache [N, 2, H, 1, S, D], or the bytes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rebel.ops.library import describe
+from rebel.rules import require
+from torch import Tensor
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A KV cache with what is needed to read and write floats in it."""
+
+    values: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @staticmethod
+    def of(
+        kv_cache: Tensor, dtype: torch.dtype | None, k_scale: Tensor | None, v_scale: Tensor | None
+    ) -> Cache:
+        """``dtype`` is what the bytes of an fp8 cache stand for; None for a plain cache."""
+        if dtype is None:
+            return Cache(kv_cache)
+        assert k_scale is not None
+        assert v_scale is not None
+        return Cache(kv_cache.view(dtype), float(k_scale), float(v_scale))
+
+    @property
+    def block_size(self) -> int:
+        return self.values.shape[-2]
+
+    def write(self, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [T, H, D] at T places."""
+        dtype = self.values.dtype
+        self.values[blocks, 0, :, 0, slots] = (k.float() / self.k_scale).to(dtype)
+        self.values[blocks, 1, :, 0, slots] = (v.float() / self.v_scale).to(dtype)
+
+    def read(self, blocks: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [T, H, D] of T places, in float32."""
+        k, v = self.values[blocks, 0, :, 0, slots], self.values[blocks, 1, :, 0, slots]
+        return k.float() * self.k_scale, v.float() * self.v_scale
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, visible: Tensor, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention of one request: q [H, G, L, D], k and v [T, H, D], visible [L, T] or more.
+
+    Returns float32 [H, G, L, D]. ``sinks`` is one more logit per query head.
+    """
+    scores = torch.einsum("hgld,thd->hglt", q.float(), k) * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        extra = sinks.float().reshape(*q.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hglt,thd->hgld", weights.nan_to_num(), v)
+
+
+def run_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache,
+    scale: Tensor,
+    seq_idx: Tensor,
+    tables: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Write the L new tokens of each request from position ``seq_idx`` on, then attend.
+
+    A token sees positions up to its own, the last ``window`` of them if there is one; with ``mask``
+    [B or 1, 1, 1, L, C] it sees what that says instead. Positions beyond the table are dropped.
+    """
+    size, rows = cache.block_size, tables.reshape(q.shape[0], -1).long()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for row in range(q.shape[0]):
+        start, length = int(seq_idx[row].sum()), q.shape[3]
+        end = min(start + length, rows.shape[1] * size)
+        new = torch.arange(start, end)
+        cache.write(
+            *(rows[row][new // size], new % size),
+            *(x[row, :, 0, : end - start].transpose(0, 1) for x in (k, v)),
+        )
+        seen = torch.arange(0 if window is None else max(0, start - window + 1), end)
+        keys, values = cache.read(rows[row][seen // size], seen % size)
+        queries = start + torch.arange(length)[:, None]
+        if mask is None:
+            visible = seen <= queries
+            visible &= seen > queries - (window or end + length)
+        else:
+            visible = mask[min(row, mask.shape[0] - 1), 0, 0, :, seen] > 0
+        out[row] = attend(q[row], keys, values, scale, visible, sinks).to(q.dtype)
+    return out
+
+
+def check_paged(
+    q: Tensor, kv_cache: Tensor, seq_idx: Tensor, tables: Tensor, *, is_prefill: bool | None
+) -> None:
+    """The forms of 0.12 (rules ``schema`` and ``blocks``); None where one op has both phases."""
+    batch, length, block = q.shape[0], q.shape[3], kv_cache.shape[-2]
+    require(
+        "schema",
+        seq_idx.dtype == torch.int64 and list(seq_idx.shape) == [batch, 1],
+        f"seq_idx is {describe(seq_idx)}, not int64[{batch}, 1]",
+    )
+    ranks = (1, 2) if is_prefill is None else (1,) if is_prefill else (2,)
+    require(
+        "schema",
+        tables.dtype == torch.int32 and tables.dim() in ranks,
+        f"block_tables is {describe(tables)}: int32[P] in prefill, int32[B, P] in decode",
+    )
+    power = block & (block - 1) == 0 and _SMALLEST_BLOCK <= block <= _LARGEST_BLOCK
+    require("blocks", power, f"the block size is {block}")
+    require("blocks", block % length == 0, f"a chunk of {length} does not divide block {block}")

@@ -1,0 +1,1 @@
+"""Where vllm_rbln looks for the module that registers attention ops."""

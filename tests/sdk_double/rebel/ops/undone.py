@@ -1,0 +1,67 @@
+"""Ops that the SDK has and the double only knows the form of: calling one says so."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from rebel.ops.library import CUSTOM, RBLN, define
+from torch import Tensor
+
+_EXPERT_MAP = "Tensor? expert_map"
+_BIASES = "Tensor? gate_proj_bias, Tensor? up_proj_bias, Tensor? down_proj_bias"
+_SCALED = (
+    "Tensor gate_proj_weight, Tensor gate_proj_scale, Tensor up_proj_weight, Tensor up_proj_scale,"
+    " Tensor down_proj_weight, Tensor down_proj_scale, Tensor masked_routing_weight"
+)
+_MXFP4 = ", ".join(
+    f"Tensor {part}_proj_{kind}"
+    for part in ("gate", "up", "down")
+    for kind in ("blocks", "scales", "bias")
+)
+_MLA = (
+    "Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor seq_idx,"
+    " Tensor block_tables, Tensor scale"
+)
+
+UNDONE = {
+    "custom_moe_glu_w8a8": (
+        f"Tensor hidden_states, Tensor hidden_scale, {_SCALED}, Tensor group_size, str hidden_act,"
+        f" ScalarType compute_dtype, {_BIASES}, {_EXPERT_MAP}"
+    ),
+    "custom_moe_glu_group_dequantize": (
+        f"Tensor hidden_states, {_SCALED}, Tensor group_size, str hidden_act, {_BIASES},"
+        f" {_EXPERT_MAP}, *, Tensor? gate_proj_scale_2=None, Tensor? up_proj_scale_2=None,"
+        " Tensor? down_proj_scale_2=None, str? weight_dtype=None"
+    ),
+    "custom_moe_glu_mxfp4": (
+        f"Tensor hidden_states, {_MXFP4}, Tensor masked_routing_weight, Any alpha, Any limit,"
+        f" {_EXPERT_MAP}"
+    ).replace("Any", "Tensor"),
+    "paged_flash_causal_mla_naive_prefill": _MLA,
+    "paged_flash_causal_mla_naive_decode": _MLA,
+}
+
+
+def _refuse(name: str) -> Any:
+    def body(*arguments: object, **named: object) -> NoReturn:
+        raise NotImplementedError(f"the SDK double has no body for {name}")
+
+    return body
+
+
+def _fake(x: Tensor, *rest: object, **named: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+for _name, _arguments in UNDONE.items():
+    define(CUSTOM, _name, _arguments, _refuse(_name), _fake)
+define(
+    RBLN,
+    "rejection_sample",
+    "Tensor draft_token_ids, Tensor target_probs, Tensor cu_num_draft_tokens, Tensor? top_k,"
+    " Tensor? top_p",
+    _refuse("rejection_sample"),
+    lambda draft, *rest: (draft, draft),
+    result="(Tensor, Tensor)",
+)

@@ -1,0 +1,69 @@
+"""The strict rules: what the double refuses, and whose word each is.
+
+``vendor``: the vendor's wheels keep it in every run of ``tests/vendor``, and the rule has something
+to look at there. ``ours``: written from documents or caution; their runs never exercise it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rebel import log
+from rebel.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is asked of the caller, and who shows that it can be asked."""
+
+    says: str
+    source: Literal["vendor", "ours"]
+
+
+RULES = {
+    "blocks": Rule("a block is a power of two from 512 to 16384 and a chunk divides it", "vendor"),
+    "cache": Rule("a binary is loaded by the rank that compiled it", "ours"),
+    "devices": Rule(
+        "a rank opens devices that its environment names, and no other rank's", "vendor"
+    ),
+    "kv": Rule("KV lives on the device: what the host writes there is not seen", "vendor"),
+    "memory": Rule(
+        "device memory is finite: weights, KV, and 1 GiB for each graph with KV", "vendor"
+    ),
+    "meta": Rule("every node that computes has an example_value", "vendor"),
+    "no_grad": Rule("a graph is compiled with gradients off", "vendor"),
+    "options": Rule("option keys are known ones, of the known types", "vendor"),
+    "runtime": Rule(
+        "no runtime without a device; compile_only gives one that computes nothing", "vendor"
+    ),
+    "schema": Rule("an SDK op gets all its arguments, in the dtypes and ranks of 0.12", "vendor"),
+    "static": Rule("KV is a static tensor on meta, or a tensor of the device", "vendor"),
+    "weights": Rule("a weight's name means one weight in a context", "vendor"),
+    "weights_fixed": Rule(
+        "a weight goes to the device once: later host writes are not seen", "ours"
+    ),
+}
+
+
+class RuleBrokenError(RuntimeError):
+    """A strict rule of the double was broken; the message begins with the rule's name."""
+
+
+def is_on(rule: str) -> bool:
+    """Whether ``rule`` is enforced in this process."""
+    assert rule in RULES, rule
+    return rule not in SETTINGS.off
+
+
+def require(rule: str, kept: bool, message: str) -> None:
+    """Raise RuleBrokenError with ``message`` unless ``kept`` or switched off."""
+    if kept or not is_on(rule):
+        return
+    log.write("broken", rule=rule, message=message)
+    raise RuleBrokenError(f"SDK double, rule '{rule}' ({RULES[rule].says}): {message}")
+
+
+def table() -> str:
+    """The rules as lines of a table: name, whose, what it says."""
+    return "\n".join(f"{name:14} {rule.source:7} {rule.says}" for name, rule in RULES.items())

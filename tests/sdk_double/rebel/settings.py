@@ -1,0 +1,50 @@
+"""What a test sets: environment variables alone, because the double lives in other processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# A CR13 has 140 GiB (vllm_rbln/v1/worker/utils.py, REBEL_DRAM_NBYTES).
+_CR13_BYTES = 140 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``SDK_DOUBLE_*``, read once."""
+
+    log: Path | None
+    npu: str | None
+    devices: int
+    off: frozenset[str]
+    broken: frozenset[str]
+    compile_seconds: float
+    memory: int
+
+
+def _words(name: str) -> frozenset[str]:
+    return frozenset(word for word in os.environ.get(name, "").split(",") if word)
+
+
+def read_settings() -> Settings:
+    """The settings of this process.
+
+    ``SDK_DOUBLE_LOG`` file to append to; ``SDK_DOUBLE_NPU`` name of every NPU, empty for a host
+    without one; ``SDK_DOUBLE_DEVICES`` how many there are; ``SDK_DOUBLE_OFF`` rules switched off;
+    ``SDK_DOUBLE_BREAK`` what is done wrong on purpose (``kv_copy``); ``SDK_DOUBLE_COMPILE_S``
+    seconds a compile takes; ``SDK_DOUBLE_MEMORY`` bytes of one device.
+    """
+    log = os.environ.get("SDK_DOUBLE_LOG")
+    return Settings(
+        log=Path(log) if log else None,
+        npu=os.environ.get("SDK_DOUBLE_NPU", "RBLN-CR13") or None,
+        devices=int(os.environ.get("SDK_DOUBLE_DEVICES", "4")),
+        off=_words("SDK_DOUBLE_OFF"),
+        broken=_words("SDK_DOUBLE_BREAK"),
+        compile_seconds=float(os.environ.get("SDK_DOUBLE_COMPILE_S", "0")),
+        memory=int(os.environ.get("SDK_DOUBLE_MEMORY", str(_CR13_BYTES))),
+    )
+
+
+SETTINGS = read_settings()

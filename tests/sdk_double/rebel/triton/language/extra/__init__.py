@@ -1,0 +1,1 @@
+"""A step on the way to ``libdevice``."""

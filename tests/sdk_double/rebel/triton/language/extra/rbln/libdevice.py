@@ -1,0 +1,1 @@
+"""The device library of kernels, of which nothing is called."""

@@ -1,0 +1,86 @@
+"""The double computes what its ops say, and refuses what its rules say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.engine.script import run_script
+from tests.sdk_double.launch import FOLDER, double_environment, read_log
+
+RIGHT = (
+    "a_prompt_in_chunks_and_a_decode",
+    "a_copy_of_a_block",
+    "both_ops_of_a_window",
+    "experts_of_one_rank_of_two",
+    "a_weight_written_after_it_was_loaded",
+    "outputs_in_the_same_memory",
+)
+BROKEN = {
+    "a_block_of_another_size": "rule 'blocks'.* 256",
+    "a_chunk_that_does_not_divide_the_block": "rule 'blocks'.* chunk of 96",
+    "gradients_on": "rule 'no_grad'",
+    "nodes_without_values": "rule 'meta'.* 1 of 1 nodes have none",
+    "an_unknown_option": "rule 'options'.* 'number_of_devices'",
+    "a_mode_that_is_no_list": "rule 'options'.* mode is 'strict', a str",
+    "a_cache_on_the_host": "rule 'static'.* layer is on cpu",
+    "a_cache_that_is_an_input": "rule 'static'.* KV cache .* is host",
+    "too_few_arguments": "missing value for argument 'sinks'",
+    "an_index_of_32_bits": "rule 'schema'.* seq_idx is int32",
+    "two_weights_of_one_name": r"rule 'weights'.* weight is \[3\] here and was \[2\]",
+}
+Cases = Callable[..., dict[str, str | None]]
+
+
+def run_cases(log: Path, names: list[str], **settings: str | int) -> dict[str, str | None]:
+    """The named cases in one process over the double with these settings."""
+    environment = double_environment(log, **settings)
+    outcomes: dict[str, str | None] = run_script(FOLDER / "cases.py", names, environment)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    log = tmp_path_factory.mktemp("double") / "log.jsonl"
+    return run_cases(log, [*RIGHT, *BROKEN])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_called_rightly_is_computed_rightly(
+    name: str, outcomes: dict[str, str | None]
+) -> None:
+    assert outcomes[name] is None
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_named(name: str, outcomes: dict[str, str | None]) -> None:
+    with pytest.raises(RuntimeError, match=BROKEN[name]):
+        raise RuntimeError(outcomes[name])
+
+
+def test_without_an_npu_graphs_are_compiled_but_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a_graph_that_is_called", "a_graph_that_is_only_compiled"]
+    nameless = run_cases(tmp_path / "nameless.jsonl", names, npu="")
+    assert all("no NPU is here to compile for" in str(told) for told in nameless.values())
+    monkeypatch.setenv("RBLN_FORCE_NPU_NAME", "RBLN-CR13")
+    named = run_cases(tmp_path / "named.jsonl", names, npu="")
+    assert "1 RBLN devices are needed, 0 are visible" in str(named["a_graph_that_is_called"])
+    assert named["a_graph_that_is_only_compiled"] is None
+    (compiled, *_) = read_log(tmp_path / "named.jsonl", "compile")
+    assert compiled["npu"] == "RBLN-CR13"
+
+
+def test_memory_is_finite_and_the_sdk_says_so_in_its_words(tmp_path: Path) -> None:
+    told = run_cases(tmp_path / "log.jsonl", ["a_cache_of_any_size"], memory=1 << 20)
+    assert "SYS_ENOMEM: Out of memory" in str(told["a_cache_of_any_size"])
+
+
+def test_a_rule_can_be_switched_off(tmp_path: Path) -> None:
+    told = run_cases(tmp_path / "log.jsonl", list(BROKEN), off="blocks,schema")
+    off = {name for name, message in told.items() if message is None}
+    expected = {"a_block_of_another_size", "a_chunk_that_does_not_divide_the_block"}
+    assert off == expected | {"too_few_arguments", "an_index_of_32_bits"}

@@ -1,0 +1,100 @@
+"""A Python of the vendor's: our environment's packages without ours, and their wheels.
+
+Ours must not be in it: both plug-ins are called ``rbln``, and vLLM keeps the last one found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.sdk_double.launch import double_environment
+
+WHEELS = ("vllm-rbln==0.12.0", "torch-rbln==0.12.0", "numba==0.68.1", "llvmlite==0.50.0")
+CACHE = Path.home() / ".cache" / "rbln-serve" / "vendor"
+
+_HERE = Path(__file__).parent
+_OURS = ("rbln_serve", "__editable__")
+
+
+def vendor_python() -> Path:
+    """The interpreter, its environment made at the first use; needs the package registry then."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    key = hashlib.sha256("\n".join((*WHEELS, *sorted(_shared(site)))).encode()).hexdigest()[:12]
+    place = CACHE / key
+    if not place.exists():
+        building = place.with_name(f"{key}.{os.getpid()}")
+        shutil.rmtree(building, ignore_errors=True)
+        _build(building, site)
+        building.rename(place)
+    return place / "bin" / "python"
+
+
+def _shared(site: Path) -> Iterable[str]:
+    names = (entry.name for entry in site.iterdir())
+    return (name for name in names if not name.startswith(_OURS) and not name.endswith(".pth"))
+
+
+def _build(place: Path, site: Path) -> None:
+    _run([sys.executable, "-m", "venv", "--without-pip", str(place)])
+    # Wheels go in first: links to packages of ours must not be written through.
+    _run(
+        [
+            *(sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"),
+            *("--quiet", "--no-deps", "--only-binary", ":all:", *WHEELS),
+        ]
+    )
+    theirs = next((place / "lib").glob("python*")) / "site-packages"
+    for name in _shared(site):
+        if not (theirs / name).exists():
+            (theirs / name).symlink_to(site / name)
+
+
+def native_library() -> Path:
+    """The folder of ``librbln.so``, built when its source has changed."""
+    source = _HERE / "librbln.cpp"
+    place = CACHE / f"librbln-{hashlib.sha256(source.read_bytes()).hexdigest()[:12]}"
+    if not (place / "librbln.so").exists():
+        place.mkdir(parents=True, exist_ok=True)
+        made = place / f"librbln.{os.getpid()}"
+        _run(
+            [
+                *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall"),
+                *("-Wl,-soname,librbln.so", "-o", str(made), str(source)),
+            ]
+        )
+        made.rename(place / "librbln.so")
+    return place
+
+
+def vendor_environment(
+    log: Path, *, device_tensors: bool, cache: Path, **settings: str | int | float | Iterable[str]
+) -> dict[str, str]:
+    """Variables of a run of theirs over the double, ``settings`` being ``SDK_DOUBLE_*``."""
+    environment = double_environment(log, **settings)
+    # Our tree is second on the path of ``double_environment``; theirs has the double alone.
+    environment["PYTHONPATH"] = environment["PYTHONPATH"].split(os.pathsep)[0]
+    return environment | {
+        "LD_LIBRARY_PATH": str(native_library()),
+        # Their wheel was built against an ABI that only a real library can promise.
+        "TORCH_RBLN_SKIP_ABI_CHECK": "1",
+        "VLLM_RBLN_USE_VLLM_MODEL": "1",
+        "VLLM_RBLN_USE_DEVICE_TENSOR": "1" if device_tensors else "0",
+        # The device's own collectives have no double: ranks talk over gloo.
+        "VLLM_RBLN_AUTO_PORT": "0",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command[:6]}: {done.stderr[-3000:]}"

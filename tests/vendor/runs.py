@@ -1,0 +1,135 @@
+"""The runs by which the vendor's wheels judge the double, and one of them carried out."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import CheckpointCache
+from tests.reference import reference_generate
+from tests.sdk_double.launch import read_log
+from tests.vendor.environment import vendor_environment, vendor_python
+
+NUM_TOKENS = 12
+CHUNK, BLOCK = 128, 1024
+
+# What a user of a CR13 would give; few blocks, because a KV cache of 64 GiB is no use here.
+OPTIONS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 2 * BLOCK,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": CHUNK,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 16,
+    "seed": 0,
+}
+# Their sizer of a dynamic KV cache waits for memory statistics, which the double has none of.
+_FIXED_KV = {"additional_config": {"use_dynamic_kv_cache": False}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, and how an engine of it is started; ``double`` are settings of the double."""
+
+    family: str = "llama"
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    double: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    device_tensors: bool = False
+
+    def checkpoint(self, cache: Path) -> Path:
+        """A tiny member of the family that takes prompts of two blocks."""
+        make = CheckpointCache(cache)
+        return make(self.family, max_position_embeddings=2 * BLOCK, **self.fields)
+
+
+_WINDOW = {"sliding_window": 64}
+HOST = Run()
+DEVICE = Run(device_tensors=True, options=_FIXED_KV)
+WITHOUT_NPU = replace(
+    HOST,
+    double={"npu": ""},
+    environment={"VLLM_RBLN_COMPILE_ONLY": "1", "RBLN_FORCE_NPU_NAME": "RBLN-CR13"},
+)
+RUNS: Mapping[str, Run] = {
+    "llama host": HOST,
+    "llama device": DEVICE,
+    "one block": replace(HOST, options={"max_model_len": BLOCK}),
+    "window": replace(HOST, family="mistral", fields=_WINDOW),
+    "window device": replace(DEVICE, family="mistral", fields=_WINDOW),
+    # Not a CR13: the op that shifts one block.
+    "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
+    "experts": replace(HOST, family="qwen3_moe"),
+    "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
+    "compile only": WITHOUT_NPU,
+    # As many blocks as their estimate of a CR13 says fit.
+    "whole device": replace(HOST, options={"num_gpu_blocks_override": None}),
+}
+
+
+def make_rounds() -> list[list[list[int]]]:
+    """Three prompts, then one that begins as the first does for more than a chunk."""
+    rng = random.Random(7)
+    first, *others = ([rng.randrange(10, 500) for _ in range(n)] for n in (300, 90, 40))
+    return [[first, *others], [first[: CHUNK + 72] + [rng.randrange(10, 500) for _ in range(30)]]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a run answered, round by round, and what it asked the SDK."""
+
+    checkpoint: Path
+    tokens: list[list[list[int]]]
+    log_path: Path
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        return read_log(self.log_path)
+
+    def calls(self, call: str) -> list[dict[str, Any]]:
+        return [line for line in self.log if line["call"] == call]
+
+
+def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None = None) -> Answered:
+    """Serve ``make_rounds`` with the vendor's wheels; ``folder`` is for this run alone.
+
+    ``cache`` is their cache root, for a second start over what a first one left.
+    """
+    settings = dict(run.double) | ({"break": broken} if broken else {})
+    log = folder / "sdk.jsonl"
+    environment = vendor_environment(
+        log, device_tensors=run.device_tensors, cache=cache or folder / "cache", **settings
+    )
+    several = run.options.get("tensor_parallel_size", 1) > 1
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(several))
+    checkpoint = run.checkpoint(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")
+    options = dict(OPTIONS) | dict(run.options)
+    argument = [str(checkpoint), options, make_rounds(), NUM_TOKENS]
+    command = [str(vendor_python()), str(Path(__file__).with_name("serve.py"))]
+    done = subprocess.run(
+        [*command, json.dumps(argument)],
+        env=environment | dict(run.environment),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=float(os.environ.get("VENDOR_TIMEOUT_S", "900")),
+        check=False,
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert results, f"status {done.returncode}: {done.stderr[-4000:]}"
+    return Answered(checkpoint, json.loads(results[-1].removeprefix("RESULT")), log)
+
+
+def expected(checkpoint: Path) -> list[list[list[int]]]:
+    """The same rounds by transformers."""
+    return [
+        [reference_generate(checkpoint, prompt, NUM_TOKENS).token_ids for prompt in prompts]
+        for prompts in make_rounds()
+    ]

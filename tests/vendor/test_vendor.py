@@ -1,0 +1,114 @@
+"""The vendor's wheels serve over the double, strictly, and answer as transformers does.
+
+Needs the package registry once, for the wheels; see README.md here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sdk_double.launch import rule_table
+from tests.vendor.call_form import call_form, kept_call_forms
+from tests.vendor.runs import RUNS, Answered, expected, run_vendor
+
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(1200)]
+
+ANSWERING = [name for name in RUNS if name != "compile only"]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answered]:
+    """One run of each kind for all tests here."""
+    kept: dict[str, Answered] = {}
+
+    def once(name: str) -> Answered:
+        if name not in kept:
+            kept[name] = run_vendor(RUNS[name], tmp_path_factory.mktemp("vendor"))
+        return kept[name]
+
+    return once
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_answers_are_those_of_transformers(name: str, answered: Callable[[str], Answered]) -> None:
+    run = answered(name)
+    assert run.tokens == expected(run.checkpoint)
+    assert run.calls("broken") == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_sdk_is_called_as_the_kept_form_says(
+    name: str, answered: Callable[[str], Answered]
+) -> None:
+    assert call_form(answered(name).log_path) == kept_call_forms()[name]
+
+
+def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
+    run = run_vendor(RUNS["llama host"], tmp_path, broken="kv_copy")
+    (first, (hit,)), (first_expected, (hit_expected,)) = run.tokens, expected(run.checkpoint)
+    assert first == first_expected
+    assert len(run.calls("copy_kv")) == 1
+    assert hit != hit_expected
+
+
+def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:
+    cold, warm = tmp_path / "cold", tmp_path / "warm"
+    cold.mkdir()
+    warm.mkdir()
+    compiled = run_vendor(RUNS["compile only"], cold, cache=tmp_path / "cache")
+    assert all(line["dummy"] for line in compiled.calls("runtime"))
+    served = run_vendor(RUNS["llama host"], warm, cache=tmp_path / "cache")
+    # Their sampler's graphs are not cached.
+    hits = {line["hit"] for line in served.calls("compile") if "cache_dir" in line["options"]}
+    assert hits == {True}
+    assert served.tokens == expected(served.checkpoint)
+
+
+def test_ranks_open_devices_of_their_own(answered: Callable[[str], Answered]) -> None:
+    opened = [
+        line["variables"]
+        for line in answered("two ranks").calls("environment")
+        if line["when"] == "open"
+    ]
+    assert {(told["LOCAL_RANK"], told["RBLN_VISIBLE_DEVICES"]) for told in opened} == {
+        ("0", "0"),
+        ("1", "1"),
+    }
+
+
+def test_every_rule_of_theirs_had_something_to_look_at(
+    answered: Callable[[str], Answered],
+) -> None:
+    """A rule may be called the vendor's only where their runs meet it, and keep it."""
+    checks = {
+        "blocks": bool(_attention_calls(answered("llama host"))),
+        "devices": len({line["pid"] for line in answered("two ranks").calls("runtime")}) == 2,
+        "kv": bool(answered("llama host").calls("copy_kv")),
+        "meta": bool(answered("llama host").calls("compile")),
+        "no_grad": bool(answered("llama host").calls("compile")),
+        "options": all(line["options"] for line in answered("llama host").calls("compile")),
+        "runtime": all(line["dummy"] for line in answered("compile only").calls("runtime")),
+        "schema": bool(_attention_calls(answered("llama host"))),
+        "static": bool(answered("llama host").calls("mark_static_address")),
+        "weights": _graphs_that_share_weights(answered("llama host")) > 1,
+        "memory": bool(answered("whole device").calls("kv_memory")),
+    }
+    theirs = {name for name, source in rule_table().items() if source == "vendor"}
+    assert {name for name, met in checks.items() if met} == theirs
+
+
+def _attention_calls(run: Answered) -> list[object]:
+    calls = [call for line in run.calls("compile") for call in line["sdk_ops"]]
+    return [call for call in calls if "attention" in call[0]]
+
+
+def _graphs_that_share_weights(run: Answered) -> int:
+    """Graphs in which the name of a weight of the first one comes again."""
+    names = [
+        {given["name"] for given in line["inputs"] if given["kind"] == "weight"}
+        for line in run.calls("compile")
+    ]
+    return sum(bool(seen & names[0]) for seen in names)
