@@ -33,10 +33,11 @@ def refuse_twins() -> None:
     from importlib.metadata import entry_points
 
     from vllm import envs
+    from vllm.plugins import PLATFORM_PLUGINS_GROUP
 
     if envs.VLLM_PLUGINS is not None and _PLUGIN not in envs.VLLM_PLUGINS:
         return
-    for twin in entry_points(group="vllm.platform_plugins", name=_PLUGIN):
+    for twin in entry_points(group=PLATFORM_PLUGINS_GROUP, name=_PLUGIN):
         if twin.value != _REGISTER:
             owner = "another package" if twin.dist is None else twin.dist.name
             raise PlatformError(
@@ -66,6 +67,14 @@ def refuse_model(config: ModelConfig) -> None:
     from rbln_backend.refusals import refuse_model
 
     refuse_model(config)
+
+
+def profiles(config: VllmConfig) -> bool:
+    """Whether an engine of this configuration records profiles when it is asked to."""
+    from rbln_backend.config import Settled
+
+    settled = config.additional_config
+    return isinstance(settled, Settled) and settled.rbln.profiler
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:

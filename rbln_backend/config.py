@@ -70,6 +70,13 @@ def read_number(text: str) -> object:
         return text
 
 
+def _read_real(text: str) -> object:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _read_numbers(text: str) -> object:
     return [read_number(part) for part in text.split(",")] if text.strip() else []
 
@@ -109,6 +116,7 @@ def _absolute(path: str) -> str:
 
 _NUMBER = Form("integer > 0", "integer > 0", read_number)
 _NUMBERS = Form("list of integers > 0", "comma-separated integers", _read_numbers)
+_NUMBER_OF_SECONDS = Form("number", "number", _read_real)
 _TEXT = Form("text", "text")
 WORD = BeforeValidator(_lower)
 """Lets a choice be written in capitals."""
@@ -130,6 +138,7 @@ OptionalSizes: TypeAlias = Annotated[
     AfterValidator(_ascending),
     _NUMBERS,
 ]
+Seconds: TypeAlias = Annotated[float, Field(allow_inf_nan=False), _NUMBER_OF_SECONDS]
 OptionalText: TypeAlias = Annotated[str | None, Field(min_length=1), _TEXT]
 Directory: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_absolute), _TEXT]
 Directories: TypeAlias = Annotated[
@@ -234,6 +243,10 @@ class RblnConfig(BaseModel):
     """Tokens that the prefix log of a sliding window keeps; unset: four windows for each of
     `max_num_seqs` requests, within an eighth of the memory.
     """
+    log_batchsize_interval: Annotated[Seconds, Env("VLLM_LOG_BATCHSIZE_INTERVAL")] = -1.0
+    """Seconds between two lines of the log on how often steps of each size ran, for
+    `rbln-serve tune --batchsize-log`; below 0 there is none.
+    """
     record_usage: Switch = True
     """Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."""
     moe_use_opt_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_USE_OPT_KERNEL")] = True
@@ -251,7 +264,9 @@ class RblnConfig(BaseModel):
     force_npu_name: Annotated[OptionalText, Env("RBLN_FORCE_NPU_NAME")] = None
     """Compile for this NPU although the host has none, such as RBLN-CR13."""
     profiler: Annotated[Switch, Env("RBLN_PROFILER")] = False
-    """Record an RBLN profile; excludes model parallelism."""
+    """Let `POST /start_profile` and `/stop_profile`, or `LLM.start_profile()`, record a profile of
+    the steps; excludes model parallelism.
+    """
     num_threads: Annotated[OptionalNumber, Env("RBLN_NUM_THREADS")] = None
     """Host threads of one rank; unset takes the cores that the affinity mask and the cgroup quota
     leave the process, divided among the ranks of the host.

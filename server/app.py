@@ -34,6 +34,7 @@ from server.routes.lora import lora_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
+from server.routes.profile import profile_router
 from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
@@ -80,6 +81,7 @@ def create_app(
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
     app.include_router(admin_router(settings, lifecycle))
+    app.include_router(profile_router(frontend))
     if settings.console:
         app.include_router(console_router())
     add_inference_routes(app, frontend, settings, admission)

@@ -109,6 +109,18 @@ class ReadRequest:
     large: bool = False
 
 
+class Profiler(Protocol):
+    """Records what the engine's steps do."""
+
+    async def start_profile(self) -> None:
+        """Record from now on."""
+        ...
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded."""
+        ...
+
+
 class Frontend(Protocol):
     """Turns request bodies into answers; usable from the moment the service is ready."""
 
@@ -164,6 +176,11 @@ class Frontend(Protocol):
     @property
     def grammars(self) -> GrammarGate | None:
         """The gate of structured outputs, None when the model does not generate text."""
+        ...
+
+    @property
+    def profiler(self) -> Profiler | None:
+        """What records profiles, None when it was not switched on."""
         ...
 
 

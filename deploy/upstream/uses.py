@@ -17,6 +17,8 @@ PACKAGES = ("server", "rbln_backend")
 _UPSTREAM = "vllm"
 _MODULE_PATH = re.compile(r"vllm(\.\w+)+")
 # vLLM's executors call their workers' methods by name, and the base class does not have them all.
+# Names of entry points, which are no modules.
+_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 _SIBLINGS = {"vllm.v1.worker.worker_base.WorkerBase": "vllm.v1.worker.gpu_worker.Worker"}
 
 
@@ -153,7 +155,7 @@ class _Finder:
             elif isinstance(node, ast.Import):
                 self.found.names.update(a.name for a in node.names if _is_upstream(a.name))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                if _MODULE_PATH.fullmatch(node.value):
+                if _MODULE_PATH.fullmatch(node.value) and node.value not in _GROUPS:
                     self.found.names.add(node.value)
             elif isinstance(node, ast.ClassDef):
                 self._visit_class(f"{module.name}.{node.name}", node)

@@ -128,7 +128,15 @@ class RebelCompiler:
         self._options["process_group_dict"] = process_group_dict()
 
     def lower(self, program: Program) -> Program:
-        return program
+        """The program as the store gives it: a warm start must hand over the very same graph.
+
+        Else the SDK would not find what it compiled, by names of nodes that mean nothing.
+        """
+        try:
+            return Program.from_bytes(program.to_bytes())
+        except CompileError:
+            # It runs, and whoever stores it tells what cannot be stored.
+            return program
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""

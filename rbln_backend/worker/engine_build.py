@@ -26,6 +26,7 @@ from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
+from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
@@ -144,6 +145,7 @@ class EngineBuild:
         self._store = _artifact_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._usage = self._open_usage(tables)
+        self._sizes = self._open_sizes()
 
     @property
     def usage_file(self) -> Path | None:
@@ -154,6 +156,8 @@ class EngineBuild:
         """Write down what is only in memory."""
         if self._usage is not None:
             self._usage.close()
+        if self._sizes is not None:
+            self._sizes.tell()
 
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
@@ -276,6 +280,11 @@ class EngineBuild:
         device = {**compiler.fingerprint(), "device": compiler.hardware}
         return open_recorder(root, config.model_config, device, tables)
 
+    def _open_sizes(self) -> BatchSizeLog | None:
+        interval_s = self._parts.rbln.log_batchsize_interval
+        tells = interval_s >= 0 and self._generates and self._parts.place.counts_steps
+        return BatchSizeLog(interval_s) if tells else None
+
     def _make_runner(self) -> Runner:
         config = self._parts.vllm_config
         is_last = self._stage.part.is_last
@@ -311,7 +320,8 @@ class EngineBuild:
     def _step_metrics(self) -> StepMetrics:
         place = self._parts.place
         board = self._parts.board.only_if(place.counts_steps)
-        return StepMetrics(board, list(self._graphs.inputs), self._usage, engine=place.engine)
+        specs = list(self._graphs.inputs)
+        return StepMetrics(board, specs, self._usage, self._sizes, engine=place.engine)
 
     def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
         if self._parts.adapters is None:

@@ -78,6 +78,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
     Route("/admin/drain", Scope.ADMIN, gated=False),
     Route("/admin/undrain", Scope.ADMIN, gated=False),
+    Route("/start_profile", Scope.ADMIN),
+    Route("/stop_profile", Scope.ADMIN),
 )
 OTHER = Route("other", Scope.API, gated=False)
 """Paths that do not exist."""

@@ -77,8 +77,7 @@ def _works(args: argparse.Namespace) -> list[Work]:
     tables = present_tables(args.decode_buckets, args.prefill_buckets, *sizes)
     if args.trace is not None:
         return [Work(name=name, tables=tables, requests=read_trace(args.trace))]
-    usage = read_log(args.batchsize_log, tables["decode"].largest, tables["prefill"].largest)
-    return [Work(name=name, tables=tables, usage=usage)]
+    return [Work(name=name, tables=tables, usage=read_log(args.batchsize_log, tables))]
 
 
 def _one(works: Sequence[Work]) -> Work:

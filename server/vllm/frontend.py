@@ -22,13 +22,21 @@ from starlette.responses import Response
 from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
+from rbln_backend import api
 from server.errors import (
     InternalError,
     ModelNotFoundError,
     ServerError,
     describe,
 )
-from server.frontend import Capacity, Endpoint, JsonObject, ReadRequest, WireSchemas
+from server.frontend import (
+    Capacity,
+    Endpoint,
+    JsonObject,
+    Profiler,
+    ReadRequest,
+    WireSchemas,
+)
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.budget import Budget
@@ -120,6 +128,7 @@ class VllmFrontend:
     ) -> None:
         self.adapters: AdapterRegistry | None = state.adapters
         self.grammars: GrammarGate | None = engine.grammars
+        self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
         self._engine = engine
         self._models = state.openai_serving_models
         self._policy = settings.unknown_fields

@@ -12,38 +12,21 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import Job, run
-from tests.sdk_double.launch import FOLDER
-from tests.vendor.environment import native_library, vendor_python
+from tests.vendor.environment import torch_rbln_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(1800)]
 
 LONG = {"max_position_embeddings": 4096}
 
 
-@pytest.fixture(scope="module")
-def torch_rbln(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables that let our environment import the vendor's torch-rbln, and nothing else of it."""
-    folder = tmp_path_factory.mktemp("torch-rbln")
-    (packages,) = (vendor_python().parents[1] / "lib").glob("python*/site-packages")
-    for found in packages.glob("torch_rbln*"):
-        (folder / found.name).symlink_to(found)
-    root = str(Path(__file__).parents[2])
-    return {
-        "PYTHONPATH": ":".join((str(FOLDER), str(folder), root)),
-        "LD_LIBRARY_PATH": str(native_library()),
-        "TORCH_RBLN_SKIP_ABI_CHECK": "1",
-    }
-
-
-def test_answers_are_transformers(
-    checkpoints: CheckpointCache, torch_rbln: dict[str, str], tmp_path: Path
-) -> None:
+def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    environment = torch_rbln_variables()
     jobs = [
         Job(checkpoints("llama", **LONG)),
         Job(checkpoints("exaone4", **LONG, sliding_window=200)),
         Job(checkpoints("qwen3_moe", **LONG)),
     ]
-    ran = run(jobs, tmp_path, environment=torch_rbln)
+    ran = run(jobs, tmp_path, environment=environment)
     assert [job.expected() for job in jobs] == ran.answers
     compiles = ran.calls("compile")
     assert compiles
@@ -52,7 +35,7 @@ def test_answers_are_transformers(
         assert call["options"]["model_trace_method"] == "export"
         assert "compile_context" not in call["options"]
     assert not ran.calls("copy_kv"), "torch copies the heads of blocks"
-    warm = run(jobs[:1], tmp_path, environment=torch_rbln)
+    warm = run(jobs[:1], tmp_path, environment=environment)
     assert warm.answers == ran.answers[:1]
     assert all(call["hit"] for call in warm.calls("compile"))
 

@@ -27,6 +27,9 @@ YARN_OVER_LONG = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 1024,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 FAMILIES = {
     "llama": LONG,

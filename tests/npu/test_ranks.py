@@ -39,10 +39,3 @@ def test_two_ranks_answer_as_transformers(
     assert warm.answers == cold.answers
     assert warm.calls("compile")
     assert all(call["hit"] for call in warm.calls("compile"))
-
-
-@pytest.mark.wide
-def test_too_few_npus_are_named(checkpoints: CheckpointCache, tmp_path: Path) -> None:
-    job = Job(checkpoints("llama", max_position_embeddings=4096), {"tensor_parallel_size": 2})
-    with pytest.raises(AssertionError, match=r"RBLN_VISIBLE_DEVICES='3' names 1 NPUs"):
-        run([job], tmp_path, environment={"RBLN_VISIBLE_DEVICES": "3"})

@@ -39,7 +39,7 @@ def test_compiles_of_the_sdk_are_told_and_none_follows(
         assert any(s["eta_s"] and s["eta_s"] >= 2 for s in compiling)
         info = server.client.get("/v1/server_info").json()
         assert info["device"]["name"] == "rebel"
-        assert info["device"]["hardware"] == "RBLN-CR13"
+        assert info["device"]["npu"] == "RBLN-CR13"
         graphs = server.client.get("/startupz").json()["graphs"]
         assert graphs["done"] == graphs["total"] > 3
         assert server.metric('rbln_graphs{kind="decode",result="compiled"}') == 3

@@ -38,6 +38,19 @@ from server.structured_outputs.gate import GrammarGate
 
 
 @dataclass
+class ScriptedProfiler:
+    """Notes what it is told."""
+
+    told: list[str] = field(default_factory=list)
+
+    async def start_profile(self) -> None:
+        self.told.append("start")
+
+    async def stop_profile(self) -> None:
+        self.told.append("stop")
+
+
+@dataclass
 class ScriptedFrontend:
     """Does what the body's `do` says; notes what was cancelled and what ran to its end."""
 
@@ -48,6 +61,7 @@ class ScriptedFrontend:
     grammars: GrammarGate | None = None
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
+    profiler: ScriptedProfiler | None = None
     max_json_depth: int = 64
 
     @property

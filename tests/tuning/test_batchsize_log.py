@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.errors import BucketError
+from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from server.tuning.batchsize_log import read_log
+
+TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
 
 LOG = """\
 (EngineCore pid=7) INFO 11-21 23:18:00 [forward_context.py:380] Batchsize forward time stats \
@@ -21,7 +26,7 @@ LOG = """\
 def test_the_last_line_of_a_process_says_all(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text("something else\n" + LOG)
-    usage = read_log(path, largest_batch=32, largest_chunk=256)
+    usage = read_log(path, TABLES)
     assert usage.phases["decode"].steps_by_size == {1: 90, 6: 10}
     assert usage.phases["decode"].mean_seconds() == pytest.approx({1: 0.002, 6: 0.003})
     # A step of 300 tokens is two chunks here, and its time is that of neither.
@@ -29,10 +34,56 @@ def test_the_last_line_of_a_process_says_all(tmp_path: Path) -> None:
     assert usage.phases["prefill"].mean_seconds() == pytest.approx({40: 0.009})
 
 
+def test_the_documents_form_has_no_times(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(
+        "INFO 12-10 15:42:47 forward_context.py:58] "
+        "Batchsize distribution (batchsize, count): [(32, 769), (232, 215)]\n"
+    )
+    usage = read_log(path, TABLES)
+    assert usage.phases["decode"].steps_by_size == {32: 769}
+    assert usage.phases["prefill"].steps_by_size == {232: 215}
+    assert not usage.phases["decode"].mean_seconds()
+
+
+@pytest.mark.parametrize("form", ["%s", '{"message": "%s", "tags": ["a"]}'])
+def test_this_server_says_which_steps_were_prefills(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    log = BatchSizeLog(interval_s=3600.0)
+    with caplog.at_level("INFO"):
+        log.note("decode", 3, 0.002)
+        log.tell()
+        for phase, size, seconds in (("decode", 3, 0.004), ("decode", 1, 0.001), ("prefill", 9, 1)):
+            log.note(phase, size, seconds)
+        log.tell()
+        log.tell()
+    assert len(caplog.messages) == 2, "once for each piece of news"
+    (path := tmp_path / "server.log").write_text("\n".join(form % m for m in caplog.messages))
+    usage = read_log(path, TABLES)
+    assert usage.phases["decode"].steps_by_size == {3: 2, 1: 1}
+    assert usage.phases["prefill"].steps_by_size == {9: 1}
+    # The time of a padded step is that of its bucket.
+    assert usage.phases["decode"].mean_seconds() == pytest.approx({8: 0.003, 1: 0.001})
+    with pytest.raises(BucketError, match="batch size 3"):
+        read_log(path, TABLES | {"decode": BucketTable((1, 2))})
+
+
+def test_a_line_is_due_after_the_interval(caplog: pytest.LogCaptureFixture) -> None:
+    always, never = BatchSizeLog(interval_s=0.0), BatchSizeLog(interval_s=3600.0)
+    with caplog.at_level("INFO"):
+        never.note("decode", 1, 0.001)
+        assert not caplog.messages
+        always.note("decode", 2, 0.001)
+        always.note("decode", 2, 0.003)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("[(2, 2, 2.0)] decode, [] prefill")
+
+
 def test_processes_add_up(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text(LOG + LOG.replace("pid=7", "pid=8"))
-    assert read_log(path, 32, 256).phases["decode"].steps_by_size == {1: 180, 6: 20}
+    assert read_log(path, TABLES).phases["decode"].steps_by_size == {1: 180, 6: 20}
 
 
 _REAL_STEPS = """
@@ -51,7 +102,7 @@ def test_what_vllm_itself_logs_is_read(tmp_path: Path) -> None:
     with path.open("w") as log:
         command = [sys.executable, "-c", _REAL_STEPS]
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    usage = read_log(path, largest_batch=32, largest_chunk=256)
+    usage = read_log(path, TABLES)
     assert usage.phases["decode"].steps_by_size == {3: 3}
     assert usage.phases["prefill"].steps_by_size == {256: 2, 44: 2}
 
@@ -60,4 +111,4 @@ def test_a_log_without_it_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     path.write_text("nothing\n")
     with pytest.raises(ValueError, match="VLLM_LOG_BATCHSIZE_INTERVAL"):
-        read_log(path, 32, 256)
+        read_log(path, TABLES)

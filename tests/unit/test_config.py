@@ -43,6 +43,7 @@ FIELDS = [
     "sub_block_size",
     "window_prefix_cache",
     "window_prefix_tokens",
+    "log_batchsize_interval",
     "record_usage",
     "moe_use_opt_kernel",
     "moe_custom_kernel",

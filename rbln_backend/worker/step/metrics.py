@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.step.usage_recorder import UsageRecorder
@@ -33,11 +34,13 @@ class StepMetrics:
         board: MetricsBoard,
         specs: list[GraphSpec],
         usage: UsageRecorder | None = None,
+        sizes: BatchSizeLog | None = None,
         *,
         engine: int = 0,
     ) -> None:
         self._board = board
         self._usage = usage
+        self._sizes = sizes
         self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds", engine=engine)
         self._last_step.set_to_now()
         self._series = {spec: self._declare(spec) for spec in specs}
@@ -79,9 +82,12 @@ class StepMetrics:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
-        if self._usage is not None and num_reqs:
+        if num_reqs:
             size = num_tokens if series.takes_chunk else num_reqs
-            self._usage.note(series.phase, size, series.bucket, seconds)
+            if self._usage is not None:
+                self._usage.note(series.phase, size, series.bucket, seconds)
+            if self._sizes is not None:
+                self._sizes.note(series.phase, size, seconds)
 
     def _series_of(self, spec: GraphSpec) -> _Series:
         if self._latest is None or self._latest[0] is not spec:

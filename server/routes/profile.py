@@ -1,0 +1,40 @@
+"""`/start_profile` and `/stop_profile`: vLLM's names for a profile of the engine's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from server.edge.openapi import DescribedRoute, failing
+from server.errors import UnsupportedOperationError
+from server.frontend import Frontend, Profiler
+
+
+def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
+    """Return the routes; who may call them was checked before."""
+    router = APIRouter(route_class=DescribedRoute)
+    failures = failing(UnsupportedOperationError)
+
+    def profiler() -> Profiler:
+        found = frontend().profiler
+        if found is None:
+            raise UnsupportedOperationError(
+                "Profiling is off; start the server with RBLN_PROFILER=1."
+            )
+        return found
+
+    @router.post("/start_profile", responses=failures, response_class=Response)
+    async def start_profile() -> Response:
+        """Record the engine's steps from now on; a profile that is under way goes on."""
+        await profiler().start_profile()
+        return Response()
+
+    @router.post("/stop_profile", responses=failures, response_class=Response)
+    async def stop_profile() -> Response:
+        """Write the profile; without one that is under way nothing happens."""
+        await profiler().stop_profile()
+        return Response()
+
+    return router
