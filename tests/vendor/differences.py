@@ -66,7 +66,7 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
         Difference(
             "theirs",
             r"copy_kv by the runtime",
-            "they reuse the prefixes of windows that the op of CR13 appends to; ours reuses none of "
+            "they reuse prefixes of windows that the op of CR13 appends to; ours reuses none of "
             "windows on an NPU, as documented",
         ),
     ),
