@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,13 +30,13 @@ BROKEN = {
     "an_index_of_32_bits": "rule 'schema'.* seq_idx is int32",
     "two_weights_of_one_name": r"rule 'weights'.* weight is \[3\] here and was \[2\]",
 }
-Cases = Callable[..., dict[str, str | None]]
 
 
 def run_cases(log: Path, names: list[str], **settings: str | int) -> dict[str, str | None]:
     """The named cases in one process over the double with these settings."""
     environment = double_environment(log, **settings)
-    outcomes: dict[str, str | None] = run_script(FOLDER / "cases.py", names, environment)
+    script = FOLDER / "cases.py"
+    outcomes: dict[str, str | None] = run_script(script, names, environment, timeout_s=280)
     return outcomes
 
 
