@@ -71,7 +71,8 @@ def assert_as_transformers(jobs: list[Job], ran: Ran) -> None:
 def test_cold_answers_are_transformers(jobs: list[Job], cold: Ran) -> None:
     assert_as_transformers(jobs, cold)
     compiles = cold.calls("compile")
-    assert not any(call["hit"] for call in compiles)
+    # Heads are alike in several of the models.
+    assert not any(call["hit"] for call in compiles if call["sdk_ops"])
     assert len(compiles) == 5 * len(jobs), (
         "one prefill, three decodes, the head; none while serving"
     )
