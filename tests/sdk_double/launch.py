@@ -38,16 +38,12 @@ def read_log(log: Path, call: str | None = None) -> list[dict[str, Any]]:
 
 def rule_table() -> dict[str, str]:
     """Each rule's name and whose it is, ``vendor`` or ``ours``."""
-    program = (
-        "import json; from rebel.rules import RULES;"
-        "print(json.dumps({name: rule.source for name, rule in RULES.items()}))"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", "from rebel.rules import table; print(table())"],
         env=dict(os.environ) | {"PYTHONPATH": str(FOLDER)},
         capture_output=True,
         text=True,
         check=True,
     )
-    sources: dict[str, str] = json.loads(done.stdout)
-    return sources
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    return {name: source for name, source, _ in rows}

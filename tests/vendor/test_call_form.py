@@ -13,13 +13,17 @@ from tests.checkpoints import CheckpointCache
 from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
 from tests.vendor.differences import allowed_in, shown_in, unexplained, unused
+from tests.vendor.environment import torch_rbln_variables
 from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, make_rounds
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
-    for name in ("one block", "window", "window shift", "experts", "two ranks")
+    for name in (
+        *("llama device", "one block", "window", "window device", "window shift"),
+        *("experts", "two ranks"),
+    )
 ]
 
 
@@ -29,9 +33,12 @@ def test_our_calls_are_theirs_but_for_named_differences(
 ) -> None:
     """Our engine is started as that run of ``RUNS`` starts theirs."""
     theirs = RUNS[name]
-    options = dict(OPTIONS) | dict(theirs.options)
-    job = Job(theirs.checkpoint(checkpoints), options, make_rounds(), NUM_TOKENS)
-    ran = run([job], tmp_path, **dict(theirs.double))
+    # Theirs under ``additional_config`` are their settings.
+    options = {k: v for k, v in theirs.options.items() if k != "additional_config"}
+    checkpoint = theirs.checkpoint(checkpoints)
+    job = Job(checkpoint, dict(OPTIONS) | options, make_rounds(), NUM_TOKENS)
+    environment = torch_rbln_variables() if theirs.device_tensors else {}
+    ran = run([job], tmp_path, environment=environment, **dict(theirs.double))
     assert ran.answers == [job.expected()]
     forms = (call_form(ran.log), kept_call_forms()[name])
     assert unexplained(*forms, allowed_in(name)) == []

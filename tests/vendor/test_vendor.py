@@ -32,6 +32,15 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answer
     return once
 
 
+@pytest.fixture(scope="module")
+def warm_ranks(
+    answered: Callable[[str], Answered], tmp_path_factory: pytest.TempPathFactory
+) -> Answered:
+    """A second start of two ranks, over what the first one left."""
+    cache = answered("two ranks").log_path.parent / "cache"
+    return run_vendor(RUNS["two ranks"], tmp_path_factory.mktemp("warm"), cache=cache)
+
+
 @pytest.mark.parametrize("name", ANSWERING)
 def test_answers_are_those_of_transformers(name: str, answered: Callable[[str], Answered]) -> None:
     run = answered(name)
@@ -61,10 +70,14 @@ def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Pa
     compiled = run_vendor(RUNS["compile only"], cold, cache=tmp_path / "cache")
     assert all(line["dummy"] for line in compiled.calls("runtime"))
     served = run_vendor(RUNS["llama host"], warm, cache=tmp_path / "cache")
-    # Their sampler's graphs are not cached.
-    hits = {line["hit"] for line in served.calls("compile") if "cache_dir" in line["options"]}
-    assert hits == {True}
+    assert _hits(served) == {True}
     assert served.tokens == expected(served.checkpoint)
+
+
+def test_ranks_take_the_binaries_that_they_made(warm_ranks: Answered) -> None:
+    assert _hits(warm_ranks) == {True}
+    assert warm_ranks.calls("broken") == []
+    assert warm_ranks.tokens == expected(warm_ranks.checkpoint)
 
 
 def test_ranks_open_devices_of_their_own(answered: Callable[[str], Answered]) -> None:
@@ -80,11 +93,12 @@ def test_ranks_open_devices_of_their_own(answered: Callable[[str], Answered]) ->
 
 
 def test_every_rule_of_theirs_had_something_to_look_at(
-    answered: Callable[[str], Answered],
+    answered: Callable[[str], Answered], warm_ranks: Answered
 ) -> None:
     """A rule may be called the vendor's only where their runs meet it, and keep it."""
     checks = {
         "blocks": bool(_attention_calls(answered("llama host"))),
+        "cache": len({line["pid"] for line in warm_ranks.calls("compile") if line["hit"]}) == 2,
         "devices": len({line["pid"] for line in answered("two ranks").calls("runtime")}) == 2,
         "kv": bool(answered("llama host").calls("copy_kv")),
         "meta": bool(answered("llama host").calls("compile")),
@@ -98,6 +112,11 @@ def test_every_rule_of_theirs_had_something_to_look_at(
     }
     theirs = {name for name, source in rule_table().items() if source == "vendor"}
     assert {name for name, met in checks.items() if met} == theirs
+
+
+def _hits(run: Answered) -> set[bool]:
+    """Of graphs that are cached: those of their sampler are not."""
+    return {line["hit"] for line in run.calls("compile") if "cache_dir" in line["options"]}
 
 
 def _attention_calls(run: Answered) -> list[object]:

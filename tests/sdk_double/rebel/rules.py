@@ -26,7 +26,7 @@ RULES = {
         "a block is 512 to 16384, a power of two; a chunk divides it; 16 bits number it",
         "vendor",
     ),
-    "cache": Rule("a binary is loaded by the rank that compiled it", "ours"),
+    "cache": Rule("a binary is loaded by the rank that compiled it", "vendor"),
     "devices": Rule(
         "a rank opens devices that its environment names, and no other rank's", "vendor"
     ),
