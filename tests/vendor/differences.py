@@ -66,13 +66,8 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
         Difference(
             "theirs",
             r"copy_kv by the runtime",
-<<<<<<< HEAD
             "they reuse the prefixes of windows that the op of CR13 appends to; ours reuses none "
             "of windows on an NPU, as documented",
-=======
-            "they reuse prefixes of windows that the op of CR13 appends to; ours reuses none of "
-            "windows on an NPU, as documented",
->>>>>>> double
         ),
     ),
     "llama device": _WITH_DEVICE_TENSORS,
