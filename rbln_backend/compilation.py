@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.refusals import model_config
+from rbln_backend.refusals import model_config, refuse_model
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -32,8 +32,11 @@ def settle_compilation(vllm_config: VllmConfig) -> None:
     done.
     """
     model = model_config(vllm_config)
-    if model is not None and model.enforce_eager:
-        raise ConfigError(f"--enforce-eager is not supported: {_NO_EAGER}")
+    if model is not None:
+        # For some that cannot run vLLM has settled its compilation itself: theirs is the reason.
+        refuse_model(model)
+        if model.enforce_eager:
+            raise ConfigError(f"--enforce-eager is not supported: {_NO_EAGER}")
     level = vllm_config.optimization_level
     if level == 0:
         raise ConfigError(f"--optimization-level 0 (-O0) is not supported: {_NO_EAGER}")

@@ -142,7 +142,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable("VLLM_RBLN_NUMA", _IDLE, "Name processors in `thread_affinity`."),
-    Variable("VLLM_RBLN_SORT_BATCH", _IDLE, "A row's result does not depend on its place."),
+    Variable(
+        "VLLM_RBLN_SORT_BATCH", _IDLE, "Rows go longest first where the NPU's kernels want it."
+    ),
     Variable("VLLM_RBLN_BATCH_ATTN_OPT", _IDLE, "One attention op serves every batch."),
     Variable("VLLM_RBLN_AUTO_PORT", _IDLE, "Ports are vLLM's."),
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),

@@ -353,7 +353,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _make_rebel_compiler(self, root: Path) -> Compiler:
         place, parallel = self._place, self.parallel_config
-        warning = announce_rank(
+        warnings = announce_rank(
             RankDevices(
                 local_number=place.local_number,
                 rank=place.number,
@@ -361,7 +361,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
                 npus_per_rank=self._rbln.num_devices_per_local_rank,
             )
         )
-        if warning:
+        for warning in warnings:
             logger.warning(warning)
         sdk = installed_sdk()
         if self._rbln.profiler and sdk is not None:

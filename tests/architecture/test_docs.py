@@ -41,13 +41,20 @@ def test_every_path_named_in_the_architecture_exists(page: str) -> None:
     "page",
     [
         *("README.md", "CHANGELOG.md", "docs/architecture.md", "docs/engine.md"),
-        *("docs/http_api.md", "docs/security.md", "docs/upgrading.md"),
+        *("docs/http_api.md", "docs/security.md", "docs/upgrading.md", "docs/documents.md"),
     ],
 )
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = _LINK.findall(path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_test_named_beside_a_command_exists() -> None:
+    page = (ROOT / "docs/documents.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(tests/[\w./]+)`", page))
+    assert named
+    assert {path for path in named if not (ROOT / path).exists()} == set()
 
 
 def test_every_error_code_is_documented() -> None:

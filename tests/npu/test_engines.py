@@ -35,26 +35,36 @@ FAMILIES = {
     "llama": LONG,
     # Its head has a bias: phases differ in what comes before a weight.
     "phi": LONG,
+    # Every other layer sees a window.
+    "exaone4": {**LONG, "sliding_window": 200},
+}
+OTHERS = {
+    "qwen3_moe": LONG,
     # All layers see a window, which reaches over blocks.
     "mistral": {**LONG, "sliding_window": 1100},
-    # Every other layer does.
-    "exaone4": {**LONG, "sliding_window": 200},
-    "qwen3_moe": LONG,
     # Sinks, windows and experts that the SDK's op does not know.
     "gpt_oss": {**LONG, "rope_parameters": YARN_OVER_LONG},
 }
 
 
-@pytest.fixture(scope="module")
-def jobs(checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
-    plain = [Job(checkpoints(name, **fields)) for name, fields in FAMILIES.items()]
+@pytest.fixture(scope="module", params=["dense", pytest.param("others", marks=pytest.mark.wide)])
+def jobs(
+    request: pytest.FixtureRequest,
+    checkpoints: CheckpointCache,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[Job]:
+    """The first one has full attention."""
+    if request.param == "dense":
+        return [Job(checkpoints(name, **fields)) for name, fields in FAMILIES.items()]
+    plain = [Job(checkpoints(name, **fields)) for name, fields in OTHERS.items()]
     folder = tmp_path_factory.mktemp("quantised")
     quantised = make_quantized_checkpoint("llama", folder, Recipe(group_size=128), **LONG)
     return [*plain, Job(quantised, reference=quantised / "plain")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, jobs: list[Job]) -> Path:
+    assert jobs
     return tmp_path_factory.mktemp("npu")
 
 
@@ -71,12 +81,13 @@ def assert_as_transformers(jobs: list[Job], ran: Ran) -> None:
 def test_cold_answers_are_transformers(jobs: list[Job], cold: Ran) -> None:
     assert_as_transformers(jobs, cold)
     compiles = cold.calls("compile")
-    assert not any(call["hit"] for call in compiles)
+    # Heads are alike in several of the models.
+    assert not any(call["hit"] for call in compiles if call["sdk_ops"])
     assert len(compiles) == 5 * len(jobs), (
         "one prefill, three decodes, the head; none while serving"
     )
     # Window layers share no prefixes on an NPU: of the others each copied the head of a block.
-    assert [call["tokens"] for call in cold.calls("copy_kv")] == [1024] * 4
+    assert [call["tokens"] for call in cold.calls("copy_kv")] == [1024] * 2
 
 
 def test_a_dropped_copy_is_seen(jobs: list[Job], folder: Path, cold: Ran) -> None:

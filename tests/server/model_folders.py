@@ -195,6 +195,18 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**LLAMA, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
         ("quantization 'fp8'", "bfloat16 copy"),
     ),
+    # vLLM changes its compilation for it, which nobody has asked for.
+    "weights quantised in blocks": (
+        LLAMA
+        | {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
+        },
+        ("quantization 'fp8'", "bfloat16 copy"),
+    ),
     "impossible sizes": (
         {**LLAMA, "num_attention_heads": 3},
         ("config.json: ", "not a multiple"),

@@ -143,7 +143,8 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
     [
         ("VLLM_RBLN_DEVICE", "Rebel", "device", "rebel"),
         ("VLLM_RBLN_KERNELS", "aten", "kernels", "aten"),
-        ("VLLM_RBLN_COMPILE_STRICT_MODE", "1", "strict_mode", True),
+        ("VLLM_RBLN_COMPILE_STRICT_MODE", "0", "strict_mode", False),
+        ("VLLM_RBLN_USE_DEVICE_TENSOR", "0", "use_device_tensor", False),
         ("VLLM_RBLN_ENABLE_WARM_UP", "0", "enable_warm_up", False),
         ("VLLM_RBLN_HOT_PATH_POLICY", "warn", "hot_path_policy", "warn"),
         (
@@ -193,6 +194,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("VLLM_RBLN_WINDOW_PREFIX_TOKENS", "4096", "window_prefix_tokens", 4096),
         ("VLLM_LOG_BATCHSIZE_INTERVAL", "0.5", "log_batchsize_interval", 0.5),
         ("VLLM_LOG_BATCHSIZE_INTERVAL", "60", "log_batchsize_interval", 60.0),
+        ("VLLM_RBLN_USE_DEVICE_TENSOR", "0", "use_device_tensor", False),
         ("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK", "4", "num_devices_per_local_rank", 4),
         ("VLLM_RBLN_TP_SIZE", "2", "num_devices_per_local_rank", 2),
         ("RBLN_FORCE_NPU_NAME", "RBLN-CR13", "force_npu_name", "RBLN-CR13"),

@@ -66,8 +66,8 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
         Difference(
             "theirs",
             r"copy_kv by the runtime",
-            "they reuse prefixes of windows that the op of CR13 appends to; ours reuses none of "
-            "windows on an NPU, as documented",
+            "they reuse the prefixes of windows that the op of CR13 appends to; ours reuses none "
+            "of windows on an NPU, as documented",
         ),
     ),
     "llama device": _WITH_DEVICE_TENSORS,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 
 VISIBLE = "RBLN_VISIBLE_DEVICES"
+_OLD_VISIBLE = "RBLN_DEVICES"
 _PER_DEVICE = "RBLN_NPUS_PER_DEVICE"
 _LOCAL_RANK = "LOCAL_RANK"
 _WORLD_SIZE = "WORLD_SIZE"
@@ -29,25 +30,32 @@ class RankDevices:
     npus_per_rank: int
 
 
-def announce_rank(devices: RankDevices) -> str | None:
+def announce_rank(devices: RankDevices) -> list[str]:
     """Let this process see its own NPUs alone, and tell the SDK of the other ranks.
 
     Call it before the SDK makes a context: the vendor's worker sets the same before its own does.
-    Returns a warning where the user has chosen otherwise. Raises ``ConfigError`` where
+    Returns warnings about what the user has set. Raises ``ConfigError`` where
     ``RBLN_VISIBLE_DEVICES`` names too few NPUs.
     """
-    environment = os.environ
+    environment, warnings = os.environ, []
+    # The runtime takes the old name first, and all ranks would open the same NPUs.
+    old = environment.pop(_OLD_VISIBLE, None)
+    if old is not None:
+        taken = environment.setdefault(VISIBLE, old)
+        warnings.append(f"{_OLD_VISIBLE} is the old name of {VISIBLE}, which is {taken!r} here")
     environment[VISIBLE] = ",".join(_own_devices(environment.get(VISIBLE), devices))
     if devices.npus_per_rank > 1:
         environment[_PER_DEVICE] = str(devices.npus_per_rank)
     environment[_LOCAL_RANK] = str(devices.rank)
     environment[_WORLD_SIZE] = str(devices.ranks)
-    if devices.ranks == 1:
-        return None
-    environment[_STANDALONE] = "1"
-    if environment.setdefault(_ASYNCHRONOUS, "1") != "0":
-        return None
-    return f"{_ASYNCHRONOUS}=0 makes collectives wait for the host; unset it unless you debug them"
+    if devices.ranks > 1:
+        environment[_STANDALONE] = "1"
+        if environment.setdefault(_ASYNCHRONOUS, "1") == "0":
+            warnings.append(
+                f"{_ASYNCHRONOUS}=0 makes collectives wait for the host; unset it unless you "
+                "debug them"
+            )
+    return warnings
 
 
 def _own_devices(visible: str | None, devices: RankDevices) -> list[str]:

@@ -37,6 +37,10 @@ RULES = {
     "meta": Rule("every node that computes has an example_value", "vendor"),
     "no_grad": Rule("a graph is compiled with gradients off", "vendor"),
     "options": Rule("option keys are known ones, of the known types", "vendor"),
+    "rows": Rule(
+        "CR13's decode kernel reads of a block column as many rows as reach it: longest first",
+        "ours",
+    ),
     "runtime": Rule(
         "no runtime without a device; compile_only gives one that computes nothing", "vendor"
     ),

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from vllm import envs
 
 from rbln_backend.api import refuse_twins
 from rbln_backend.errors import PlatformError
@@ -89,5 +90,7 @@ def test_a_plugin_that_nobody_wants_is_no_twin(
     for folder in reversed(path.split(os.pathsep)):
         monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    # An engine in this process, as other tests make, freezes the variables' values.
+    envs.disable_envs_cache()
     with pytest.raises(PlatformError) if refused else nullcontext():
         refuse_twins()

@@ -44,7 +44,7 @@ def test_a_rank_sees_its_own_npus(
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("RBLN_VISIBLE_DEVICES", visible)
-    assert announce_rank(RankDevices(number, rank=number, ranks=4, npus_per_rank=per_rank)) is None
+    assert announce_rank(RankDevices(number, rank=number, ranks=4, npus_per_rank=per_rank)) == []
     assert os.environ["RBLN_VISIBLE_DEVICES"] == own
     assert os.environ.get("RBLN_NPUS_PER_DEVICE") == (None if per_rank == 1 else str(per_rank))
     assert (os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == (str(number), "4")
@@ -61,10 +61,18 @@ def test_too_few_npus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("environment")
 def test_collectives_that_wait_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RBLN_FORCE_CCL_ASYNC", "0")
-    warning = announce_rank(RankDevices(0, rank=0, ranks=2, npus_per_rank=1))
-    assert warning is not None
+    (warning,) = announce_rank(RankDevices(0, rank=0, ranks=2, npus_per_rank=1))
     assert "RBLN_FORCE_CCL_ASYNC=0" in warning
-    assert announce_rank(RankDevices(0, rank=0, ranks=1, npus_per_rank=1)) is None
+    assert announce_rank(RankDevices(0, rank=0, ranks=1, npus_per_rank=1)) == []
+
+
+@pytest.mark.usefixtures("environment")
+def test_the_old_name_of_the_devices_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RBLN_DEVICES", "6,7")
+    (warning,) = announce_rank(RankDevices(1, rank=1, ranks=2, npus_per_rank=1))
+    assert "RBLN_DEVICES is the old name of RBLN_VISIBLE_DEVICES" in warning
+    assert "RBLN_DEVICES" not in os.environ
+    assert os.environ["RBLN_VISIBLE_DEVICES"] == "7"
 
 
 def test_npus_differ_by_their_names() -> None:

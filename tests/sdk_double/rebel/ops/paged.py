@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from rebel.device_info import target_name
 from rebel.ops.library import describe
-from rebel.rules import require
+from rebel.rules import is_on, require
 from torch import Tensor
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
@@ -89,6 +90,7 @@ def run_paged(
     """
     size, rows = cache.block_size, tables.reshape(q.shape[0], -1).long()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    reached = _rows_read(q, seq_idx, rows.shape[1], size)
     for row in range(q.shape[0]):
         start, length = int(seq_idx[row].sum()), q.shape[3]
         end = min(start + length, rows.shape[1] * size)
@@ -103,10 +105,24 @@ def run_paged(
         if mask is None:
             visible = seen <= queries
             visible &= seen > queries - (window or end + length)
+            visible &= row < reached[seen // size]
         else:
             visible = mask[min(row, mask.shape[0] - 1), 0, 0, :, seen] > 0
         out[row] = attend(q[row], keys, values, scale, visible, sinks).to(q.dtype)
     return out
+
+
+def _rows_read(q: Tensor, seq_idx: Tensor, columns: int, size: int) -> Tensor:
+    """Of each block column [P], how many rows of the batch the kernel reads (rule ``rows``).
+
+    vllm_rbln/v1/worker/rbln_model_runner.py, ``sort_batch_by_length``: as many as have tokens
+    there, so that batches are sorted by length.
+    """
+    batch, length = q.shape[0], q.shape[3]
+    if length > 1 or batch == 1 or target_name() != "RBLN-CR13" or not is_on("rows"):
+        return torch.full((columns,), batch)
+    firsts = torch.arange(columns) * size
+    return (seq_idx.reshape(batch, 1) >= firsts).sum(dim=0)
 
 
 def check_paged(
