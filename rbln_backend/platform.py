@@ -264,9 +264,6 @@ def _set_classes(vllm_config: VllmConfig) -> None:
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = "rbln_backend.scheduler.scheduler.RblnScheduler"
     parallel.disable_custom_all_reduce = True
-    if scheduler.async_scheduling:
-        # vLLM has announced it by now, asked for or not.
-        logger.info_once("Asynchronous scheduling is off again: steps run one after another")
     scheduler.async_scheduling = False
 
 

@@ -1,6 +1,7 @@
 """The server's log: one line per event on stderr, as text or JSON, with the request's id.
 
-Only the `server` logger is configured; vLLM and uvicorn keep their own.
+The loggers of `server` and, in this process, of `rbln_backend` are configured, which says here what
+it makes of a command line; vLLM and uvicorn keep their own.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str, form: str) -> None:
-    """Send the `server` logger to stderr at `level`, as `text` or `json`."""
+    """Send our loggers to stderr at `level`, as `text` or `json`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logger = logging.getLogger("server")
-    logger.handlers = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False
+    for name in ("server", "rbln_backend"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,13 @@ from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from server.tuning.batchsize_log import read_log
 
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in this process, as other tests make, sends our loggers elsewhere."""
+    monkeypatch.setattr(logging.getLogger("rbln_backend"), "propagate", True)
+
 
 LOG = """\
 (EngineCore pid=7) INFO 11-21 23:18:00 [forward_context.py:380] Batchsize forward time stats \
@@ -51,7 +59,7 @@ def test_this_server_says_which_steps_were_prefills(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
 ) -> None:
     log = BatchSizeLog(interval_s=3600.0)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="rbln_backend"):
         log.note("decode", 3, 0.002)
         log.tell()
         for phase, size, seconds in (("decode", 3, 0.004), ("decode", 1, 0.001), ("prefill", 9, 1)):
@@ -71,7 +79,7 @@ def test_this_server_says_which_steps_were_prefills(
 
 def test_a_line_is_due_after_the_interval(caplog: pytest.LogCaptureFixture) -> None:
     always, never = BatchSizeLog(interval_s=0.0), BatchSizeLog(interval_s=3600.0)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="rbln_backend"):
         never.note("decode", 1, 0.001)
         assert not caplog.messages
         always.note("decode", 2, 0.001)
