@@ -108,7 +108,7 @@ LORA_RANKS = Feature(
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
     "--enable-lora, on an NPU",
-    "whose op for adapters belongs to the emulated device",
+    "whose op for adapters belongs to the emulated device; vllm-rbln 0.12 refuses them as well",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
 LORA_POOLING = Feature(

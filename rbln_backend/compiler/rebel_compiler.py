@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,8 @@ from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, 
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
+
+logger = logging.getLogger(__name__)
 
 _OUT_OF_MEMORY = ("SYS_ENOMEM: Out of memory", "SYS_EBUSY: Lack of device memory")
 _LESS_KV = "Try reducing the number of blocks by setting --num-gpu-blocks-override."
@@ -140,6 +144,7 @@ class RebelCompiler:
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
+        started = time.perf_counter()
         bound = self._bind(program, tensors)
         module = module_of(program, None if self._moved is None else self._moved.device)
         use_functional_ops(module.graph, self._groups)
@@ -153,6 +158,7 @@ class RebelCompiler:
                     f"Not enough device memory for graph {spec}. {_LESS_KV}"
                 ) from error
             raise CompileError(f"compiling graph {spec} failed: {error}") from error
+        logger.info("Compile time of %s: SDK %.2f s", spec, time.perf_counter() - started)
         return RebelGraph(spec, runtime, bound)
 
     def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:

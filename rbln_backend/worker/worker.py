@@ -33,6 +33,7 @@ from rbln_backend.kv_cache.layout import (
     num_partitions,
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
+from rbln_backend.kv_cache.specs import LayerSpec
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.reporting.description import DescriptionWriter
@@ -203,16 +204,23 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     @_told
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return dict(self._layer_specs())
+
+    def _layer_specs(self) -> dict[str, LayerSpec]:
         limits = kv_limits(self.vllm_config, self._rbln)
-        return dict(plan_specs(kv_cache_specs(self.vllm_config), limits))
+        return plan_specs(kv_cache_specs(self.vllm_config), limits)
 
     @_told
     def determine_available_memory(self) -> int:
         """Bytes for vLLM's pool of KV blocks of this rank; window layers' memory is set apart."""
-        specs = list(self.get_kv_cache_spec().values())
+        specs = list(self._layer_specs().values())
         per_block = paged_bytes_per_block(specs)
         for_windows = window_bytes(specs, self.scheduler_config.max_num_seqs)
-        budget = self._paged_budget(per_block, for_windows)
+        npu = find_npu(self._rbln)
+        if npu is not None and self.cache_config.kv_cache_memory_bytes is None:
+            budget = npu_budget_bytes(npu, self.vllm_config, self.get_model(), specs) - for_windows
+        else:
+            budget = self._paged_budget(per_block, for_windows)
         if per_block:
             return budget
         # Only window layers: vLLM's pool hands out the window blocks, at their nominal size.
@@ -224,9 +232,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is not None:
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
-        npu = find_npu(self._rbln)
-        if npu is not None:
-            return npu_budget_bytes(npu, self.vllm_config, self.get_model()) - for_windows
         memory = host_memory()
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.

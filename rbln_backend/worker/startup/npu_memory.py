@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from torch import nn
 
+from rbln_backend.compiler.sdk.limits import LARGEST_NUM_BLOCKS
 from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.errors import DeviceMemoryError
 from rbln_backend.kv_cache.layout import MIB
+from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
 from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.startup.preflight import bucket_tables, generates
@@ -24,8 +29,13 @@ def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
     )
 
 
-def npu_budget_bytes(npu: Npu, config: VllmConfig, model: nn.Module) -> int:
-    """Bytes for KV caches on one rank. Raises ``DeviceMemoryError`` where nothing is left."""
+def npu_budget_bytes(
+    npu: Npu, config: VllmConfig, model: nn.Module, specs: Iterable[LayerSpec]
+) -> int:
+    """Bytes for KV caches on one rank, no more than it has numbers of blocks for.
+
+    Raises ``DeviceMemoryError`` where nothing is left.
+    """
     memory, utilization = rank_memory(npu, config), config.cache_config.gpu_memory_utilization
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = memory.kv_budget_bytes(utilization, weight_bytes)
@@ -36,4 +46,14 @@ def npu_budget_bytes(npu: Npu, config: VllmConfig, model: nn.Module) -> int:
             f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB); use more ranks or "
             "fewer buckets"
         )
-    return budget
+    smallest = _smallest_group_bytes(specs)
+    return min(budget, LARGEST_NUM_BLOCKS * smallest) if smallest else budget
+
+
+def _smallest_group_bytes(specs: Iterable[LayerSpec]) -> int:
+    """Bytes of a block in the fewest layers that vLLM may put into a group; 0 without pages."""
+    by_kind: Counter[int | None] = Counter()
+    for spec in specs:
+        if not isinstance(spec, WindowSpec):
+            by_kind[window_in(spec)] += spec.page_size_bytes
+    return min(by_kind.values(), default=0)

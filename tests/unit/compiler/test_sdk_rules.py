@@ -13,6 +13,9 @@ from rbln_backend.compiler.sdk import limits
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.errors import ConfigError
+from rbln_backend.kv_cache.specs import PagedSpec
+from rbln_backend.vllm_compat.surface import SlidingWindowSpec
+from rbln_backend.worker.startup import npu_memory
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
 from rbln_backend.worker.step.inputs import LongestFirst, StepInputs
 
@@ -142,3 +145,13 @@ def test_rows_go_longest_first_and_come_back() -> None:
     assert paged.block_tables[:3, 0].tolist() == [2, 1, 4]
     (restored,) = order.restore((torch.tensor([120.0, 110.0, 130.0, 0.0]),))
     assert restored.tolist() == [110.0, 120.0, 130.0, 0.0]
+
+
+def test_no_more_blocks_than_numbers() -> None:
+    common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": 1024}
+    page = 2 * 1024 * 32 * 4
+    full, window = PagedSpec(**common), SlidingWindowSpec(**common, sliding_window=64)
+    assert npu_memory._smallest_group_bytes([full, full]) == 2 * page
+    # Of two kinds the smaller one may fill a group.
+    assert npu_memory._smallest_group_bytes([full, full, window]) == page
+    assert npu_memory._smallest_group_bytes([]) == 0
