@@ -23,6 +23,7 @@ from rbln_backend.compiler.device import (
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
+from rbln_backend.compiler.sdk.limits import LARGEST_NUM_BLOCKS, check_num_blocks
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
@@ -226,7 +227,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
         npu = find_npu(self._rbln)
         if npu is not None:
-            return npu_budget_bytes(npu, self.vllm_config, self.get_model()) - for_windows
+            budget = npu_budget_bytes(npu, self.vllm_config, self.get_model()) - for_windows
+            return min(budget, LARGEST_NUM_BLOCKS * bytes_per_block) if bytes_per_block else budget
         memory = host_memory()
         # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
         # both layouts, and a weight that needs padding is copied before it goes.
@@ -246,6 +248,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
     @_told
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
+        if find_npu(self._rbln) is not None:
+            check_num_blocks(kv_cache_config.num_blocks)
         parts = EngineParts(
             vllm_config=self.vllm_config,
             rbln=self._rbln,
