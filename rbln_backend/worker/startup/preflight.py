@@ -193,8 +193,8 @@ def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> t
     windows = [spec for spec in specs.values() if window_in(spec) is not None]
     if not windows:
         return True, unit
-    if not all(isinstance(spec, WindowSpec) and spec.log_pages for spec in windows):
-        return False, "sliding-window layers have no prefix log on an NPU"
     if not rbln.window_prefix_cache:
         return False, "sliding-window layers need window_prefix_cache, which is off"
+    if not all(isinstance(spec, WindowSpec) and spec.log_pages for spec in windows):
+        return False, "sliding-window layers have no prefix log on an NPU"
     return True, f"{unit}; sliding-window layers keep a log"
