@@ -336,6 +336,7 @@ def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConf
         block_size = vllm_config.cache_config.block_size
         limits.check_block(block_size)
         limits.check_chunks(block_size, chunks)
+        limits.check_num_blocks(vllm_config.cache_config.num_gpu_blocks_override or 0)
         assert rbln.sub_block_size is not None
         limits.check_reuse_unit(npu, rbln.sub_block_size, chunk)
     return rbln.model_copy(update={"prefill_chunk_buckets": chunks})

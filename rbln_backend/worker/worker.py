@@ -23,6 +23,7 @@ from rbln_backend.compiler.device import (
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
+from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
@@ -251,6 +252,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
     @_told
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
+        if find_npu(self._rbln) is not None:
+            check_num_blocks(kv_cache_config.num_blocks)
         parts = EngineParts(
             vllm_config=self.vllm_config,
             rbln=self._rbln,

@@ -167,3 +167,12 @@ def test_a_host_without_an_npu_compiles_for_one_that_has_it(
     served = run(jobs[:1], tmp_path, rbln={"cache_root": str(root)})
     assert_as_transformers(jobs[:1], served)
     assert all(call["hit"] for call in served.calls("compile"))
+
+
+@pytest.mark.wide
+def test_there_are_no_more_blocks_than_the_ops_can_number(jobs: list[Job], tmp_path: Path) -> None:
+    """This model's memory would be enough for some 40,000."""
+    job = Job(jobs[0].checkpoint, {"num_gpu_blocks_override": None}, [[ONE_CHUNK], [SHARED]])
+    ran = run([job], tmp_path)
+    assert_as_transformers([job], ran)
+    assert {call["shape"][0] for call in ran.calls("mark_static_address")} == {32767}

@@ -14,6 +14,8 @@ from rbln_backend.errors import ConfigError
 DEFAULT_BLOCK_SIZE = 1024
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
 _LARGEST_WINDOW = 32767
+LARGEST_NUM_BLOCKS = 2**15 - 1
+"""The attention ops number blocks in 16 bits (vllm-rbln 0.12, ``dynamic_kv_sizer.py``)."""
 
 
 def check_block(block_size: int) -> None:
@@ -23,6 +25,15 @@ def check_block(block_size: int) -> None:
         raise ConfigError(
             f"--block-size {block_size}: on an NPU a block is a power of two from "
             f"{_SMALLEST_BLOCK} to {_LARGEST_BLOCK} tokens"
+        )
+
+
+def check_num_blocks(num_blocks: int) -> None:
+    """Raise ``ConfigError`` for more blocks than the attention ops can number."""
+    if num_blocks > LARGEST_NUM_BLOCKS:
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks: on an NPU there are at most {LARGEST_NUM_BLOCKS}; "
+            "set --num-gpu-blocks-override to that or less, or --block-size higher"
         )
 
 

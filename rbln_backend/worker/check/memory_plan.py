@@ -12,6 +12,7 @@ import psutil
 from torch import nn
 
 from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.sdk.limits import LARGEST_NUM_BLOCKS
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.emulator.packing import can_pack, fits_in_place, packed_shape
 from rbln_backend.errors import DeviceMemoryError
@@ -98,6 +99,7 @@ def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
         return planned
     flag, room = "--gpu-memory-utilization", int(planned.total_bytes * cache.gpu_memory_utilization)
     num_blocks = max(0, room - fixed - planned.window_bytes) // planned.block_bytes
+    num_blocks = min(num_blocks, LARGEST_NUM_BLOCKS)
     if cache.num_gpu_blocks_override is not None:
         flag, num_blocks = "--num-gpu-blocks-override", cache.num_gpu_blocks_override
     elif cache.kv_cache_memory_bytes is not None:

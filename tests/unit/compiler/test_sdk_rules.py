@@ -111,6 +111,12 @@ def test_blocks_that_do_not(size: int) -> None:
         limits.check_block(size)
 
 
+def test_blocks_are_numbered_in_16_bits() -> None:
+    limits.check_num_blocks(32767)
+    with pytest.raises(ConfigError, match=r"32768 blocks: .* at most 32767; set --num-gpu-blocks"):
+        limits.check_num_blocks(32768)
+
+
 def test_chunks_divide_the_block() -> None:
     limits.check_chunks(1024, (128, 1024))
     with pytest.raises(ConfigError, match=r"chunk of 384 tokens .* block of 1024"):
