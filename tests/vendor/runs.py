@@ -50,6 +50,17 @@ class Run:
         """A tiny member of the family that takes prompts of two blocks."""
         return make(self.family, max_position_embeddings=2 * BLOCK, **self.fields)
 
+    def rounds(self) -> list[list[list[int]]]:
+        """Three prompts, the last of two blocks where there are two; then one that begins as the
+        first does for more than a chunk.
+        """
+        rng = random.Random(7)
+        one_block = self.options.get("max_model_len") == BLOCK
+        lengths = (300, 90, 40 if one_block else BLOCK + 76)
+        first, *others = ([rng.randrange(10, 500) for _ in range(n)] for n in lengths)
+        again = first[: CHUNK + 72] + [rng.randrange(10, 500) for _ in range(30)]
+        return [[first, *others], [again]]
+
 
 _WINDOW = {"sliding_window": 64}
 HOST = Run()
@@ -77,20 +88,21 @@ RUNS: Mapping[str, Run] = {
 }
 
 
-def make_rounds() -> list[list[list[int]]]:
-    """Three prompts, then one that begins as the first does for more than a chunk."""
-    rng = random.Random(7)
-    first, *others = ([rng.randrange(10, 500) for _ in range(n)] for n in (300, 90, 40))
-    return [[first, *others], [first[: CHUNK + 72] + [rng.randrange(10, 500) for _ in range(30)]]]
-
-
 @dataclass(frozen=True)
 class Answered:
     """What a run answered, round by round, and what it asked the SDK."""
 
+    run: Run
     checkpoint: Path
     tokens: list[list[list[int]]]
     log_path: Path
+
+    def expected(self) -> list[list[list[int]]]:
+        """The same rounds by transformers."""
+        return [
+            [reference_generate(self.checkpoint, prompt, NUM_TOKENS).token_ids for prompt in batch]
+            for batch in self.run.rounds()
+        ]
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -101,7 +113,7 @@ class Answered:
 
 
 def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None = None) -> Answered:
-    """Serve ``make_rounds`` with the vendor's wheels; ``folder`` is for this run alone.
+    """Serve the run's rounds with the vendor's wheels; ``folder`` is for this run alone.
 
     ``cache`` is their cache root, for a second start over what a first one left.
     """
@@ -116,7 +128,7 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
     job = {
         "path": str(checkpoint),
         "options": dict(OPTIONS) | dict(run.options),
-        "batches": make_rounds(),
+        "batches": run.rounds(),
         "max_tokens": NUM_TOKENS,
         "abort_after": None,
     }
@@ -132,12 +144,4 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert results, f"status {done.returncode}: {done.stderr[-4000:]}"
     (tokens,) = json.loads(results[-1].removeprefix("RESULT"))
-    return Answered(checkpoint, tokens, log)
-
-
-def expected(checkpoint: Path) -> list[list[list[int]]]:
-    """The same rounds by transformers."""
-    return [
-        [reference_generate(checkpoint, prompt, NUM_TOKENS).token_ids for prompt in prompts]
-        for prompts in make_rounds()
-    ]
+    return Answered(run, checkpoint, tokens, log)

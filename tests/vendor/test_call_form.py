@@ -14,7 +14,7 @@ from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
 from tests.vendor.differences import allowed_in, shown_in, unexplained, unused
 from tests.vendor.environment import torch_rbln_variables
-from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, make_rounds
+from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ def test_our_calls_are_theirs_but_for_named_differences(
     # Theirs under ``additional_config`` are their settings.
     options = {k: v for k, v in theirs.options.items() if k != "additional_config"}
     checkpoint = theirs.checkpoint(checkpoints)
-    job = Job(checkpoint, dict(OPTIONS) | options, make_rounds(), NUM_TOKENS)
+    job = Job(checkpoint, dict(OPTIONS) | options, theirs.rounds(), NUM_TOKENS)
     environment = torch_rbln_variables() if theirs.device_tensors else {}
     ran = run([job], tmp_path, environment=environment, **dict(theirs.double))
     assert ran.answers == [job.expected()]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.sdk_double.launch import rule_table
 from tests.vendor.call_form import call_form, kept_call_forms
-from tests.vendor.runs import RUNS, Answered, expected, run_vendor
+from tests.vendor.runs import RUNS, Answered, run_vendor
 
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(1200)]
 
@@ -44,7 +44,7 @@ def warm_ranks(
 @pytest.mark.parametrize("name", ANSWERING)
 def test_answers_are_those_of_transformers(name: str, answered: Callable[[str], Answered]) -> None:
     run = answered(name)
-    assert run.tokens == expected(run.checkpoint)
+    assert run.tokens == run.expected()
     assert run.calls("broken") == []
 
 
@@ -57,7 +57,7 @@ def test_the_sdk_is_called_as_the_kept_form_says(
 
 def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
     run = run_vendor(RUNS["llama host"], tmp_path, broken="kv_copy")
-    (first, (hit,)), (first_expected, (hit_expected,)) = run.tokens, expected(run.checkpoint)
+    (first, (hit,)), (first_expected, (hit_expected,)) = run.tokens, run.expected()
     assert first == first_expected
     assert len(run.calls("copy_kv")) == 1
     assert hit != hit_expected
@@ -71,13 +71,13 @@ def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Pa
     assert all(line["dummy"] for line in compiled.calls("runtime"))
     served = run_vendor(RUNS["llama host"], warm, cache=tmp_path / "cache")
     assert _hits(served) == {True}
-    assert served.tokens == expected(served.checkpoint)
+    assert served.tokens == served.expected()
 
 
 def test_ranks_take_the_binaries_that_they_made(warm_ranks: Answered) -> None:
     assert _hits(warm_ranks) == {True}
     assert warm_ranks.calls("broken") == []
-    assert warm_ranks.tokens == expected(warm_ranks.checkpoint)
+    assert warm_ranks.tokens == warm_ranks.expected()
 
 
 def test_ranks_open_devices_of_their_own(answered: Callable[[str], Answered]) -> None:
