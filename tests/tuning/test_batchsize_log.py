@@ -5,22 +5,42 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
+from rbln_backend.reporting import batch_size_log
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from server.tuning.batchsize_log import read_log
 
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
 
 
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine in this process, as other tests make, sends our loggers elsewhere."""
-    monkeypatch.setattr(logging.getLogger("rbln_backend"), "propagate", True)
+class _Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is logged, whatever engines and servers in this process did to logging before."""
+    logger, handler = logging.getLogger(batch_size_log.__name__), _Messages()
+    monkeypatch.setattr(logger, "disabled", False)
+    monkeypatch.setattr(logger.manager, "disable", 0)
+    monkeypatch.setattr(logger, "_cache", {})
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.told
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 LOG = """\
@@ -56,18 +76,17 @@ def test_the_documents_form_has_no_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["%s", '{"message": "%s", "tags": ["a"]}'])
 def test_this_server_says_which_steps_were_prefills(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str
+    tmp_path: Path, told: list[str], form: str
 ) -> None:
     log = BatchSizeLog(interval_s=3600.0)
-    with caplog.at_level("INFO", logger="rbln_backend"):
-        log.note("decode", 3, 0.002)
-        log.tell()
-        for phase, size, seconds in (("decode", 3, 0.004), ("decode", 1, 0.001), ("prefill", 9, 1)):
-            log.note(phase, size, seconds)
-        log.tell()
-        log.tell()
-    assert len(caplog.messages) == 2, "once for each piece of news"
-    (path := tmp_path / "server.log").write_text("\n".join(form % m for m in caplog.messages))
+    log.note("decode", 3, 0.002)
+    log.tell()
+    for phase, size, seconds in (("decode", 3, 0.004), ("decode", 1, 0.001), ("prefill", 9, 1)):
+        log.note(phase, size, seconds)
+    log.tell()
+    log.tell()
+    assert len(told) == 2, "once for each piece of news"
+    (path := tmp_path / "server.log").write_text("\n".join(form % m for m in told))
     usage = read_log(path, TABLES)
     assert usage.phases["decode"].steps_by_size == {3: 2, 1: 1}
     assert usage.phases["prefill"].steps_by_size == {9: 1}
@@ -77,15 +96,14 @@ def test_this_server_says_which_steps_were_prefills(
         read_log(path, TABLES | {"decode": BucketTable((1, 2))})
 
 
-def test_a_line_is_due_after_the_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_is_due_after_the_interval(told: list[str]) -> None:
     always, never = BatchSizeLog(interval_s=0.0), BatchSizeLog(interval_s=3600.0)
-    with caplog.at_level("INFO", logger="rbln_backend"):
-        never.note("decode", 1, 0.001)
-        assert not caplog.messages
-        always.note("decode", 2, 0.001)
-        always.note("decode", 2, 0.003)
-    assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith("[(2, 2, 2.0)] decode, [] prefill")
+    never.note("decode", 1, 0.001)
+    assert not told
+    always.note("decode", 2, 0.001)
+    always.note("decode", 2, 0.003)
+    assert len(told) == 2
+    assert told[1].endswith("[(2, 2, 2.0)] decode, [] prefill")
 
 
 def test_processes_add_up(tmp_path: Path) -> None:
