@@ -139,7 +139,7 @@ class RotatedFirst(Layer):
         k = ops.rms_norm(k.view(3, -1, HEAD_SIZE), self.k_norm, 1e-5)
         q, k, v = (t.view(3, 1, KV_HEADS, -1, HEAD_SIZE).permute(0, 2, 3, 1, 4) for t in (q, k, v))
         common = {"kv_cache": self.cache, "scale": self.scale, "block_tables": tables}
-        result = self.attention(
+        result = self.attention.causal(
             q=q, k=k, v=v, seq_idx=starts, is_prefill=False, one_block=False, **common
         )
         projected: Tensor = self.out(result.permute(0, 3, 1, 2, 4).reshape(3, Q))

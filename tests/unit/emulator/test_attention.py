@@ -146,17 +146,20 @@ def test_scores_that_a_cap_saturates_and_zero() -> None:
     assert_near(run.prefill(0, 50), run.expected(), scale=10)
 
 
-def test_partitioned_sequence_lengths_are_summed_and_one_block_ops_agree() -> None:
+def test_a_chunk_goes_on_where_another_ended_and_one_block_ops_agree() -> None:
     run = make((2, 2, 32, 64, 60), torch.float32)
     whole = run.prefill(0, 60)
     ops = torch.ops.rbln_emulated_ops
     q, k, v = (x[:, :, :, 20:] for x in (run.q, run.k, run.v))
-    parts = torch.tensor([[15, 5, 0]])
+    start = torch.tensor([[20]])
     flash = ops.flash_causal_attention_naive_prefill(
-        q, k, v, run.cache, run.scale, parts, run.tables[0], run.scale
+        q, k, v, run.cache, run.scale, start, run.tables[0], run.scale
     )
     assert torch.equal(flash[0], whole[:, :, 20:])
-    start = torch.tensor([[20]], dtype=torch.int16).int()
+    with pytest.raises(RuntimeError, match="seq_idx has shape"):
+        ops.flash_causal_attention_naive_prefill(
+            q, k, v, run.cache, run.scale, torch.tensor([[15, 5]]), run.tables[0], run.scale
+        )
     for op in (ops.causal_attention_naive_prefill, ops.causal_attention_naive_decode):
         one = op(q, k, v, run.cache, start, run.scale, run.tables, run.scale)
         assert torch.equal(one[0], whole[:, :, 20:])
