@@ -47,13 +47,14 @@ class Moved:
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """Where ``tensor`` lies on the NPU; the host keeps its shape alone."""
+        """Where ``tensor`` lies on the NPU; of a weight the host keeps its shape alone."""
         if id(tensor) not in self._twins:
             twin = tensor.detach().to(self.device)
             if isinstance(tensor, nn.Parameter):
-                # The SDK tells weights by it.
+                # The SDK tells weights by it. Buffers stay: vLLM shares rotary tables with the
+                # next model of this process.
                 twin = nn.Parameter(twin, requires_grad=False)
-            tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
+                tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
             self._twins[id(tensor)] = (tensor, twin)
         return self._twins[id(tensor)][1]
 
