@@ -54,8 +54,7 @@ class KvCaches:
         places = _places(config)
         for index, group in enumerate(config.kv_cache_groups):
             for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
-                shared = None if isinstance(spec, WindowSpec) else paged.get(places[name])
-                cache = shared
+                cache = None if isinstance(spec, WindowSpec) else paged.get(places[name])
                 if cache is None:
                     cache = _allocate(memory, name, spec, config.num_blocks, kv_outermost)
                 tensors[name] = cache.transpose(0, 1) if kv_outermost else cache

@@ -188,11 +188,10 @@ class EngineBuild:
         """Compile what the store lacks and run nothing; the weights need have no values."""
         requests = self._requests()
         warm_up = WarmUp(progress, self._parts.board)
-        if self._parts.compiler.name == "emulated":
-            warm_up.obtain_all(requests, self._factory)
-        else:
-            # The SDK compiles, into a cache of its own, as it is given the tensors.
+        if self._factory.compiles_when_loading:
             warm_up.compile_all(requests, self._factory)
+        else:
+            warm_up.obtain_all(requests, self._factory)
         specs = [request.spec for request in requests]
         missing = [str(spec) for spec in specs if not self._factory.is_stored(spec)]
         if not self._factory.has_binaries(specs):

@@ -71,7 +71,7 @@ from rbln_backend.worker.startup.quantized_model import quantized_summary, regis
 from rbln_backend.worker.startup.rank_place import rank_place
 from rbln_backend.worker.startup.runtime import set_up_runtime
 from rbln_backend.worker.startup.self_description import SelfDescription
-from rbln_backend.worker.startup.skeleton import Skeleton, kv_cache_specs
+from rbln_backend.worker.startup.skeleton import Skeleton, kv_cache_specs, weight_bytes
 from rbln_backend.worker.step.host_pooler import pooling_tasks
 
 if TYPE_CHECKING:
@@ -167,9 +167,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
                 vllm_config=self.vllm_config, model_config=self.model_config
             )
             self._adapters = self._make_adapters(self._model)
-        weight_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
-        self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes)
-        self._description.has_weights(weight_bytes, quantized_summary(self._model))
+        num_bytes = weight_bytes(self._model)
+        self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
+        self._description.has_weights(num_bytes, quantized_summary(self._model))
         self._tell_of_experts(self._model)
 
     def _tell_of_experts(self, model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
 from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.startup.preflight import bucket_tables, generates
+from rbln_backend.worker.startup.skeleton import weight_bytes
 
 
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
@@ -37,12 +38,12 @@ def npu_budget_bytes(
     Raises ``DeviceMemoryError`` where nothing is left.
     """
     memory, utilization = rank_memory(npu, config), config.cache_config.gpu_memory_utilization
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    budget = memory.kv_budget_bytes(utilization, weight_bytes)
+    weights = weight_bytes(model)
+    budget = memory.kv_budget_bytes(utilization, weights)
     if budget <= 0:
         raise DeviceMemoryError(
             f"KV cache: nothing is left of {memory.total_bytes // MIB} MiB of {npu.name} "
-            f"(--gpu-memory-utilization {utilization:.2f}, weights {weight_bytes // MIB} MiB, "
+            f"(--gpu-memory-utilization {utilization:.2f}, weights {weights // MIB} MiB, "
             f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB); use more ranks or "
             "fewer buckets"
         )

@@ -71,7 +71,7 @@ class Skeleton:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters in the configured dtypes."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return weight_bytes(self.model)
 
     @property
     def item_bytes(self) -> int:
@@ -89,6 +89,11 @@ class Skeleton:
         """vLLM's spec of every attention layer, by layer name."""
         with set_current_vllm_config(self._config):
             return kv_cache_specs(self._config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters of ``model``."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:

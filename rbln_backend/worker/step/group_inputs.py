@@ -69,7 +69,6 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
         spec = next(iter(specs.values()), None) or any_layer_spec(group.kv_cache_spec)
         is_window = isinstance(spec, WindowSpec)
         block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
-        window = window_in(spec)
         groups.append(
             KvGroup(
                 layer_names=tuple(specs),
@@ -77,7 +76,7 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
                 width=1 if is_window else num_partitions(max_model_len, block_size),
                 is_window=is_window,
                 one_block=block_size == max_model_len,
-                appended_window=None if is_window else window,
+                appended_window=None if is_window else window_in(spec),
             )
         )
     return groups

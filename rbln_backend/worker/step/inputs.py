@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -137,36 +137,32 @@ class StepInputs:
             rows[count:] = 0.0
 
 
+class DecodeRows(NamedTuple):
+    """What ``StepInputs.fill_decode`` is given."""
+
+    token_ids: IntArray
+    num_computed: IntArray
+    block_rows: Sequence[IntArray]
+
+
 class RowOrder(Protocol):
     """In which order a decode step's requests fill its rows; gives results back as scheduled."""
 
-    def fill(
-        self,
-        inputs: StepInputs,
-        token_ids: IntArray,
-        num_computed: IntArray,
-        block_rows: Sequence[IntArray],
-    ) -> None:
-        """See ``StepInputs.fill_decode``."""
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
+        """The rows of a step of ``bucket`` rows in their order."""
         ...
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs [bucket, ...] of the step that was filled last."""
+        """The outputs [bucket, ...] of the step that was arranged last."""
         ...
 
 
 class AsScheduled:
     """A row's result does not depend on its place."""
 
-    def fill(
-        self,
-        inputs: StepInputs,
-        token_ids: IntArray,
-        num_computed: IntArray,
-        block_rows: Sequence[IntArray],
-    ) -> None:
-        """As ``RowOrder``."""
-        inputs.fill_decode(token_ids, num_computed, block_rows)
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:  # noqa: ARG002
+        """As they are."""
+        return rows
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """As they are."""
@@ -179,21 +175,14 @@ class LongestFirst:
     def __init__(self) -> None:
         self._places = torch.zeros(0, dtype=torch.int64)
 
-    def fill(
-        self,
-        inputs: StepInputs,
-        token_ids: IntArray,
-        num_computed: IntArray,
-        block_rows: Sequence[IntArray],
-    ) -> None:
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
         """As ``RowOrder``."""
+        token_ids, num_computed, block_rows = rows
         order = np.argsort(-num_computed, kind="stable")
-        rows = np.arange(inputs.spec.bucket)
-        rows[order] = np.arange(len(order))
-        self._places = torch.from_numpy(rows)
-        inputs.fill_decode(
-            token_ids[order], num_computed[order], [row[order] for row in block_rows]
-        )
+        places = np.arange(bucket)
+        places[order] = np.arange(len(order))
+        self._places = torch.from_numpy(places)
+        return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copies in the scheduler's order."""

@@ -15,7 +15,7 @@ from rbln_backend.worker.step.adapter_rows import AdapterRows
 from rbln_backend.worker.step.agreement import Round, StepAgreement
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
-from rbln_backend.worker.step.inputs import RowOrder, StepInputs
+from rbln_backend.worker.step.inputs import DecodeRows, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import Stage
 
@@ -121,4 +121,5 @@ class StepRunner:
             return
         num_computed = batch.num_computed_tokens_cpu[:count]
         tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
-        self._rows.fill(inputs, tokens, num_computed, [table[:count] for table in tables])
+        rows = DecodeRows(tokens, num_computed, [table[:count] for table in tables])
+        inputs.fill_decode(*self._rows.arrange(rows, inputs.spec.bucket))

@@ -17,7 +17,7 @@ from rbln_backend.kv_cache.specs import PagedSpec
 from rbln_backend.vllm_compat.surface import SlidingWindowSpec
 from rbln_backend.worker.startup import npu_memory
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
-from rbln_backend.worker.step.inputs import LongestFirst, StepInputs
+from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst, StepInputs
 
 GIB = 1 << 30
 
@@ -143,7 +143,8 @@ def test_rows_go_longest_first_and_come_back() -> None:
     group = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
     inputs, order = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [group]), LongestFirst()
     blocks = np.array([[1, 0, 0], [2, 3, 0], [4, 0, 0]])
-    order.fill(inputs, np.array([11, 12, 13]), np.array([5, 20, 5]), [blocks])
+    rows = DecodeRows(np.array([11, 12, 13]), np.array([5, 20, 5]), [blocks])
+    inputs.fill_decode(*order.arrange(rows, 4))
     (paged,) = inputs.groups
     assert isinstance(paged, PagedInputs)
     assert inputs.token_ids[:, 0].tolist() == [12, 11, 13, 0]
