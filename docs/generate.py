@@ -1,6 +1,6 @@
 """Writes docs/configuration.md, metrics.md, models.md, observability.md, server_info.md.
 
-Also the table of routes within docs/security.md.
+Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
 
 What models.md says of each family was measured by docs/models.py.
 
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+from fields_page import FIELD_HEADER, field_tables
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
 from observability_page import (
     ALERT_HEADER,
@@ -38,7 +39,8 @@ from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
 ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/route_table.py. -->"
-ROUTES_END = "<!-- End of what is written by docs/generate.py. -->"
+FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/treatments.py. -->"
+WRITTEN_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 
 
@@ -63,6 +65,7 @@ def pages() -> dict[Path, str]:
     """Return each generated page and its text."""
     return {
         DOCS / "configuration.md": configuration_page(),
+        DOCS / "http_api.md": http_api_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
         DOCS / "observability.md": observability_page(),
@@ -180,13 +183,24 @@ def observability_page() -> str:
 
 def security_page() -> str:
     """Return the page of security: written by hand, but for the table of routes."""
-    text = (DOCS / "security.md").read_text(encoding="utf-8")
-    before, found, rest = text.partition(f"{ROUTES_BEGIN}\n")
-    _, end, after = rest.partition(ROUTES_END)
-    if not (found and end):
-        raise ValueError(f"security.md lacks {ROUTES_BEGIN} or {ROUTES_END}")
     header = ("Routes", "No keys set", "API keys alone", "Admin keys too")
-    return f"{before}{found}{_table(header, _route_rows())}\n{end}{after}"
+    return _with_written("security.md", ROUTES_BEGIN, _table(header, _route_rows()))
+
+
+def http_api_page() -> str:
+    """Return the page of the HTTP interface: written by hand, but for the tables of fields."""
+    tables = (f"{head}\n\n{_table(FIELD_HEADER, rows)}" for head, rows in field_tables())
+    return _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
+
+
+def _with_written(name: str, begin: str, written: str) -> str:
+    """Return a page that is written by hand with what lies between its two marks anew."""
+    text = (DOCS / name).read_text(encoding="utf-8")
+    before, found, rest = text.partition(f"{begin}\n")
+    _, end, after = rest.partition(WRITTEN_END)
+    if not (found and end):
+        raise ValueError(f"{name} lacks {begin} or {WRITTEN_END}")
+    return f"{before}{found}{written}\n{end}{after}"
 
 
 def _route_rows() -> Iterable[tuple[str, ...]]:

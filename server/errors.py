@@ -79,6 +79,14 @@ class ErrorEnvelope(TypedDict):
     type: NotRequired[Literal["error"]]
 
 
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By status, where Anthropic's API has a type of its own; the other types are the same there."""
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
 
@@ -126,9 +134,13 @@ class ServerError(Exception):
         return {"error": error}
 
     def body(self, *, anthropic: bool = False) -> bytes:
-        """Return the JSON body; Anthropic's clients also look for a top-level `type`."""
+        """Return the JSON body; Anthropic's clients look for their API's own `type` of errors."""
         envelope = self.envelope()
-        return json.dumps({"type": "error", **envelope} if anthropic else envelope).encode()
+        if anthropic:
+            error = envelope["error"]
+            error["type"] = _ANTHROPIC_TYPES.get(self.row.status, error["type"])
+            envelope = {"type": "error", "error": error}
+        return json.dumps(envelope).encode()
 
 
 class RequestError(ServerError):

@@ -38,6 +38,10 @@ class RblnKvCacheManager(KVCacheManager):
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
 
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """The tokens of a request that another one could share: whole units, not whole blocks."""
+        return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
+
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *positional: Any, **options: Any
     ) -> KVCacheBlocks | None:

@@ -78,7 +78,7 @@ class EdgeMiddleware:
             with ExitStack() as ending:
                 # They hold the engine's side of the request, which is looked up by weak references
                 # to it: what a record keeps would stay for ever.
-                ending.callback(record.meters.clear)
+                ending.callback(record.close_meters)
                 if tracing is not None and span is not None:
                     ending.callback(_end, tracing, span, record)
                 ending.callback(self._finish, record)

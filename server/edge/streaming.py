@@ -29,7 +29,9 @@ _SSE_HEADERS = [
     # Tells nginx and its like not to collect a stream before passing it on.
     (b"x-accel-buffering", b"no"),
 ]
-_COMMENT = ": keep-alive\n\n"
+COMMENT = ": keep-alive\n\n"
+PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+"""What Anthropic's API sends where others have a comment."""
 _END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
@@ -154,12 +156,14 @@ class SseResponse(Response):
         frames: HeldStream,
         record: RequestRecord,
         keep_alive_s: float = 0.0,
+        beat: str = COMMENT,
     ) -> None:
-        """`keep_alive_s` seconds of silence are broken by a comment; 0: never."""
+        """`keep_alive_s` seconds of silence are broken by the frame `beat`; 0: never."""
         super().__init__()
         self._frames = frames
         self._record = record
         self._keep_alive_s = keep_alive_s
+        self._beat = beat
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,12 +188,12 @@ class SseResponse(Response):
         await send(_END)
 
     async def _break_silence(self, send: Send) -> None:
-        """Send a comment whenever nothing was sent between two looks, half the time apart."""
+        """Send a frame whenever nothing was sent between two looks, half the time apart."""
         while True:
             seen = self._sent
             await asyncio.sleep(self._keep_alive_s / 2)
             if self._sent == seen:
-                await send(_chunk(_COMMENT))
+                await send(_chunk(self._beat))
 
 
 def _chunk(frame: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Which fields of a request body are acted on; everything else is refused by name.
+"""Fields that nothing knows, refused by name wherever they lie in a body.
 
-vLLM's request models take any extra field and ignore it. Pure functions over plain bodies and
+vLLM's request models take any extra field and ignore it. What the APIs document and the models
+lack was treated before (`server.request.treating`). Pure functions over plain bodies and
 validated models; nothing here imports vLLM.
 """
 
@@ -10,12 +11,12 @@ import dataclasses
 import difflib
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
+from server.frontend import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -28,54 +29,28 @@ _REPLACED: Mapping[str, str] = {
     "guided_grammar": "structured_outputs.grammar",
     "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
     "guided_decoding_backend": "the server's --structured-outputs-config",
-    "functions": "tools",
-    "function_call": "tool_choice",
     "best_of": "n",
     "normalize": "use_activation",
 }
 """Fields of the past, and what to send instead."""
 
-_LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Names that clients give their requests; nothing is expected to act on them."""
-
-_GRANTED: Mapping[str, tuple[object, ...]] = {
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-}
-"""Fields that vLLM lacks, with the values that ask for what is done anyway."""
-
-_INERT = frozenset(
-    {
-        "return_token_offsets",
-        "return_assistant_tokens_mask",
-        "routed_experts_prompt_start",
-        "kv_transfer_params",
-        "ec_transfer_params",
-    }
-)
-"""Fields that vLLM's models have and that these endpoints would ignore."""
-
 _LONGEST_NAME = 64
 """Of a field that somebody may have meant."""
-_NEEDS_STORE = ("store", "background", "previous_response_id")
 _STREAM_ONLY = ("stream_options", "stream_interval")
 
 
-def accepted_fields(
-    endpoint: Endpoint, body: JsonObject, known: Collection[str], policy: UnknownPolicy
-) -> JsonObject:
-    """Return the body without what has no effect by right; `known` are the model's fields.
+def accepted_fields(body: JsonObject, known: Collection[str], policy: UnknownPolicy) -> JsonObject:
+    """Return what a treated body has of the model's fields, `known`.
 
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
     accepted: JsonObject = {}
     for name, value in body.items():
         if name in known:
-            _check_effect(endpoint, name, value, body)
             accepted[name] = value
-        elif name not in _LABELS and not _granted(name, value):
+        else:
             _refuse(unknown_field(name, known), policy)
+    _check_length_penalty(body)
     if not body.get("stream"):
         for name in _STREAM_ONLY:
             if body.get(name) is not None:
@@ -108,19 +83,6 @@ def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = 
             check_nested(vars(model).get(names[key]), value, policy, child)
 
 
-def never_taken() -> frozenset[str]:
-    """Return the request models' fields that are refused whenever they ask for something."""
-    return _INERT
-
-
-def taken_anyway() -> dict[str, JsonObject]:
-    """Return the JSON schemas of fields that are taken without being the request model's."""
-    granted: dict[str, JsonObject] = {
-        name: {"enum": [*values, None]} for name, values in _GRANTED.items()
-    }
-    return granted | {name: {"description": "Has no effect."} for name in sorted(_LABELS)}
-
-
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     """Return the error for a field that nothing knows, with the likely remedy."""
     name = path.rpartition(".")[2]
@@ -151,25 +113,12 @@ def _field_names(model: object) -> dict[str, str] | None:
     return None
 
 
-def _check_effect(endpoint: Endpoint, name: str, value: Any, body: JsonObject) -> None:
-    if name == "length_penalty" and value not in (None, 1) and not body.get("use_beam_search"):
+def _check_length_penalty(body: JsonObject) -> None:
+    if body.get("length_penalty") not in (None, 1) and not body.get("use_beam_search"):
         raise UnsupportedFieldError(
-            "'length_penalty' has an effect with 'use_beam_search': true alone.", param=name
+            "'length_penalty' has an effect with 'use_beam_search': true alone.",
+            param="length_penalty",
         )
-    if name in _INERT and value:
-        raise UnsupportedFieldError(
-            f"'{name}' has no effect on {endpoint.value} of this server; remove it.", param=name
-        )
-    if endpoint is Endpoint.RESPONSES and name in _NEEDS_STORE and value:
-        raise UnsupportedFieldError(
-            f"'{name}' is not supported: this server keeps no responses.", param=name
-        )
-
-
-def _granted(name: str, value: object) -> bool:
-    # As JSON has them: 0 is not false.
-    asked = [other for other in _GRANTED.get(name, ()) if type(other) is type(value)]
-    return name in _GRANTED and (value is None or value in asked)
 
 
 def _refuse(error: UnknownFieldError, policy: UnknownPolicy) -> None:

@@ -70,6 +70,13 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
 
 
+def bound_tokens(body: JsonObject, limits: Limits) -> None:
+    """Lower the tokens that an answer may have to what the context has."""
+    for name in MAX_TOKENS_FIELDS:
+        if isinstance(value := body.get(name), int):
+            body[name] = min(value, limits.max_model_len)
+
+
 def _check_biases(biases: object) -> None:
     """OpenAI's bounds; vLLM would cut what is beyond them off without a word."""
     for token, bias in biases.items() if isinstance(biases, dict) else ():

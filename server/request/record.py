@@ -14,6 +14,8 @@ from server.request.route_table import Route
 
 Meter = Callable[[], tuple[int, int]]
 """Tells what one of the engine's requests has used so far: prompt and completion tokens."""
+PrefixMeter = Callable[[], tuple[int, int]]
+"""Tells how many tokens of one's prompt were read from the prefix cache, and written to it."""
 
 
 @dataclass(slots=True)
@@ -26,7 +28,8 @@ class RequestRecord:
     sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
     `complete` once its last byte was sent. Every request that
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
-    vLLM's classes do not pass that on. `guide` is how the answer is guided, one of `GUIDES`.
+    vLLM's classes do not pass that on. `prefix_meter` is the last one's. `guide` is how the answer
+    is guided, one of `GUIDES`.
     """
 
     route: Route
@@ -46,11 +49,21 @@ class RequestRecord:
     sent_bytes: int = 0
     complete: bool = False
     meters: list[Meter] = field(default_factory=list)
+    prefix_meter: PrefixMeter | None = None
 
     def tokens(self) -> tuple[int, int]:
         """Return how many prompt and completion tokens the engine has worked on for it."""
         used = [meter() for meter in self.meters]
         return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
+
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Return how many prompt tokens were read from the prefix cache, and written to it."""
+        return (0, 0) if self.prefix_meter is None else self.prefix_meter()
+
+    def close_meters(self) -> None:
+        """Let go of the engine's side of the request."""
+        self.meters.clear()
+        self.prefix_meter = None
 
     def guided_by(self, kind: str) -> None:
         """Remember how the answer is guided; what the request says comes before what is made."""

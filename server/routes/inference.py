@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Admission
-from server.edge.streaming import SseResponse, commit, until_disconnect
+from server.edge.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
 from server.frontend import Endpoint, Frontend
 from server.request.body import JSON_TYPE, ClientGoneError, read_body
@@ -53,7 +53,8 @@ def _handler(
         record = record_of(request.scope)
         record.stream = True
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
-        return SseResponse(frames, record, frontend().keep_alive_s)
+        beat = PING if endpoint.anthropic else COMMENT
+        return SseResponse(frames, record, frontend().keep_alive_s, beat)
 
     async def handle(request: Request) -> Response:
         record = record_of(request.scope)

@@ -41,10 +41,12 @@ from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.budget import Budget
 from server.request.endpoints import forms_of
-from server.request.fields import never_taken, taken_anyway
 from server.request.limits import Limits, check_priority_header, check_rank_header
 from server.request.pooling import PoolingLimits
 from server.request.record import record_var
+from server.request.thinking import Thinker
+from server.request.treating import HEADER as IGNORED_HEADER
+from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
@@ -52,11 +54,10 @@ from server.vllm import stream_chunks
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.messages import merges_inline_system
+from server.vllm.messages.requests import merges_inline_system, thinker_of
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Rules, Told
 from server.vllm.reading_process import serve_reading
-from server.vllm.serving import raise_in_messages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -97,7 +98,6 @@ async def build_frontend(
 
     stream_chunks.install_chat()
     stream_chunks.install_completion()
-    raise_in_messages()
     leave_tags_to_the_gate()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
@@ -137,7 +137,8 @@ class VllmFrontend:
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
         merges = merges_inline_system(getattr(state, "anthropic_serving_messages", None))
-        rules = make_rules(engine.vllm_config, settings, tasks, offered, merges)
+        thinker = thinker_of(getattr(state, "openai_serving_chat", None))
+        rules = make_rules(engine.vllm_config, settings, tasks, offered, merges, thinker)
         self._limits = rules.limits
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(
@@ -184,8 +185,8 @@ class VllmFrontend:
         }
         return wire_schemas(
             {endpoint: models for endpoint, models in forms.items() if models},
-            extra_fields=taken_anyway(),
-            without=never_taken(),
+            extra_fields={endpoint: extra_schemas(endpoint) for endpoint in Endpoint},
+            without={endpoint: refused_fields(endpoint) for endpoint in Endpoint},
             closed=self._policy == "reject",
         )
 
@@ -211,6 +212,8 @@ class VllmFrontend:
         record = record_var.get()
         if told.deprecated and record is not None:
             record.answer_headers.update(DEPRECATION)
+        if told.ignored and record is not None:
+            record.answer_headers[IGNORED_HEADER] = ", ".join(told.ignored)
         await self._find_model(told.fields)
         check_priority_header(request.headers, self._limits)
         check_rank_header(request.headers, self._num_ranks)
@@ -287,6 +290,7 @@ def make_rules(
     tasks: tuple[SupportedTask, ...],
     offered: frozenset[str],
     merge_inline_system: bool,
+    thinker: Thinker,
 ) -> Rules:
     """Return what this server takes of the forms that the served model offers."""
     model, scheduler = config.model_config, config.scheduler_config
@@ -322,6 +326,7 @@ def make_rules(
         max_json_depth=settings.max_json_depth,
         text_only=not model.is_multimodal_model,
         merge_inline_system=merge_inline_system,
+        thinker=thinker,
         guided="generate" in tasks,
         offered=offered,
         does=_in_words(tasks, model),

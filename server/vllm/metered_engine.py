@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from server.request.record import Meter, record_var
+from server.request.record import record_var
 
 
 class MeteredLLM(AsyncLLM):
@@ -22,16 +22,17 @@ class MeteredLLM(AsyncLLM):
         """Add a request to the engine as AsyncLLM does."""
         collector = await super().add_request(request_id, *args, **kwargs)
         if (record := record_var.get()) is not None:
-            record.meters.append(self._meter(request_id, collector))
+            states = self._states(request_id, collector)
+            record.meters.append(lambda: _used(states))
+            record.prefix_meter = lambda: _prefix(states)
         return collector
 
-    def _meter(self, request_id: str, collector: RequestOutputCollector) -> Meter:
-        """Return the meter of what was just added: one state for each of its answers."""
+    def _states(self, request_id: str, collector: RequestOutputCollector) -> list[RequestState]:
+        """Return the states of what was just added: one for each of its answers."""
         # Requests of other clients may have the same id, but none has the same collector.
         processor = self.output_processor
         found = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
-        states = [state for state in found if state is not None and state.queue is collector]
-        return lambda: _used(states)
+        return [state for state in found if state is not None and state.queue is collector]
 
 
 def _used(states: list[RequestState]) -> tuple[int, int]:
@@ -40,3 +41,10 @@ def _used(states: list[RequestState]) -> tuple[int, int]:
         state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None
     )
     return (states[0].prompt_len if states else 0), completion
+
+
+def _prefix(states: list[RequestState]) -> tuple[int, int]:
+    """Return prompt tokens read from and written to the prefix cache, once they are known."""
+    if not states:
+        return 0, 0
+    return states[0].num_cached_tokens, states[0].num_cache_creation_tokens

@@ -24,14 +24,16 @@ from server.request.body import parse_json_object
 from server.request.budget import Budget, check_budget
 from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
 from server.request.fields import UnknownPolicy, accepted_fields, check_nested, model_field_names
-from server.request.limits import Limits, check_limits
+from server.request.limits import Limits, bound_tokens, check_limits
 from server.request.media import refuse_media
 from server.request.pooling import PoolingLimits, check_pooling_limits
+from server.request.thinking import Thinker, settle_thinking
+from server.request.treating import treat
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.vllm.errors import Asked, from_exception, from_validation
-from server.vllm.messages import as_chat_request
+from server.vllm.messages.requests import as_chat_request
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,8 @@ class Rules:
 
     `offered` are the forms of requests that the served model answers; `does` says in words what it
     does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
-    how Anthropic's system messages become those of a chat.
+    how Anthropic's system messages become those of a chat; `thinker` is what the model has for
+    wishes about thinking.
     """
 
     budget: Budget
@@ -52,6 +55,7 @@ class Rules:
     max_json_depth: int
     text_only: bool
     merge_inline_system: bool
+    thinker: Thinker
     guided: bool
     offered: frozenset[str]
     does: str
@@ -63,7 +67,7 @@ class Told:
 
     `fields` are those that hold one value each: no prompts, tools or grammars. `blamed` is the
     field to name where the prompt is too long, `constraints` what the answer is to obey,
-    `deprecated` whether fields of the past were translated.
+    `deprecated` whether fields of the past were translated, `ignored` what had no effect.
     """
 
     form: str
@@ -72,6 +76,7 @@ class Told:
     blamed: str | None
     constraints: list[list[Constraint]]
     deprecated: bool
+    ignored: list[str]
 
 
 class BodyReader:
@@ -95,9 +100,11 @@ class BodyReader:
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
         check_budget(endpoint, body, rules.budget)
+        ignored = treat(endpoint, body)
+        ignored += settle_thinking(endpoint, body, rules.thinker)
         known = model_field_names(self._models[form])
         body, old = without_guided_fields(body, known)
-        fields = accepted_fields(endpoint, body, known, rules.unknown_fields)
+        fields = accepted_fields(body, known, rules.unknown_fields)
         self._check_values(endpoint, fields)
         constraints = constraints_of(endpoint, fields) if rules.guided else []
         told = Told(
@@ -107,11 +114,15 @@ class BodyReader:
             blamed=blamed_field(endpoint, fields),
             constraints=constraints,
             deprecated=bool(old),
+            ignored=ignored,
         )
         return ReadRequest(answers=answers_in(endpoint, fields), told=told)
 
     def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
         rules = self._rules
+        if endpoint.anthropic:
+            # A bound of this API, which may be more than there is room for.
+            bound_tokens(fields, rules.limits)
         check_limits(fields, rules.limits)
         if rules.text_only:
             refuse_media(endpoint, fields)

@@ -45,13 +45,13 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
 
 def wire_schemas(
     forms: Mapping[Endpoint, Collection[type[BaseModel]]],
-    extra_fields: Mapping[str, JsonObject],
-    without: Collection[str],
+    extra_fields: Mapping[Endpoint, Mapping[str, JsonObject]],
+    without: Mapping[Endpoint, Collection[str]],
     closed: bool,
 ) -> WireSchemas:
     """Return the schemas of the endpoints, each with the forms of its request.
 
-    `extra_fields` are taken by every request besides the model's own but for those of `without`;
+    `extra_fields` are taken by an endpoint besides the model's own but for those of `without`;
     `closed`: and no others.
     """
     answers = {endpoint: _ANSWERS[endpoint] for endpoint in forms}
@@ -65,8 +65,9 @@ def wire_schemas(
         schemas = [references[(model, "validation")] for model in form]
         for schema in schemas:
             definition = definitions[schema["$ref"].rpartition("/")[2]]
-            own = {k: v for k, v in definition.get("properties", {}).items() if k not in without}
-            definition["properties"] = {**extra_fields, **own}
+            given = definition.get("properties", {})
+            own = {k: v for k, v in given.items() if k not in without[endpoint]}
+            definition["properties"] = {**extra_fields[endpoint], **own}
             # vLLM's models take any field; this server refuses those that nothing acts on.
             definition["additionalProperties"] = not closed
         requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

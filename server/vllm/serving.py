@@ -7,12 +7,13 @@ it is raised as the object that it is, and `server.vllm.errors` alone says what 
 from __future__ import annotations
 
 import copy
-import sys
 from functools import cache
 from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
 from server.vllm.errors import RefusedError
+from server.vllm.messages.serving import over_chat_requests
+from server.vllm.tool_calls import with_object_calls
 
 _Serving = TypeVar("_Serving")
 
@@ -42,23 +43,9 @@ def _raises_in_streams() -> type:
     return RaisesInStreams
 
 
-@cache
-def _over_chat_requests() -> type:
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-    class OverChatRequests(AnthropicServingMessages):
-        """Takes requests of Anthropic's API that `server.vllm.messages` has made chats of."""
-
-        @classmethod
-        def to_chat_completion_request(cls, anthropic_request: Any, **_: Any) -> Any:
-            """Return a request as it is."""
-            return anthropic_request
-
-    return OverChatRequests
-
-
 def adapted(serving: _Serving) -> _Serving:
-    """Return a copy of `serving` that raises in streams and takes requests as they were read.
+    """Return a copy of `serving` that raises in streams, takes requests as they were read, and
+    knows a call of a tool by its object.
 
     What pools has no streams, and stays what it is.
     """
@@ -69,24 +56,18 @@ def adapted(serving: _Serving) -> _Serving:
     if isinstance(serving, GenerateBaseServing):
         ours += (_raises_in_streams(),)
     if isinstance(serving, AnthropicServingMessages):
-        ours += (_over_chat_requests(),)
+        ours += (over_chat_requests(),)
     made = copy.copy(serving)
     made.__class__ = type(type(serving).__name__, (*ours, type(serving)), {})
+    _hold_to_objects(made)
     return made
 
 
-def raise_in_messages() -> None:
-    """Let the stream of Anthropic's API raise what it would tell, too; idempotent.
-
-    Its converter has no method for that: its module makes an AnthropicError where it is about to
-    tell one. See the ledger, `rbln_backend/vllm_compat/patches.py`.
-    """
-    from vllm.entrypoints.anthropic import serving
-
-    messages: Any = serving
-    messages.AnthropicError = _raise_what_is_told
-
-
-def _raise_what_is_told(*, message: str, **_: str) -> NoReturn:
-    told = RefusedError(message, HTTPStatus.INTERNAL_SERVER_ERROR)
-    raise sys.exception() or told
+def _hold_to_objects(serving: Any) -> None:
+    """Give a copy of a serving instance, and its renderer, our parser of answers."""
+    for owner, name in ((serving, "parser_cls"), (serving, "parser")):
+        if hasattr(owner, name):
+            setattr(owner, name, with_object_calls(getattr(owner, name)))
+    if hasattr(serving, "online_renderer"):
+        serving.online_renderer = copy.copy(serving.online_renderer)
+        serving.online_renderer.parser = with_object_calls(serving.online_renderer.parser)

@@ -29,7 +29,10 @@ def test_the_pages_are_not_stale() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-SOURCES = ("models_page.py", "observability_page.py", "models.json", "security.md")
+SOURCES = (
+    *("fields_page.py", "models_page.py", "observability_page.py", "models.json"),
+    *("security.md", "http_api.md"),
+)
 PAGES = ["configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"]
 
 

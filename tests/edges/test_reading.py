@@ -17,6 +17,7 @@ from server.errors import (
     OverloadedError,
     ServerError,
     UnknownFieldError,
+    UnsupportedFieldError,
     UnsupportedOperationError,
 )
 from server.frontend import Endpoint, ReadRequest
@@ -24,6 +25,7 @@ from server.host.job_pool import JobPool, process_starter
 from server.request.budget import Budget
 from server.request.limits import Limits
 from server.request.pooling import PoolingLimits
+from server.request.thinking import Thinker
 from server.settings import ServerSettings
 from server.vllm.handlers import request_models
 from server.vllm.reader import RequestReader, is_small
@@ -54,6 +56,7 @@ RULES = Rules(
     max_json_depth=64,
     text_only=True,
     merge_inline_system=False,
+    thinker=Thinker(),
     guided=True,
     offered=frozenset(MODELS) - {"rerank"},
     does="does other things",
@@ -105,7 +108,7 @@ REFUSALS: list[tuple[Endpoint, dict[str, Any], type[ServerError], str | None]] =
      InvalidValueError, "messages[0].role"),
     (Endpoint.CHAT, {"messages": [USER], "zzz" * 100_000: 1}, UnknownFieldError, "zzz"),
     (Endpoint.CHAT, {"messages": [USER], "length_penalty": 2.0}, ServerError, "length_penalty"),
-    (Endpoint.DETOKENIZE, {"tokens": [5], "store": 0.0}, UnknownFieldError, "store"),
+    (Endpoint.DETOKENIZE, {"tokens": [5], "store": 0.0}, UnsupportedFieldError, "store"),
     (Endpoint.RERANK, {"query": "a"}, UnsupportedOperationError, None),
     *((endpoint, {**body, "structured_outputs": value}, InvalidTypeError, "structured_outputs")
       for endpoint, body in ((Endpoint.CHAT, BODIES["chat"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -27,7 +27,8 @@ from server.errors import (
     UnsupportedOperationError,
 )
 from server.vllm.errors import Asked, RefusedError, from_exception
-from server.vllm.serving import adapted, raise_in_messages
+from server.vllm.messages.events import message_events
+from server.vllm.serving import adapted
 
 pytestmark = pytest.mark.engine
 
@@ -63,15 +64,8 @@ def responses(results: AsyncIterator[Any]) -> Any:
 
 
 def messages(results: AsyncIterator[Any]) -> Any:
-    made = bare(anthropic.AnthropicServingMessages)
-    return made.message_stream_converter(chat(results, anthropic.AnthropicServingMessages))
-
-
-@pytest.fixture(autouse=True)
-def _raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(anthropic, "AnthropicError", anthropic.AnthropicError)
-    raise_in_messages()
-    yield
+    made = chat(results, anthropic.AnthropicServingMessages)
+    return message_events(made, None, lambda: (0, 0))
 
 
 async def failing(error: Exception) -> AsyncGenerator[Any, None]:
@@ -109,12 +103,10 @@ async def test_faults_of_the_converter_itself_are_raised() -> None:
     async def frames(text: str) -> AsyncGenerator[str, None]:
         yield text
 
-    made = bare(anthropic.AnthropicServingMessages)
-    broken = await raised_in(made.message_stream_converter(frames("data: {no json\n\n")))
-    assert isinstance(broken, ValueError)
-    strange = await raised_in(made.message_stream_converter(frames("no frame")))
-    assert isinstance(strange, RefusedError)
-    assert (strange.status, str(strange)) == (500, "Invalid data format received")
+    for broken in ("data: {no json\n\n", "no frame"):
+        assert isinstance(
+            await raised_in(message_events(frames(broken), None, lambda: (0, 0))), ValueError
+        )
 
 
 ASKED = Asked({"prompt": "hi"}, "prompt")

@@ -1,0 +1,45 @@
+"""What docs/http_api.md says of the APIs' fields: a table for each, rows of one treatment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from server.frontend import Endpoint
+from server.request.treatments import TREATMENTS, Treated, Treatment
+
+FIELD_HEADER = ("Fields", "", "Why, or how")
+_TITLES = {
+    Endpoint.MESSAGES: "`/v1/messages`, `/v1/messages/count_tokens`",
+    Endpoint.CHAT: "`/v1/chat/completions`",
+    Endpoint.RESPONSES: "`/v1/responses`",
+    Endpoint.COMPLETION: "`/v1/completions`",
+}
+_REST = (Endpoint.EMBEDDINGS, "All others")
+
+
+def field_tables() -> Iterable[tuple[str, Sequence[tuple[str, ...]]]]:
+    """Yield each table's heading and rows."""
+    for endpoint, title in (*_TITLES.items(), _REST):
+        groups: dict[tuple[Treatment, str, str], list[str]] = {}
+        for row in TREATMENTS[endpoint]:
+            groups.setdefault((row.treatment, row.why, _exception(row)), []).append(row.path)
+        rows = [
+            (", ".join(f"`{path}`" for path in paths), treatment.value, f"{why}{exception}")
+            for (treatment, why, exception), paths in sorted(groups.items(), key=_order)
+        ]
+        yield f"### {title}", rows
+
+
+def _order(group: tuple[tuple[Treatment, str, str], list[str]]) -> int:
+    return list(Treatment).index(group[0][0])
+
+
+def _exception(row: Treated) -> str:
+    """Say which values pass without a word, or to which items a row is narrowed."""
+    if row.when:
+        return f"; where it is `{json.dumps(dict(row.when))}`"
+    if not row.same:
+        return ""
+    values = " or ".join(f"`{json.dumps(value)}`" for value in row.same)
+    return f"; {values} passes" if len(row.same) == 1 else f"; {values} pass"

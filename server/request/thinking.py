@@ -1,0 +1,83 @@
+"""Whether a model is to think before it answers, and how hard: wishes that depend on the model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from server.errors import InvalidValueError, describe
+from server.frontend import Endpoint, JsonObject
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables of chat templates that turn thinking on and off: Qwen's and Granite's, DeepSeek's."""
+_EFFORT = "reasoning_effort"
+_WANTED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+"""Anthropic's kinds of `thinking`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinker:
+    """What the served model has for it.
+
+    `switch` is the variable of its chat template that turns thinking on, `effort` whether it knows
+    `reasoning_effort`, `parses` whether thinking is told apart from answers.
+    """
+
+    switch: str | None = None
+    effort: bool = False
+    parses: bool = False
+
+    @classmethod
+    def of(cls, template: str, *, parses: bool, harmony: bool) -> Thinker:
+        """Return what a chat template has; `harmony`: the model's format knows an effort."""
+        names = set(re.findall(r"\w+", template))
+        switch = next((name for name in _SWITCHES if name in names), None)
+        return cls(switch, harmony or _EFFORT in names, parses)
+
+
+def settle_thinking(endpoint: Endpoint, body: JsonObject, thinker: Thinker) -> list[str]:
+    """Put a body's wishes where the request model has them; return those without an effect.
+
+    Raises `InvalidValueError` for a kind of thinking that is none.
+    """
+    if endpoint.anthropic:
+        ignored = _settle_anthropic(body, thinker)
+        effort = _get(body.get("output_config"), "effort")
+        return ignored + _unheard("output_config.effort", effort, thinker)
+    if endpoint is Endpoint.CHAT:
+        return _unheard(_EFFORT, body.get(_EFFORT), thinker)
+    if endpoint is Endpoint.RESPONSES:
+        return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinker)
+    return []
+
+
+def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:
+    given = body.pop("thinking", None)
+    if given is None:
+        return []
+    kind = _get(given, "type")
+    wanted = _WANTED.get(kind) if isinstance(kind, str) else None
+    if wanted is None:
+        raise InvalidValueError(
+            f"'thinking.type' must be one of {', '.join(_WANTED)}, got {describe(kind)}.",
+            param="thinking.type",
+        )
+    if thinker.switch is not None:
+        own = body.get("chat_template_kwargs")
+        body["chat_template_kwargs"] = {
+            thinker.switch: wanted,
+            **(own if isinstance(own, dict) else {}),
+        }
+        return []
+    # Without a switch, a model that thinks always does, and another one never.
+    return [] if wanted == thinker.parses else ["thinking"]
+
+
+def _unheard(path: str, effort: object, thinker: Thinker) -> list[str]:
+    # vLLM turns an effort into the switch of that name.
+    heard = thinker.effort or thinker.switch == "enable_thinking"
+    return [] if effort is None or heard else [path]
+
+
+def _get(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, dict) else None

@@ -1,0 +1,248 @@
+"""What is done with each documented field of the four APIs: one table for each of them.
+
+The names are those of Anthropic's and OpenAI's own clients (their typed parameters, compared by
+tests/server/request/test_treatments.py); docs/http_api.md is generated from here. vLLM's further
+fields are the request models' own. What depends on the served model is decided in
+`server.request.thinking`. Pure data.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from server.frontend import Endpoint, JsonObject
+
+
+class Treatment(enum.Enum):
+    """What becomes of a field."""
+
+    OBEYED = "obeyed"
+    """The request model has it."""
+    GRANTED = "granted"
+    """What it asks for is done without being asked; it is taken off."""
+    IGNORED = "ignored"
+    """It is taken off and named in a header of the answer: the answer is right without it."""
+    REFUSED = "refused"
+    """An answer without it would be a wrong one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treated:
+    """One field; `path` has `[]` where an item of an array is meant.
+
+    `same` are the values that ask for what is done anyway, besides null: they pass without a word.
+    `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
+    to those objects that have these entries.
+    """
+
+    path: str
+    treatment: Treatment
+    why: str = ""
+    same: tuple[object, ...] = ()
+    stays: bool = False
+    when: Mapping[str, object] = field(default_factory=dict)
+
+
+def _obeyed(*paths: str, why: str = "") -> tuple[Treated, ...]:
+    return tuple(Treated(path, Treatment.OBEYED, why) for path in paths)
+
+
+def _granted(*paths: str, why: str) -> tuple[Treated, ...]:
+    return tuple(Treated(path, Treatment.GRANTED, why) for path in paths)
+
+
+def _ignored(*paths: str, why: str, same: tuple[object, ...] = ()) -> tuple[Treated, ...]:
+    return tuple(Treated(path, Treatment.IGNORED, why, same) for path in paths)
+
+
+def _refused(
+    *paths: str, why: str, same: tuple[object, ...] = (), stays: bool = False
+) -> tuple[Treated, ...]:
+    return tuple(Treated(path, Treatment.REFUSED, why, same, stays) for path in paths)
+
+
+_LABEL = "a name that clients give their requests"
+_CACHE = "prefixes are reused without marks, for as long as there is room"
+_CACHE_KEY = "prefixes are found by what they are"
+_ONE_TIER = "there is one"
+_NO_STORE = "this server keeps no answers"
+_NO_TOOLS_HERE = "this server runs no tools"
+_NO_MODERATION = "nothing is moderated"
+_OBFUSCATION = "streams are not padded"
+_TRANSFER = "no KV cache is transferred"
+_NO_BUDGET = "thinking is not counted apart from the answer; max_tokens bounds both"
+
+_COMMON = (
+    *_ignored("user", "metadata", "safety_identifier", why=_LABEL),
+    *_ignored("prompt_cache_key", why=_CACHE_KEY),
+    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    *_refused("store", why=_NO_STORE, same=(False,)),
+    *_refused("modalities", why="answers are text", same=(["text"],)),
+    *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
+    *_refused(
+        *("return_token_offsets", "return_assistant_tokens_mask", "routed_experts_prompt_start"),
+        why="it has no effect on this server",
+        same=(False, 0),
+        stays=True,
+    ),
+)
+"""What every endpoint does that has no table of its own."""
+
+_MESSAGES = (
+    *_obeyed("model", "messages", "max_tokens", "system", "stop_sequences", "stream"),
+    *_obeyed("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
+    *_obeyed("thinking", why="by the switch of the model's chat template, where it has one"),
+    *_granted("cache_control", "system[].cache_control", "tools[].cache_control", why=_CACHE),
+    *_granted("messages[].content[].cache_control", why=_CACHE),
+    *_granted("messages[].content[].content[].cache_control", why=_CACHE),
+    *_ignored("metadata", "user_profile_id", "workspace_id", why=_LABEL),
+    *_ignored("billing_policy", why="nothing is billed"),
+    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "standard_only")),
+    *_ignored("speed", why="there is one", same=("standard",)),
+    *_ignored("diagnostics", why="usage.cache_read_input_tokens says where the match ended"),
+    *_ignored("fallbacks", "fallback_credit_token", why="no request is declined by policy"),
+    *_ignored(
+        "context_management",
+        why="what it would take out of the prompt stays in; one that becomes too long is a 400",
+        same=(
+            {},
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
+        ),
+    ),
+    *_ignored("output_config.task_budget", why="the model is not told of it"),
+    *_ignored("thinking.display", why="thinking is shown as it is", same=("summarized",)),
+    *_ignored("thinking.budget_tokens", why=_NO_BUDGET),
+    *_ignored("system[].citations", "messages[].content[].citations", why="none are made"),
+    *_ignored("messages[].content[].caller", "messages[].content[].toolset_name", why=_LABEL),
+    *_ignored("tools[].input_examples", why="the model is not shown them"),
+    *_ignored(
+        "tools[].eager_input_streaming", why="input streams as it is generated", same=(True,)
+    ),
+    *_refused("tools[].allowed_callers", why="the model calls tools directly", same=(["direct"],)),
+    *_refused(
+        "tools[].type",
+        why="tools are those of the client, with an input_schema; " + _NO_TOOLS_HERE,
+        same=("custom",),
+    ),
+    *_refused(
+        "messages[].content[].type",
+        why="text, image, thinking and the client's own tools are what a conversation consists of",
+        same=(
+            *("text", "image", "thinking", "redacted_thinking"),
+            *("tool_use", "tool_result", "tool_reference"),
+        ),
+        stays=True,
+    ),
+    *_refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
+    *_refused("container", why="this server runs no code and has no files", same=({},)),
+    *_refused("thread", why="this server keeps no conversations"),
+    *_refused("compaction", why="this server summarizes no conversations"),
+    *_refused("inference_geo", why="no region is known to this server", same=("global",)),
+    *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
+)
+
+_CHAT = (
+    *_obeyed("model", "messages", "max_tokens", "max_completion_tokens", "n", "seed", "stop"),
+    *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *_obeyed("logprobs", "top_logprobs", "response_format", "stream", "stream_options"),
+    *_obeyed("tools", "tool_choice", "parallel_tool_calls"),
+    *_obeyed("reasoning_effort", why="where the model's chat template knows it"),
+    *_granted("cache_control", "messages[].cache_control", "tools[].cache_control", why=_CACHE),
+    *_granted("messages[].content[].cache_control", why=_CACHE),
+    *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
+    *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
+    *_ignored("verbosity", why="the model is not told of it", same=("medium",)),
+    *_ignored("moderation", why=_NO_MODERATION, same=({},)),
+    *_ignored("prediction", why="it would change the speed alone"),
+    *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
+    *_refused("web_search_options", why=_NO_TOOLS_HERE),
+    *_refused("audio", why="answers are text"),
+    *_refused("tools[].type", why="tools are functions", same=("function",), stays=True),
+    *_refused("functions", why="it is of the past, send tools instead"),
+    *_refused("function_call", why="it is of the past, send tool_choice instead"),
+    *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
+    *_COMMON,
+)
+
+_COMPLETION = (
+    *_obeyed("model", "prompt", "max_tokens", "n", "seed", "stop", "echo", "logprobs"),
+    *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *_obeyed("stream", "stream_options"),
+    *_refused("suffix", why="the model is not asked to fill gaps", same=("",)),
+    *_refused("best_of", why="it is of the past, send n instead", same=(1,)),
+    *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
+    *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
+    *_COMMON,
+)
+
+_HOSTED = "tools are functions of the client; " + _NO_TOOLS_HERE
+_RESPONSES = (
+    *_obeyed("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
+    *_obeyed("top_logprobs", "text", "stream", "tools", "tool_choice", "parallel_tool_calls"),
+    *_obeyed("truncation"),
+    *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
+    *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
+    *_obeyed("include", why="message.output_text.logprobs; of the rest there is nothing to show"),
+    *_obeyed("reasoning", why="effort, where the model's chat template knows it"),
+    *_granted("input[].content[].prompt_cache_breakpoint", why=_CACHE),
+    *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
+    *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
+    *_ignored("safety_identifier", "client_metadata", "access_programs", why=_LABEL),
+    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
+    *_ignored(
+        *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
+    ),
+    *_ignored("reasoning.mode", "reasoning.context", why="there is one", same=("standard", "auto")),
+    *_ignored("moderation", why=_NO_MODERATION, same=({},)),
+    *_ignored("context_management", why="a prompt that becomes too long is a 400", same=([],)),
+    *_ignored("image", why="there are no images", same=({},)),
+    Treated(
+        "tools[]",
+        Treatment.IGNORED,
+        "a search that may not leave the server finds nothing; Codex sends it unless told not to",
+        when={"type": "web_search", "external_web_access": False},
+    ),
+    *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
+    *_refused("store", "background", why=_NO_STORE, same=(False,), stays=True),
+    *_refused("previous_response_id", "conversation", why=_NO_STORE),
+    *_refused("prompt", why="this server has no stored prompts"),
+    *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
+)
+
+TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
+    **dict.fromkeys(Endpoint, _COMMON),
+    Endpoint.MESSAGES: _MESSAGES,
+    Endpoint.COUNT_TOKENS: _MESSAGES,
+    Endpoint.CHAT: _CHAT,
+    Endpoint.COMPLETION: _COMPLETION,
+    Endpoint.RESPONSES: _RESPONSES,
+}
+
+
+def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
+    """Return the JSON schemas of fields that are taken whatever the request model has."""
+    found: dict[str, JsonObject] = {}
+    for row in TREATMENTS[endpoint]:
+        if "[" in row.path or "." in row.path:
+            continue
+        if row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
+            found[row.path] = {"description": f"{row.treatment.value.capitalize()}: {row.why}."}
+        elif row.treatment is Treatment.REFUSED and row.same and not row.stays:
+            found[row.path] = {"enum": [*row.same, None]}
+    return found
+
+
+def refused_fields(endpoint: Endpoint) -> frozenset[str]:
+    """Return the names of fields that are refused whenever they ask for something."""
+    return frozenset(
+        row.path
+        for row in TREATMENTS[endpoint]
+        if row.treatment is Treatment.REFUSED
+        and not row.path.count("[")
+        and not row.path.count(".")
+    )

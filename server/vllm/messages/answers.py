@@ -1,0 +1,59 @@
+"""A whole chat as a message."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from pydantic_core import from_json
+
+from server.frontend import JsonObject
+from server.vllm.messages.events import is_whole, message_id, stop_of, tool_use_id, usage_of
+
+
+def message_of(chat: Any, max_tokens: int | None) -> JsonObject:
+    """Return the message for vLLM's ChatCompletionResponse; `max_tokens` were asked for."""
+    choice, used = chat.choices[0], chat.usage
+    calls = choice.message.tool_calls
+    completion = used.completion_tokens or 0
+    reason, sequence = stop_of(
+        choice.finish_reason,
+        choice.stop_reason,
+        calls=bool(calls),
+        complete=all(is_whole(call.function.arguments) for call in calls),
+        room_left=max_tokens is not None and completion < max_tokens,
+    )
+    details = used.prompt_tokens_details
+    cached = (details.cached_tokens if details else None) or 0
+    created = (details.created_cache_tokens if details else None) or 0
+    return {
+        "id": message_id(chat.id),
+        "type": "message",
+        "role": "assistant",
+        "model": chat.model,
+        "content": _blocks(choice.message),
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "usage": usage_of(used.prompt_tokens, completion, cached, created),
+    }
+
+
+def _blocks(message: Any) -> list[JsonObject]:
+    blocks: list[JsonObject] = []
+    if message.reasoning:
+        signature = uuid.uuid4().hex
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    blocks += [
+        {
+            "type": "tool_use",
+            "id": tool_use_id(call.id),
+            "name": call.function.name,
+            # What there is of one that was cut off, as the reason to stop says.
+            "input": from_json(call.function.arguments or "{}", allow_partial=True),
+        }
+        for call in message.tool_calls
+    ]
+    # Clients of this API look at the first block without asking whether there is one.
+    return blocks or [{"type": "text", "text": ""}]

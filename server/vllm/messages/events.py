@@ -1,0 +1,207 @@
+"""The stream of a chat as the events of a message.
+
+Each chunk is read as plain JSON: vLLM's own converter makes validated models of every token, and
+knows neither the ids nor the reasons to stop that clients of this API look for.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from server.edge.streaming import PING
+from server.frontend import JsonObject
+
+_DATA = "data:"
+_CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
+_CALL_IDS, _TOOL_USE_ID = ("chatcmpl-tool-", "call_"), "toolu_"
+
+Prefix = Callable[[], tuple[int, int]]
+"""Tells how many tokens of the prompt were read from the prefix cache, and written to it."""
+
+
+def message_id(chat_id: str) -> str:
+    """Return a message's id: that of the chat, in this API's manner."""
+    return _MESSAGE_ID + chat_id.removeprefix(_CHAT_ID)
+
+
+def tool_use_id(call_id: str) -> str:
+    """Return a call's id in this API's manner; one that the model itself made stays."""
+    for prefix in _CALL_IDS:
+        if call_id.startswith(prefix):
+            return _TOOL_USE_ID + call_id.removeprefix(prefix)
+    return call_id
+
+
+def usage_of(prompt: int, completion: int, cached: int, created: int) -> JsonObject:
+    """Return `usage`, in which the prompt's tokens are counted in three parts."""
+    return {
+        "input_tokens": max(0, prompt - cached - created),
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": cached,
+        "output_tokens": completion,
+    }
+
+
+def stop_of(
+    finish: str | None, matched: object, *, calls: bool, complete: bool, room_left: bool
+) -> tuple[str, str | None]:
+    """Return why a message stopped, and at which of its stop sequences.
+
+    `complete`: the last call's input is whole. `room_left`: fewer tokens came than were asked for.
+    """
+    if finish == "length" or (calls and not complete):
+        return ("model_context_window_exceeded" if room_left else "max_tokens"), None
+    if calls:
+        return "tool_use", None
+    if isinstance(matched, str):
+        return "stop_sequence", matched
+    return "end_turn", None
+
+
+def is_whole(text: str) -> bool:
+    """Whether a call's input, as far as it was generated, is JSON; none at all is."""
+    try:
+        from_json(text or "{}")
+    except ValueError:
+        return False
+    return True
+
+
+async def message_events(
+    chunks: AsyncGenerator[str, None], max_tokens: int | None, prefix: Prefix
+) -> AsyncGenerator[str, None]:
+    """Yield a message's events for the frames of a chat that streams its usage."""
+    message = _Message(max_tokens, prefix)
+    async with aclosing(chunks) as stream:
+        async for frame in stream:
+            data = frame.removeprefix(_DATA).strip()
+            events = message.end() if data == "[DONE]" else message.take(from_json(data))
+            for event in events:
+                yield event
+
+
+class _Message:
+    """One message as it comes; at most one block is open."""
+
+    def __init__(self, max_tokens: int | None, prefix: Prefix) -> None:
+        self._max_tokens = max_tokens
+        self._prefix = prefix
+        self._begun = False
+        self._index = -1
+        self._open: str | None = None
+        self._call: int | None = None
+        self._input = ""
+        self._called = False
+        # Text between the pieces of a call's input belongs behind the call.
+        self._held = ""
+        self._finish: str | None = None
+        self._matched: object = None
+        self._usage: JsonObject = usage_of(0, 0, 0, 0)
+
+    def take(self, chunk: JsonObject) -> Iterator[str]:
+        """Yield the events of one chunk."""
+        if (usage := chunk.get("usage")) is not None:
+            cached, created = self._prefix()
+            prompt, completion = usage["prompt_tokens"], usage.get("completion_tokens") or 0
+            self._usage = usage_of(prompt, completion, cached, created)
+        if not self._begun:
+            self._begun = True
+            yield self._start(chunk)
+            yield PING
+        for choice in chunk["choices"]:
+            yield from self._take_delta(choice["delta"])
+            if choice.get("finish_reason") is not None:
+                self._finish, self._matched = choice["finish_reason"], choice.get("stop_reason")
+
+    def end(self) -> Iterator[str]:
+        """Yield what closes the message."""
+        yield from self._close()
+        limit = self._max_tokens
+        reason, sequence = stop_of(
+            self._finish,
+            self._matched,
+            calls=self._called,
+            complete=is_whole(self._input),
+            room_left=limit is not None and self._usage["output_tokens"] < limit,
+        )
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield _event("message_delta", delta=delta, usage=self._usage)
+        yield _event("message_stop")
+
+    def _start(self, chunk: JsonObject) -> str:
+        message = {
+            "id": message_id(chunk["id"]),
+            "type": "message",
+            "role": "assistant",
+            "content": [],
+            "model": chunk["model"],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage,
+        }
+        return _event("message_start", message=message)
+
+    def _take_delta(self, delta: JsonObject) -> Iterator[str]:
+        if thought := delta.get("reasoning"):
+            if self._open != "thinking":
+                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._piece({"type": "thinking_delta", "thinking": thought})
+        if text := delta.get("content"):
+            if self._open == "tool_use":
+                self._held += text
+            else:
+                yield from self._text(text)
+        for call in delta.get("tool_calls") or ():
+            yield from self._take_call(call)
+
+    def _take_call(self, call: JsonObject) -> Iterator[str]:
+        function = call.get("function") or {}
+        if function.get("name") and call["index"] != self._call:
+            block = {
+                "type": "tool_use",
+                "id": tool_use_id(call.get("id") or f"{_CALL_IDS[0]}{uuid.uuid4().hex}"),
+                "name": function["name"],
+                "input": {},
+            }
+            yield from self._begin(block)
+            self._call, self._called = call["index"], True
+        if (piece := function.get("arguments")) and call["index"] == self._call:
+            self._input += piece
+            yield self._piece({"type": "input_json_delta", "partial_json": piece})
+
+    def _text(self, text: str) -> Iterator[str]:
+        if self._open != "text":
+            yield from self._begin({"type": "text", "text": ""})
+        yield self._piece({"type": "text_delta", "text": text})
+
+    def _begin(self, block: JsonObject) -> Iterator[str]:
+        yield from self._close()
+        self._index += 1
+        self._open, self._input = block["type"], ""
+        yield _event("content_block_start", index=self._index, content_block=block)
+
+    def _piece(self, delta: JsonObject) -> str:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> Iterator[str]:
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._piece({"type": "signature_delta", "signature": uuid.uuid4().hex})
+        self._open = None
+        yield _event("content_block_stop", index=self._index)
+        held, self._held = self._held, ""
+        if held.strip():
+            kept = self._input
+            yield from self._text(held)
+            yield from self._close()
+            self._input = kept
+
+
+def _event(kind: str, **fields: Any) -> str:
+    return f"event: {kind}\ndata: {to_json({'type': kind, **fields}).decode()}\n\n"

@@ -1,0 +1,55 @@
+"""Anthropic's requests as chats, which is how vLLM serves them, made where they are read.
+
+To convert one validates it a second time, part by part, which must not happen on the event loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from server.request.thinking import Thinker
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+
+def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseModel:
+    """Return a request of Anthropic's API as one for a chat."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    chat = AnthropicServingMessages.to_chat_completion_request(
+        request,  # type: ignore[arg-type]  # one of the two that it takes
+        merge_inline_system=merge_inline_system,
+    )
+    if _is_begun(chat.messages[-1]):
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    return chat
+
+
+def _is_begun(message: Any) -> bool:
+    """Whether a conversation ends with the beginning of its answer."""
+    return (
+        message["role"] == "assistant"
+        and isinstance(message.get("content"), str)
+        and not message.get("tool_calls")
+    )
+
+
+def merges_inline_system(serving: AnthropicServingMessages | None) -> bool:
+    """Return how `serving` would convert system messages between others."""
+    return serving is not None and serving._merge_inline_system
+
+
+def thinker_of(serving: Any) -> Thinker:
+    """Return what the served model has for thinking; `serving` is vLLM's of chats, if any."""
+    if serving is None:
+        return Thinker()
+    template = serving.chat_template or getattr(serving.renderer.tokenizer, "chat_template", None)
+    parser = serving.parser_cls
+    return Thinker.of(
+        template if isinstance(template, str) else "",
+        parses=parser is not None and parser.reasoning_parser_cls is not None,
+        harmony=serving.online_renderer.use_harmony,
+    )

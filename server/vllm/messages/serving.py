@@ -1,0 +1,70 @@
+"""vLLM's serving class of Anthropic's API: it takes chats, and answers with messages of our own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from server.errors import ContextLengthError
+from server.request.record import record_var
+from server.vllm.messages.answers import message_of
+from server.vllm.messages.events import Prefix, message_events
+
+
+@cache
+def over_chat_requests() -> type:
+    """Return the class, which cannot be made before vLLM's serving modules are imported."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    class OverChatRequests(AnthropicServingMessages):
+        """Takes requests of Anthropic's API that `server.vllm.messages.requests` made chats of."""
+
+        @classmethod
+        def to_chat_completion_request(cls, anthropic_request: Any, **_: Any) -> Any:
+            """Return a request as it is."""
+            return anthropic_request
+
+        async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
+            """Return a message, the frames of its events, or vLLM's error."""
+            wanted = request.max_tokens
+            answer: Any = await self.create_chat_completion(request, raw_request)
+            if isinstance(answer, ErrorResponse):
+                return answer
+            if isinstance(answer, ChatCompletionResponse):
+                return Response(to_json(message_of(answer, wanted)))
+            return message_events(answer, wanted, _prefix())
+
+        async def render_chat_request(self, request: Any) -> Any:
+            """Render a chat; `max_tokens` is a bound, and need not fit behind the prompt."""
+            wanted = request.max_tokens, request.max_completion_tokens
+            request.max_tokens = request.max_completion_tokens = None
+            try:
+                rendered = await super().render_chat_request(request)
+            finally:
+                request.max_tokens, request.max_completion_tokens = wanted
+            if not isinstance(rendered, ErrorResponse):
+                _check_room(rendered[1], self.model_config.max_model_len)
+            return rendered
+
+    return OverChatRequests
+
+
+def _check_room(prompts: list[Any], max_model_len: int) -> None:
+    for prompt in prompts:
+        length = len(prompt.get("prompt_token_ids") or ())
+        if length >= max_model_len:
+            raise ContextLengthError(
+                f"prompt is too long: {length} tokens > {max_model_len - 1} maximum, which leaves "
+                "one for the answer.",
+                param="messages",
+            )
+
+
+def _prefix() -> Prefix:
+    record = record_var.get()
+    return (lambda: (0, 0)) if record is None else record.prefix_tokens

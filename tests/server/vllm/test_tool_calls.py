@@ -1,0 +1,139 @@
+"""What a call of a tool is: vLLM's parser of Hermes' form, held to objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
+
+from default_model.paths import CHECKPOINT
+from server.vllm.tool_calls import object_schema, with_object_calls
+
+pytestmark = pytest.mark.engine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FORCED: Any = {"type": "function", "function": {"name": "look"}}
+TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+def request(choice: Any, *functions: dict[str, Any]) -> ChatCompletionRequest:
+    return ChatCompletionRequest(
+        messages=[{"role": "user", "content": "a"}],
+        tools=[{"type": "function", "function": {"name": "look", **f}} for f in functions],
+        tool_choice=choice,
+    )
+
+
+def parser(asked: ChatCompletionRequest) -> Any:
+    plain = ParserManager.get_parser(
+        tool_parser_name="hermes", reasoning_parser_name=None, enable_auto_tools=True
+    )
+    made = with_object_calls(plain)
+    assert made is not None
+    return made(TOKENIZER, asked.tools)
+
+
+def streamed(text: str, asked: ChatCompletionRequest, size: int = 3) -> tuple[str, list[Any]]:
+    """The text and the calls of an answer that comes in pieces."""
+    one = parser(asked)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    content, calls = "", dict[int, list[Any]]()
+    for number, piece in enumerate(pieces):
+        last = number == len(pieces) - 1
+        delta = one.parse_delta(piece, [5], asked, [1], finished=last)
+        if delta is not None:
+            content += delta.content or ""
+            for found in delta.tool_calls:
+                calls.setdefault(found.index, []).append(found.function)
+    names = [[f.name for f in found if f.name] for found in calls.values()]
+    arguments = ["".join(f.arguments or "" for f in found) for found in calls.values()]
+    return content, [[*n, a] for n, a in zip(names, arguments, strict=True)]
+
+
+def whole(text: str, asked: ChatCompletionRequest) -> tuple[str, list[Any]]:
+    _, content, calls = parser(asked).parse(text, asked, enable_auto_tools=True)
+    return content or "", [[call.name, call.arguments] for call in calls or ()]
+
+
+AUTO = request("auto", {"parameters": SCHEMA})
+GOOD = '<tool_call>{"name": "look", "arguments": {"city": "Ulm"}}</tool_call>'
+TEXT = '<tool_call>{"name": "look", "arguments": "Ulm"}</tool_call>'
+LIST = '<tool_call>{"name": "look", "arguments": ["Ulm"]}</tool_call>'
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_a_call_with_an_object_is_one(read: Any) -> None:
+    content, calls = read("I look. " + GOOD, AUTO)
+    assert content.strip() == "I look."
+    assert [(name, json.loads(text)) for name, text in calls] == [("look", {"city": "Ulm"})]
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize("text", [TEXT, LIST, "I look. " + TEXT, TEXT + LIST])
+def test_what_has_no_object_is_text_to_the_letter(read: Any, text: str) -> None:
+    assert read(text, AUTO) == (text, [])
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_a_call_beside_one_that_is_none_stays(read: Any) -> None:
+    content, calls = read(GOOD + TEXT, AUTO)
+    assert content == ""
+    assert [name for name, _ in calls] == ["look"]
+
+
+def guided(asked: ChatCompletionRequest) -> list[Any]:
+    """The schemas in the structural tag that guides an answer."""
+    adjusted = parser(asked).adjust_request(asked)
+    assert adjusted.structured_outputs is not None
+    found, level = [], [json.loads(adjusted.structured_outputs.structural_tag)]
+    while level:
+        value = level.pop()
+        if isinstance(value, dict):
+            found += [value["json_schema"]] if "json_schema" in value else []
+            level += value.values()
+        elif isinstance(value, list):
+            level += value
+    return found
+
+
+@pytest.mark.parametrize("choice", ["required", FORCED])
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_a_forced_call_is_guided_by_its_schema(choice: Any, strict: bool | None) -> None:
+    schemas = guided(request(choice, {"parameters": SCHEMA, "strict": strict}))
+    assert schemas
+    assert all(schema == SCHEMA for schema in schemas)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}])
+def test_a_tool_that_says_nothing_has_an_object(parameters: Any) -> None:
+    schemas = guided(request("required", {"parameters": parameters, "strict": False}))
+    assert {schema["type"] for schema in schemas} == {"object"}
+
+
+def test_a_free_choice_is_guided_once_a_tool_insists() -> None:
+    loose = request("auto", {"parameters": SCHEMA, "strict": False})
+    assert parser(loose).adjust_request(loose).structured_outputs is None
+    other = {"name": "listen", "parameters": {"type": "object"}, "strict": True}
+    assert SCHEMA in guided(request("auto", {"parameters": SCHEMA, "strict": False}, other))
+
+
+def test_the_tools_themselves_stay_as_they_were_given() -> None:
+    asked = request("required", {"parameters": {}, "strict": False})
+    guided(asked)
+    assert asked.tools is not None
+    assert asked.tools[0].function.strict is False
+    assert asked.tools[0].function.parameters == {}
+
+
+def test_schemas_that_say_what_they_are_stay() -> None:
+    for schema in (SCHEMA, {"$ref": "#/$defs/a"}, {"anyOf": [SCHEMA]}):
+        assert object_schema(schema) == schema
