@@ -13,6 +13,7 @@ TESTS ?= tests
 python := $(VENV)/bin/python
 stamps := $(VENV)/.stamps
 scripts := deploy/scripts
+kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py
 # The default model answers to a name without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
 # Tests and tools never report usage or ask a model hub.
@@ -23,7 +24,8 @@ quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-install: $(stamps)/project build/default-model/config.json ## Locked environment, this project, the default model
+install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
+	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
 
 dev: install $(stamps)/dev
 
@@ -78,9 +80,18 @@ clean: ## Remove the environment and everything built
 $(python):
 	@python=$$(PYTHON=$(PYTHON) $(scripts)/find_python.sh) && "$$python" -m venv $(VENV)
 
-$(stamps)/locked: requirements/torch.txt requirements/cpu.lock $(scripts)/install_locked.sh | $(python)
-	$(scripts)/install_locked.sh $(VENV) requirements/torch.txt requirements/cpu.lock
+$(stamps)/torch: requirements/torch.txt $(scripts)/install_locked.sh | $(python)
+	$(scripts)/install_locked.sh $(VENV) requirements/torch.txt
 	@mkdir -p $(@D) && touch $@
+
+$(stamps)/locked: requirements/cpu.lock $(stamps)/torch
+	$(scripts)/install_locked.sh $(VENV) requirements/cpu.lock
+	@touch $@
+
+# Beside the packages that are still to come: they wait for the disk, compilers for a core.
+$(stamps)/kernels: $(kernels) $(scripts)/build_kernels.sh $(stamps)/torch
+	$(scripts)/build_kernels.sh $(VENV)
+	@touch $@
 
 $(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyproject.toml $(scripts)/install_project.sh
 	$(scripts)/install_project.sh $(VENV) -e

@@ -5,4 +5,7 @@ from __future__ import annotations
 
 def register() -> str:
     """Return the dotted path of the platform class, as `vllm.platform_plugins` asks for."""
+    from rbln_backend.vllm_compat.log import drop_expected_warnings
+
+    drop_expected_warnings()
     return "rbln_backend.platform.RblnPlatform"

@@ -28,6 +28,9 @@ from server.setting_groups import (
 ENV_PREFIX = "RBLN_SERVE_"
 # What vLLM's users have set already.
 _VLLM_KEY = "VLLM_API_KEY"
+_VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+# What vLLM tells of a start is for who looks into vLLM.
+_LEVELS_OF_VLLM = {"debug": "DEBUG", "info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}
 
 
 class SettingsError(ValueError):
@@ -75,6 +78,14 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
         raise SettingsError("; ".join(_explain(dict(item)) for item in error.errors())) from None
     _check_together(settings)
     return settings
+
+
+def hand_on_log_level(settings: ServerSettings) -> None:
+    """Let the engine's processes log by `--log-level`, vLLM one level less, unless vLLM was told.
+
+    They inherit the environment; call it before vLLM is imported, which reads its level then.
+    """
+    os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
 
 
 def _check_together(settings: ServerSettings) -> None:

@@ -14,7 +14,7 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import can_build
+from rbln_backend.emulator.build import Tell, can_build, unheard
 from rbln_backend.emulator.kernel_set import (
     KernelSet,
     find_built,
@@ -125,10 +125,22 @@ def uses_npu_tensors(config: RblnConfig) -> bool:
     return False
 
 
-def make_emulated_compiler(config: RblnConfig) -> tuple[Compiler, KernelSet]:
-    """The emulated compiler over the kernels that could be built or loaded here."""
+def builds_kernels(config: RblnConfig) -> bool:
+    """Whether an emulated compiler would have its kernels built first."""
+    stores = kernel_stores(config.cache_root, config.cache_bundles)
+    return config.kernels != "aten" and can_build() and find_built(stores) is None
+
+
+def make_emulated_compiler(config: RblnConfig, tell: Tell = unheard) -> tuple[Compiler, KernelSet]:
+    """The emulated compiler over the kernels that could be built or loaded here.
+
+    ``tell`` hears how a build goes on.
+    """
     kernels = load_kernels(
-        Path(config.cache_root), config.kernels, bundles=[Path(x) for x in config.cache_bundles]
+        Path(config.cache_root),
+        config.kernels,
+        bundles=[Path(x) for x in config.cache_bundles],
+        tell=tell,
     )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording

@@ -9,20 +9,19 @@ process, however it ends.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import torch
 
 from rbln_backend.emulator.targets import NATIVE, Target, cpu_lines
 from rbln_backend.errors import CompileError
@@ -39,13 +38,12 @@ from rbln_backend.store.kernel_files import (
 logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "kernels"
-_TORCH_DIR = Path(torch.__file__).parent
 # Sources in this folder of it see torch's headers.
 _BINDINGS = "bindings"
 # Contraction is off so that only written FMAs fuse: the same arithmetic on every code path. How a
 # vector is passed to a function depends on the instruction set, but none is passed between objects.
 _FLAGS = (
-    "-O3 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno"
+    "-O2 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno"
     " -Wall -Wextra -Wno-psabi"
 ).split()
 _COMPILE_TIMEOUT_S = 300
@@ -63,7 +61,7 @@ def build_key(target: Target = NATIVE) -> str:
     digest = hashlib.sha256()
     for source in _sources(".cpp", ".h"):
         digest.update(source.as_posix().encode() + b"\0" + (_SOURCE_DIR / source).read_bytes())
-    words = [*_FLAGS, *target.flags, torch.__version__, platform.machine()]
+    words = [*_FLAGS, *target.flags, importlib.metadata.version("torch"), platform.machine()]
     if target is NATIVE:
         # What -march=native looks at. Where torch lies does not matter: the library finds it by
         # name among what the process has loaded.
@@ -72,7 +70,15 @@ def build_key(target: Target = NATIVE) -> str:
     return digest.hexdigest()[:32]
 
 
-def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
+Tell = Callable[[int, int], None]
+"""Hears how many of how many sources are compiled."""
+
+
+def unheard(_done: int, _of: int) -> None:
+    """Tell nobody."""
+
+
+def find_or_build(entry: Path, target: Target = NATIVE, tell: Tell = unheard) -> tuple[Path, str]:
     """The directory ``entry`` with an undamaged library in it, and how it got there."""
     if examine(entry)[0] == "whole":
         return entry, "loaded from the cache"
@@ -80,9 +86,8 @@ def find_or_build(entry: Path, target: Target = NATIVE) -> tuple[Path, str]:
         state, _ = examine(entry)
         if state == "whole":
             return entry, "loaded from the cache"
-        logger.info("building the kernels (%s) takes a minute or so", target.name)
         with staging(entry) as directory:
-            seconds = build_library(directory, target)
+            seconds = build_library(directory, target, tell)
         logger.info("Compile time of the kernels (%s): %.1f s", target.name, seconds)
     return entry, f"{_HOW[state]} in {seconds:.1f} s"
 
@@ -92,7 +97,7 @@ def can_build() -> bool:
     return shutil.which("g++") is not None
 
 
-def build_library(directory: Path, target: Target) -> float:
+def build_library(directory: Path, target: Target, tell: Tell = unheard) -> float:
     """Compile and link into ``directory``; returns the seconds it took. Raises CompileError."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -106,8 +111,12 @@ def build_library(directory: Path, target: Target) -> float:
         commands = [
             [*command, *unit, "-o", made] for unit, made in zip(units, objects, strict=True)
         ]
+        tell(0, len(commands))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(partial(_run, group=group), commands))
+            compiled = [pool.submit(_run, command, group=group) for command in commands]
+            for number, unit in enumerate(as_completed(compiled), 1):
+                unit.result()
+                tell(number, len(commands))
         _run(_link_command(compiler, objects, directory / LIBRARY), group=group)
     library = (directory / LIBRARY).read_bytes()
     (directory / RECORD).write_bytes(make_record(library, target.name))
@@ -130,13 +139,21 @@ def _units(scratch: Path) -> list[tuple[str, ...]]:
     together = scratch / f"{_BINDINGS}.cpp"
     together.write_text("".join(f'#include "{source}"\n' for source in over_torch))
     return [
-        (str(together), "-O1", "-isystem", str(_TORCH_DIR / "include")),
+        (str(together), "-O1", "-isystem", str(_torch_folder() / "include")),
         *((str(_SOURCE_DIR / source),) for source in sources if source not in over_torch),
     ]
 
 
+def _torch_folder() -> Path:
+    """Where torch lies; not imported, for a build while other packages are still to come."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise CompileError("the kernel build failed: torch is not installed")
+    return Path(spec.origin).parent
+
+
 def _link_command(compiler: str, objects: list[str], target: Path) -> list[str]:
-    folder = _TORCH_DIR / "lib"
+    folder = _torch_folder() / "lib"
     return [
         *(compiler, "-shared", "-o", str(target), *objects, f"-L{folder}"),
         *("-ltorch_cpu", "-lc10", "-pthread", "-Wl,--no-undefined"),

@@ -20,7 +20,14 @@ from typing import Literal
 import torch
 
 from rbln_backend.emulator import fallback
-from rbln_backend.emulator.build import build_key, build_library, can_build, find_or_build
+from rbln_backend.emulator.build import (
+    Tell,
+    build_key,
+    build_library,
+    can_build,
+    find_or_build,
+    unheard,
+)
 from rbln_backend.emulator.replay import Recording
 from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
 from rbln_backend.errors import ArtifactError, CompileError
@@ -64,10 +71,12 @@ class _Active:
     fallback: list[torch.library.Library] | None = None
 
 
-def load_kernels(cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = ()) -> KernelSet:
+def load_kernels(
+    cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = (), tell: Tell = unheard
+) -> KernelSet:
     """Make the kernels of ``mode`` active, building the library first where needed.
 
-    ``bundles`` are other cache roots, which are read alone.
+    ``bundles`` are other cache roots, which are read alone; ``tell`` hears of a build.
 
     "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
     to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
@@ -75,7 +84,7 @@ def load_kernels(cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = ()) 
     if mode == "aten":
         return _activate_fallback("requested")
     try:
-        return _activate_native([cache_root, *bundles])
+        return _activate_native([cache_root, *bundles], tell)
     except CompileError as error:
         if mode == "native":
             raise
@@ -89,18 +98,17 @@ def _activate_fallback(reason: str) -> KernelSet:
     return KernelSet("aten", "aten", None, reason)
 
 
-def _activate_native(roots: Sequence[Path]) -> KernelSet:
+def _activate_native(roots: Sequence[Path], tell: Tell) -> KernelSet:
     if _Active.native is None:
-        _Active.native = _load(
-            [kernel_store(roots[0]), *private_stores()], [kernel_store(root) for root in roots[1:]]
-        )
+        own, *bundles = [kernel_store(root) for root in roots]
+        _Active.native = _load([own, *private_stores()], bundles, tell)
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
-def _load(own: Sequence[Path], bundles: Sequence[Path] = ()) -> KernelSet:
+def _load(own: Sequence[Path], bundles: Sequence[Path] = (), tell: Tell = unheard) -> KernelSet:
     """The first of the ``own`` stores that only this user can write takes what has to be built."""
     stores = [*own, *bundles]
     refused, found = why_refused(stores), find_built(stores)
@@ -108,23 +116,23 @@ def _load(own: Sequence[Path], bundles: Sequence[Path] = ()) -> KernelSet:
         logger.warning("%s", refused)
         found = found[0], f"{found[1]}; {refused}"
     try:
-        entry, how = found or _build_into(own)
+        entry, how = found or _build_into(own, tell)
     except OSError as error:
-        return _build_for_process(str(error))
+        return _build_for_process(str(error), tell)
     try:
         return _open_library(entry, how)
     except (OSError, ArtifactError) as error:
         # Built elsewhere, for another C library, say; the process's own cannot have that fault.
-        return _build_for_process(f"the library in {entry} cannot be loaded: {error}")
+        return _build_for_process(f"the library in {entry} cannot be loaded: {error}", tell)
 
 
-def _build_into(stores: Sequence[Path]) -> tuple[Path, str]:
+def _build_into(stores: Sequence[Path], tell: Tell) -> tuple[Path, str]:
     """A library in the first store that will do; raises ``OSError`` when none will."""
     reasons: list[str] = []
     for store in stores:
         try:
             make_trusted_folder(store)
-            entry, how = find_or_build(store / build_key())
+            entry, how = find_or_build(store / build_key(), tell=tell)
             return entry, "; ".join((how, *reasons))
         except OSError as error:
             reasons.append(str(error))
@@ -132,11 +140,11 @@ def _build_into(stores: Sequence[Path]) -> tuple[Path, str]:
     raise OSError("; ".join(reasons))
 
 
-def _build_for_process(why: str) -> KernelSet:
+def _build_for_process(why: str, tell: Tell) -> KernelSet:
     """A private copy serves this process; the loaded library outlives its file."""
     try:
         with claimed_folder(Path(tempfile.gettempdir()), _PRIVATE, f"{_PRIVATE}*/") as private:
-            build_library(private, NATIVE)
+            build_library(private, NATIVE, tell)
             return _open_library(private, f"built for this process: {why}")
     except (OSError, ArtifactError) as error:
         raise CompileError(f"a kernel library for this process cannot be had: {error}") from error

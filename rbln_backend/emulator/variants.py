@@ -1,7 +1,8 @@
-"""Builds the kernels for CPUs other than this one, for an image or a folder that travels.
+"""Builds kernels ahead: for this CPU during an installation, for others in an image.
 
 ``python -m rbln_backend.emulator.variants --into CACHE_ROOT`` puts one library per level where
-``kernel_set.load_kernels`` looks, which takes the best one that its host can run.
+``kernel_set.load_kernels`` looks, which takes the best one that its host can run. It needs no
+package but torch, and that one's files alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rbln_backend.emulator.build import build_key, find_or_build
-from rbln_backend.emulator.targets import LEVELS
+from rbln_backend.emulator.targets import LEVELS, NATIVE
 from rbln_backend.errors import CompileError
 from rbln_backend.host.trusted_files import make_trusted_folder
 from rbln_backend.store.kernel_files import kernel_store
@@ -21,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
-    """The libraries of the levels in ``names``, built where missing; raises ``CompileError``."""
+    """The libraries of the targets in ``names``, built where missing; raises ``CompileError``."""
     store = kernel_store(cache_root)
     try:
         make_trusted_folder(store)
     except OSError as error:
         raise CompileError(f"kernels cannot be built there: {error}") from error
     entries = []
-    for level in (level for level in LEVELS if level.name in names):
+    for level in (level for level in (NATIVE, *LEVELS) if level.name in names):
         entry, how = find_or_build(store / build_key(level), level)
         logger.info("%s: %s, %s", level.name, entry, how)
         entries.append(entry)
@@ -38,9 +39,11 @@ def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     known = [level.name for level in LEVELS]
-    parser = argparse.ArgumentParser(description="Build the kernels for CPUs other than this one.")
+    parser = argparse.ArgumentParser(description="Build the kernels ahead of the first start.")
     parser.add_argument("--into", type=Path, required=True, help="cache root to build into")
-    parser.add_argument("--variants", nargs="+", default=["all"], choices=["all", *known])
+    parser.add_argument(
+        "--variants", nargs="+", default=["all"], choices=["all", NATIVE.name, *known]
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     build_variants(options.into, known if "all" in options.variants else options.variants)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ PHASES: tuple[str, ...] = ("init", "load", "compile", "warmup", "ready")
 """The phases of a start-up, in order."""
 
 _BAR_WIDTH = 24
+_LINE_PERIOD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,9 @@ class ProgressSnapshot:
     """The story so far over all ranks.
 
     A graph counts as done when every rank that planned it is done with it; its seconds are
-    those of the slowest rank. `eta_s` is None while no graph is done. `updated` is the Unix
-    time of the latest event, None before the first. `failure` is why a rank gave up.
+    those of the slowest rank. `eta_s` is None while nothing is expected and no graph is done.
+    `updated` is the Unix time of the latest event, None before the first. `failure` is why a rank
+    gave up.
     """
 
     phase: str
@@ -59,15 +62,25 @@ class ProgressSnapshot:
 class ProgressWriter:
     """Tells one rank's start-up; `terminal` is None for the ranks that stay silent.
 
-    On a tty one bar is redrawn in place, elsewhere each graph gets a line of its own.
+    On a tty one bar is redrawn in place; elsewhere graphs get a line every five seconds, and one
+    when all are done.
     """
 
-    def __init__(self, run_dir: Path | None, rank: int, terminal: TextIO | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        rank: int,
+        terminal: TextIO | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._file: BinaryIO | None = None
         self._terminal = terminal
         self._redraws = terminal is not None and terminal.isatty()
         self._planned: list[str] = []
-        self._num_done = 0
+        self._results: Counter[str] = Counter()
+        self._clock = clock
+        self._planned_at = self._printed_at = clock()
         if run_dir is not None:
             self._open(run_dir / f"progress-{rank}.jsonl")
 
@@ -76,13 +89,25 @@ class ProgressWriter:
         if name not in PHASES:
             raise ValueError(f"Unknown phase {name!r}, valid choices: {', '.join(PHASES)}")
         if name == "init":
-            self._planned, self._num_done = [], 0
+            self._forget_graphs([])
         self._append({"event": "phase", "name": name, "detail": detail})
-        self._print(f"{name}: {detail}" if detail else name)
+        if detail or name == "ready":
+            self._print(f"{name}: {detail}" if detail else name)
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """Say what each phase will probably take."""
+        self._append({"event": "expect", "seconds": {n: round(s, 3) for n, s in seconds.items()}})
+
+    def step(self, detail: str, done: int, total: int) -> None:
+        """Say how far the phase is; a line of the terminal is redrawn for it."""
+        told = f"{detail}: {done} of {total}"
+        self._append({"event": "step", "detail": told, "share": done / total})
+        if self._redraws:
+            self._emit(f"\rrbln: {told}\x1b[K")
 
     def plan(self, graphs: list[str], workers: int = 1) -> None:
         """Announce the graphs to compile or load, in order; `workers` of them compile at once."""
-        self._planned, self._num_done = list(graphs), 0
+        self._forget_graphs(graphs)
         self._append({"event": "plan", "graphs": self._planned, "workers": workers})
 
     def graph_started(self, name: str) -> None:
@@ -93,15 +118,17 @@ class ProgressWriter:
 
     def graph_done(self, name: str, result: str, seconds: float) -> None:
         """Say that a graph was `compiled` or `loaded`, and in how many seconds."""
-        self._num_done += 1
+        self._results[result] += 1
         self._append(
             {"event": "graph_done", "name": name, "result": result, "seconds": round(seconds, 6)}
         )
-        summary = f"{name} {result} in {seconds:.2f} s"
-        if self._redraws:
-            self._draw(summary, end="\n" if self._num_done >= len(self._planned) else "")
-        else:
-            self._print(f"[{self._num_done}/{len(self._planned)}] {summary}")
+        done = self._results.total()
+        if done >= len(self._planned):
+            self._tell_graphs()
+        elif self._redraws:
+            self._draw(f"{name} {result} in {seconds:.2f} s")
+        elif self._clock() - self._printed_at >= _LINE_PERIOD_S:
+            self._print(f"compile: {done} of {len(self._planned)} graphs, {name} {result}")
 
     def failed(self, reason: str) -> None:
         """Say why the start-up cannot go on."""
@@ -124,6 +151,19 @@ class ProgressWriter:
             self._file.close()
             self._file = None
 
+    def _forget_graphs(self, planned: Sequence[str]) -> None:
+        self._planned, self._planned_at = list(planned), self._clock()
+        self._results.clear()
+
+    def _tell_graphs(self) -> None:
+        made = ", ".join(f"{count} {result}" for result, count in sorted(self._results.items()))
+        seconds = self._clock() - self._planned_at
+        total = self._results.total()
+        if self._redraws:
+            self._draw(f"graphs: {made} in {seconds:.1f} s", end="\n")
+        else:
+            self._print(f"compile: {total} graphs: {made} in {seconds:.1f} s")
+
     def _open(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,14 +182,18 @@ class ProgressWriter:
             self.close()
 
     def _draw(self, text: str, end: str = "") -> None:
-        total = max(len(self._planned), self._num_done, 1)
-        filled = _BAR_WIDTH * self._num_done // total
+        done = self._results.total()
+        total = max(len(self._planned), done, 1)
+        filled = _BAR_WIDTH * done // total
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
         # Erase to the end of the line: the previous text may have been longer.
-        self._emit(f"\r[{bar}] {self._num_done}/{total} {text}\x1b[K{end}")
+        self._emit(f"\r[{bar}] {done}/{total} {text}\x1b[K{end}")
 
     def _print(self, text: str) -> None:
-        self._emit(f"rbln: {text}\n")
+        self._printed_at = self._clock()
+        # What was drawn in this line goes.
+        erase = "\r\x1b[K" if self._redraws else ""
+        self._emit(f"{erase}rbln: {text}\n")
 
     def _emit(self, text: str) -> None:
         if self._terminal is None:
@@ -173,6 +217,9 @@ class _RankStory:
     failure: str | None = None
     graphs: dict[str, GraphProgress] = field(default_factory=dict)
     workers: int = 1
+    expected: dict[str, float] = field(default_factory=dict)
+    entered: float | None = None
+    share: float = 0.0
 
     def fold(self, event: dict[str, Any]) -> None:
         """Take one event in; an unknown kind of event only moves the clock."""
@@ -180,6 +227,10 @@ class _RankStory:
         kind = event["event"]
         if kind == "phase":
             self._enter(event["name"], event["detail"])
+        elif kind == "step":
+            self.detail, self.share = event["detail"], float(event["share"])
+        elif kind == "expect":
+            self.expected = {str(n): float(s) for n, s in event["seconds"].items()}
         elif kind == "plan":
             self.graphs = {g: GraphProgress(g, "pending", None, None) for g in event["graphs"]}
             self.workers = int(event["workers"])
@@ -197,6 +248,8 @@ class _RankStory:
             raise ValueError(f"Unknown phase {phase!r}")
         if phase == "init":
             self.graphs, self.failure = {}, None
+        if phase != self.phase or self.entered is None:
+            self.entered, self.share = self.updated, 0.0
         self.phase, self.detail = phase, detail
 
 
@@ -267,14 +320,33 @@ def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
 def _eta(
     slowest: _RankStory, graphs: list[GraphProgress], updated: float | None, now: float
 ) -> float | None:
+    """Return the seconds that the rest of the start takes: what this phase does, and later ones.
+
+    What is expected of a phase holds until its graphs or steps have a pace of their own.
+    """
+    if slowest.phase == "ready":
+        return 0.0
+    left = _graphs_left_s(slowest, graphs, updated, now)
+    if left is None:
+        if not slowest.expected or slowest.entered is None:
+            return None
+        spent = now - slowest.entered
+        left = max(0.0, slowest.expected.get(slowest.phase, 0.0) - spent)
+        if slowest.share:
+            left = spent * (1.0 - slowest.share) / slowest.share
+    later = PHASES[PHASES.index(slowest.phase) + 1 :]
+    return left + sum(slowest.expected.get(phase, 0.0) for phase in later)
+
+
+def _graphs_left_s(
+    slowest: _RankStory, graphs: list[GraphProgress], updated: float | None, now: float
+) -> float | None:
     """Return the seconds that the remaining graphs take at the mean pace of the done ones.
 
     Graphs are loaded before the first one is compiled, so that the rest is compiled once one was.
     """
-    if slowest.phase == "ready":
-        return 0.0
     done = [graph for graph in graphs if graph.state == "done"]
-    if not done or updated is None:
+    if not done or updated is None or slowest.phase != "compile":
         return None
     like = [graph for graph in done if graph.result == "compiled"] or done
     mean_s = sum(graph.seconds or 0.0 for graph in like) / len(like)

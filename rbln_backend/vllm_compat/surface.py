@@ -7,7 +7,6 @@ another release would break. What is replaced at run time stands in the ledger, 
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 
 import vllm
@@ -135,14 +134,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from rbln_backend.config import RblnConfig, Settled
 
 VLLM_VERSION = str(vllm.__version__)
-
-
-def share_logging() -> None:
-    """Let our loggers write where vLLM's do, in its format and at its level."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("rbln_backend")
-    ours.handlers = theirs.handlers
-    ours.setLevel(theirs.level)
-    ours.propagate = False
 
 
 def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_rank: int) -> None:
@@ -277,5 +268,4 @@ __all__ = [
     "set_default_torch_dtype",
     "set_forward_context",
     "set_random_seed",
-    "share_logging",
 ]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rbln_backend.compiler.device import (
+    builds_kernels,
     choose_device,
     find_npu,
     installed_sdk,
@@ -24,6 +25,7 @@ from rbln_backend.compiler.device import (
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks
+from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
@@ -40,6 +42,7 @@ from rbln_backend.parallel.collectives import groups
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
@@ -58,14 +61,14 @@ from rbln_backend.vllm_compat.surface import (
     init_process_groups,
     set_current_vllm_config,
     set_random_seed,
-    share_logging,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
-from rbln_backend.worker.startup.phase_timer import timed_phase
+from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
 from rbln_backend.worker.startup.quantized_model import quantized_summary, register_quantization
 from rbln_backend.worker.startup.rank_place import rank_place
@@ -131,6 +134,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: Profiler = NoProfiler()
+        self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
@@ -140,6 +144,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
     def init_device(self) -> None:
         self._progress.phase("init")
         self._description.started()
+        self._estimate = StartEstimate(self.vllm_config, self._rbln)
         apply_patches()
         self.device = torch.device("cpu")
         with timed_phase(self._board, "init"):
@@ -150,7 +155,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
         init_process_groups(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank
         )
-        self._progress.phase("init", "kernels")
         self._compiler = self._make_compiler()
         self._compiler.join(groups())
 
@@ -266,6 +270,11 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         self._build = EngineBuild(parts, kv_cache_config)
         self._description.has_kv_caches(kv_cache_config)
+        logger.info(
+            "KV cache: %d blocks of %d tokens; requests of %d tokens at most",
+            *(kv_cache_config.num_blocks, self.cache_config.block_size),
+            self.model_config.max_model_len,
+        )
         if self._build.usage_file is not None:
             self._description.records_usage(self._build.usage_file)
 
@@ -277,6 +286,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         keep_freed_memory()
         self._description.is_ready()
         self._progress.phase("ready")
+        if self._place.number == 0:
+            taken = {n: self._board.value(PHASE_SECONDS, phase=n) for n in ("load", "warmup")}
+            self._estimate.costs.keep(taken)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 
@@ -343,9 +355,11 @@ class RblnWorker(AdapterCalls, WorkerBase):
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             return self._make_rebel_compiler(root)
+        builds = builds_kernels(self._rbln)
+        self._progress.expect(self._estimate.phases_s(builds_kernels=builds))
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
-        compiler, kernels = make_emulated_compiler(self._rbln)
+        compiler, kernels = self._load_kernels(builds)
         place = self._place
         runtime = set_up_runtime(self._rbln, place.local_number, place.local_ranks)
         self._description.has_kernels(compiler, kernels, runtime)
@@ -358,6 +372,19 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         install_layers()
         return compiler
+
+    def _load_kernels(self, builds: bool) -> tuple[Compiler, KernelSet]:
+        if not builds:
+            return make_emulated_compiler(self._rbln)
+        expected = self._estimate.costs.kernels_s()
+        what = f"building the kernels for this CPU, about {expected:.0f} s, once"
+        self._progress.phase("init", what)
+        started = time.perf_counter()
+        made = make_emulated_compiler(
+            self._rbln, functools.partial(self._progress.step, "building the kernels: files")
+        )
+        self._estimate.costs.keep_kernels(time.perf_counter() - started)
+        return made
 
     def _make_rebel_compiler(self, root: Path) -> Compiler:
         place, parallel = self._place, self.parallel_config

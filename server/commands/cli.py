@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from server import __version__
-from server.settings import ENV_PREFIX, ServerSettings, SettingsError, load_settings
+from server.settings import (
+    ENV_PREFIX,
+    ServerSettings,
+    SettingsError,
+    hand_on_log_level,
+    load_settings,
+)
 
 _PROG = "rbln-serve"
 _ABOUT = {
@@ -268,6 +274,7 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
 
     outlive_readers()
     configure(settings.log_level, settings.log_format)
+    hand_on_log_level(settings)
     try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:

@@ -9,12 +9,10 @@ from typing import Any
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.compiler.device import choose_device
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import build_key, find_or_build
 from rbln_backend.emulator.targets import LEVELS, NATIVE
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import ConfigError
 from rbln_backend.reporting.store_report import CompileReport
-from rbln_backend.store.kernel_files import kernel_store
 from rbln_backend.vllm_compat.surface import (
     Executor,
     KVCacheConfig,
@@ -96,10 +94,7 @@ def _build_kernels(rbln: RblnConfig, names: Sequence[str]) -> list[str]:
             raise ConfigError(f"--isa {name!r} is unknown; known: {', '.join(known)}")
     if choose_device(rbln) != "emulated":
         raise ConfigError("--isa builds kernels of the emulated device; the device is 'rebel'")
-    root = Path(rbln.cache_root)
-    wanted = levels if "all" in names else [name for name in levels if name in names]
-    build_variants(root, wanted)
-    if NATIVE.name in names:
-        find_or_build(kernel_store(root) / build_key(), NATIVE)
-        wanted = [NATIVE.name, *wanted]
+    chosen = {*names, *levels} if "all" in names else set(names)
+    wanted = [name for name in (NATIVE.name, *levels) if name in chosen]
+    build_variants(Path(rbln.cache_root), wanted)
     return wanted

@@ -256,7 +256,7 @@ class GraphFactory:
             captured = capture(function, args, self._table, request.inputs)
             lowering_began = time.perf_counter()
             lowered = self._compiler.lower(captured)
-        logger.info(
+        logger.debug(
             "Compile time of %s: Dynamo %.2f s, graph lowering %.2f s",
             *(request.spec, lowering_began - began, time.perf_counter() - lowering_began),
         )

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 
 from rbln_backend.reporting.stats import MetricsBoard
 
+PHASE_SECONDS = "rbln_startup_phase_seconds"
+"""The gauge, labelled `phase`."""
+
 
 @contextmanager
 def timed_phase(board: MetricsBoard, phase: str) -> Iterator[None]:
-    """Report what the block took as ``rbln_startup_phase_seconds``, also when it fails."""
+    """Report what the block took as ``PHASE_SECONDS``, also when it fails."""
     started = time.perf_counter()
     try:
         yield
     finally:
         seconds = time.perf_counter() - started
-        board.gauge("rbln_startup_phase_seconds", phase=phase).set(seconds)
+        board.gauge(PHASE_SECONDS, phase=phase).set(seconds)

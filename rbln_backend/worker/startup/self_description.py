@@ -25,6 +25,7 @@ from rbln_backend.reporting.description import (
 )
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig
+from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS
 from rbln_backend.worker.startup.preflight import bucket_tables
 
 _PHASES = ("init", "load", "compile", "warmup")
@@ -192,5 +193,5 @@ def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:
     """Seconds of the start-up phases that are over."""
-    taken = {phase: board.value("rbln_startup_phase_seconds", phase=phase) for phase in _PHASES}
+    taken = {phase: board.value(PHASE_SECONDS, phase=phase) for phase in _PHASES}
     return {phase: round(seconds, 3) for phase, seconds in taken.items() if seconds}

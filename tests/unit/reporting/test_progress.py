@@ -73,35 +73,49 @@ def test_a_closed_terminal_does_not_stop_a_start_up(tmp_path: Path) -> None:
     assert [event["name"] for event in lines_of(tmp_path)] == ["init", "load"]
 
 
-def test_a_pipe_gets_a_line_per_phase_and_graph() -> None:
-    out = io.StringIO()
-    writer = ProgressWriter(None, 0, out)
+def test_a_pipe_gets_a_line_every_five_seconds_and_one_for_all_graphs() -> None:
+    out, now = io.StringIO(), [0.0]
+    writer = ProgressWriter(None, 0, out, clock=lambda: now[0])
+    writer.phase("init")
+    writer.step("files", 1, 9)
     writer.phase("load", "weights")
+    names = ["prefill-128", "decode-1", "decode-8"]
+    writer.plan(names)
+    for name, at in zip(names, (4.9, 5.1, 7.25), strict=True):
+        now[0] = at
+        writer.graph_done(name, "loaded" if at < 5 else "compiled", 1.0)
     writer.phase("ready")
-    writer.plan(["prefill-128", "decode-8"])
-    writer.graph_started("prefill-128")
-    writer.graph_done("prefill-128", "compiled", 1.234)
-    writer.graph_done("decode-8", "loaded", 0.004)
     assert out.getvalue().splitlines() == [
         "rbln: load: weights",
+        "rbln: compile: 2 of 3 graphs, decode-1 compiled",
+        "rbln: compile: 3 graphs: 2 compiled, 1 loaded in 7.2 s",
         "rbln: ready",
-        "rbln: [1/2] prefill-128 compiled in 1.23 s",
-        "rbln: [2/2] decode-8 loaded in 0.00 s",
     ]
 
 
 def test_a_tty_gets_one_bar_that_ends_with_a_newline() -> None:
-    out = Terminal()
-    writer = ProgressWriter(None, 0, out)
+    out, now = Terminal(), [0.0]
+    writer = ProgressWriter(None, 0, out, clock=lambda: now[0])
     writer.plan(["a", "b"])
     writer.graph_started("a")
     writer.graph_done("a", "compiled", 1.0)
     writer.graph_started("b")
     assert "\n" not in out.getvalue()
+    now[0] = 1.5
     writer.graph_done("b", "loaded", 0.5)
     frames = out.getvalue().split("\r")
     assert frames[2] == "[############............] 1/2 a compiled in 1.00 s\x1b[K"
-    assert frames[-1] == "[########################] 2/2 b loaded in 0.50 s\x1b[K\n"
+    last = "[########################] 2/2 graphs: 1 compiled, 1 loaded in 1.5 s\x1b[K\n"
+    assert frames[-1] == last
+
+
+def test_a_tty_sees_how_far_a_phase_is_in_a_line_that_the_next_replaces() -> None:
+    out = Terminal()
+    writer = ProgressWriter(None, 0, out)
+    writer.step("kernels: files", 1, 9)
+    writer.phase("load", "weights")
+    drawn = "\rrbln: kernels: files: 1 of 9\x1b[K"
+    assert out.getvalue() == f"{drawn}\r\x1b[Krbln: load: weights\n"
 
 
 def test_a_reader_before_any_event_sees_the_beginning(tmp_path: Path) -> None:
@@ -226,3 +240,31 @@ def test_a_failure_is_told_with_its_reason_until_the_rank_begins_anew(tmp_path: 
     with pytest.raises(KeyError), writer.telling_failure():
         raise KeyError("weight")
     assert reader.poll().failure == "KeyError: 'weight'"
+
+
+def test_what_is_expected_holds_until_graphs_have_a_pace(tmp_path: Path) -> None:
+    now = [0.0]
+    reader = ProgressReader(tmp_path, clock=lambda: now[0])
+    writer = ProgressWriter(tmp_path, 0, None)
+    writer.phase("init")
+    assert reader.poll().eta_s is None
+    writer.expect({"init": 30.0, "load": 2.0, "compile": 10.0, "warmup": 1.0})
+    updated = reader.poll().updated
+    assert updated is not None
+    now[0] = updated + 5.0
+    assert reader.poll().eta_s == pytest.approx(25.0 + 13.0, abs=1.0)
+    writer.step("kernels", 1, 4)
+    assert reader.poll().eta_s == pytest.approx(15.0 + 13.0, abs=1.0)
+    assert reader.poll().detail == "kernels: 1 of 4"
+    writer.phase("load")
+    loading = reader.poll().updated
+    assert loading is not None
+    now[0] = loading + 99.0
+    assert reader.poll().eta_s == pytest.approx(11.0)
+    writer.phase("compile")
+    writer.plan(["a", "b"])
+    writer.graph_done("a", "compiled", 4.0)
+    compiled = reader.poll().updated
+    assert compiled is not None
+    now[0] = compiled
+    assert reader.poll().eta_s == pytest.approx(4.0 + 1.0)

@@ -12,17 +12,21 @@ using Eight = VecTypes<8>;
 inline void transpose(Eight::U (&m)[8]) {
   using U = Eight::U;
   U a[8], b[8];
+#pragma GCC unroll 8
   for (int i = 0; i < 4; ++i) {
     a[2 * i] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{0, 8, 1, 9, 4, 12, 5, 13});
     a[2 * i + 1] = __builtin_shuffle(m[2 * i], m[2 * i + 1], U{2, 10, 3, 11, 6, 14, 7, 15});
   }
+#pragma GCC unroll 8
   for (int i = 0; i < 2; ++i) {
+#pragma GCC unroll 8
     for (int j = 0; j < 2; ++j) {
       const U low = a[4 * i + j], high = a[4 * i + 2 + j];
       b[4 * i + 2 * j] = __builtin_shuffle(low, high, U{0, 1, 8, 9, 4, 5, 12, 13});
       b[4 * i + 2 * j + 1] = __builtin_shuffle(low, high, U{2, 3, 10, 11, 6, 7, 14, 15});
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < 4; ++i) {
     m[i] = __builtin_shuffle(b[i], b[i + 4], U{0, 1, 2, 3, 8, 9, 10, 11});
     m[i + 4] = __builtin_shuffle(b[i], b[i + 4], U{4, 5, 6, 7, 12, 13, 14, 15});
@@ -43,11 +47,13 @@ void transpose_keys(const T* const* rows, int64_t depth, float* out) {
   int64_t d = 0;
   for (; d + step <= depth; d += step) {
     Eight::U block[8];
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       if constexpr (std::is_same_v<T, bf16>) block[i] = load_raw<Eight::U>(rows[i] + d);
       else block[i] = (Eight::U)widen<8>(rows[i] + d);
     }
     transpose(block);
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       if constexpr (std::is_same_v<T, bf16>) {
         store_raw(out + (d + 2 * i) * kPanel, block[i] << 16);
@@ -58,6 +64,7 @@ void transpose_keys(const T* const* rows, int64_t depth, float* out) {
     }
   }
   for (; d < depth; ++d)
+#pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) out[d * kPanel + i] = to_float(rows[i][d]);
 }
 

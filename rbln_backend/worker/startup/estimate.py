@@ -1,0 +1,40 @@
+"""What the start of an engine will probably take: the sizes that its costs depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.reporting.start_costs import StartCosts
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.startup.preflight import bucket_tables, generates
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+class StartEstimate:
+    """The expected seconds of each phase of one rank's start, and the memory of earlier ones."""
+
+    def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
+        """Raises ``BucketError``."""
+        model, parallel = config.model_config, config.parallel_config
+        graphs = plan(bucket_tables(config, rbln), has_logits=generates(config))
+        self._sizes = (
+            _weight_bytes(Path(model.model)) // parallel.world_size,
+            len(graphs),
+            model.get_total_num_hidden_layers() // parallel.pipeline_parallel_size,
+        )
+        names = (model.model, str(model.dtype), model.max_model_len, [str(g) for g in graphs])
+        self.costs = StartCosts(Path(rbln.cache_root), (*names, parallel.world_size))
+
+    def phases_s(self, *, builds_kernels: bool) -> dict[str, float]:
+        """Seconds by phase, `init` first."""
+        init = self.costs.kernels_s() if builds_kernels else 0.0
+        return {"init": init, **self.costs.phases_s(*self._sizes)}
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Bytes of a local checkpoint; 0 of what is still to be fetched."""
+    files = (path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    return sum(path.stat().st_size for path in files)
