@@ -1,16 +1,15 @@
 """How often steps of each size ran, kept in a file over restarts: what the tuner works from.
 
-One file per model and device. Several servers may share it: each adds what it counted since its
-last visit, under a lock, and replaces the file in one go. Invariant: a file that cannot be read
-is set aside and begun anew; nothing here ever fails a server.
+One file for each configuration of an engine. Several servers may share it: each adds what it
+counted since its last visit, under a lock, and replaces the file in one go. A file that cannot be
+read is set aside and begun anew; nothing here ever fails a server.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,9 +32,7 @@ class PhaseUsage:
 
     def note(self, size: int, bucket: int, seconds: float, steps: int = 1) -> None:
         """Count `steps` of this size, which took `seconds` together."""
-        _add(self.steps_by_size, {size: steps})
-        _add(self.steps_by_bucket, {bucket: steps})
-        _add(self.seconds_by_bucket, {bucket: seconds})
+        self.add(PhaseUsage({size: steps}, {bucket: steps}, {bucket: seconds}))
 
     def add(self, other: PhaseUsage) -> None:
         """Add what another one counted."""
@@ -63,13 +60,10 @@ class PhaseUsage:
         """Their share of all that were computed; 0 without steps."""
         return self.padded / max(_total(self.steps_by_bucket), 1)
 
-    def mean_seconds(self) -> dict[int, float]:
-        """Return the mean seconds of a step, by bucket."""
-        return {
-            bucket: self.seconds_by_bucket[bucket] / steps
-            for bucket, steps in self.steps_by_bucket.items()
-            if steps > 0
-        }
+    def mean_seconds(self, least_steps: int = 1) -> dict[int, float]:
+        """Return the mean seconds of a step, by buckets that ran so often."""
+        ran = self.steps_by_bucket.items()
+        return {b: self.seconds_by_bucket[b] / steps for b, steps in ran if steps >= least_steps}
 
 
 @dataclass(slots=True)
@@ -97,12 +91,8 @@ def about_engine(
     model: str, device: str, *, decode_buckets: Sequence[int], prefill_buckets: Sequence[int]
 ) -> dict[str, Any]:
     """Return what a record is about: the served model, its device and its present buckets."""
-    return {
-        "model": model,
-        "device": device,
-        "decode_buckets": list(decode_buckets),
-        "prefill_buckets": list(prefill_buckets),
-    }
+    buckets = {"decode_buckets": list(decode_buckets), "prefill_buckets": list(prefill_buckets)}
+    return {"model": model, "device": device, **buckets}
 
 
 class _Content(msgspec.Struct):
@@ -115,7 +105,7 @@ class _Content(msgspec.Struct):
 
 
 class UsageFile:
-    """The file of one model and device."""
+    """The file of one configuration."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,12 +116,13 @@ class UsageFile:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return Usage()
-        return Usage({phase: getattr(found, phase) for phase in PHASES}, found.about)
+        return Usage({"prefill": found.prefill, "decode": found.decode}, found.about)
 
     def add(self, counted: Usage) -> None:
         """Add to the file. Raises `OSError` where it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked():
+        with self.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 total = self.read()
             except ValueError:
@@ -144,12 +135,6 @@ class UsageFile:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(self.path)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
 
 def _add(into: dict[int, Any], more: Mapping[int, Any]) -> None:

@@ -54,18 +54,19 @@ def simulate(
     requests: Sequence[Request], tables: Tables, times: Times, pace: Pace | None = None
 ) -> Schedule:
     """Run a trace to its end; step times decide who has come by which step."""
-    return _Simulation(requests, tables, times, pace or Pace(), by_steps=False).run()
+    simulation = _Simulation(tables, times, pace or Pace(), by_steps=False)
+    simulation.run(requests)
+    return simulation.schedule
 
 
 def simulate_periods(
     periods: Sequence[Sequence[Request]], tables: Tables, times: Times, pace: Pace | None = None
 ) -> Usage:
     """Run the busy periods of a schedule, with other buckets at the same work."""
-    usage = Usage()
+    simulation = _Simulation(tables, times, pace or Pace(), by_steps=True)
     for period in periods:
-        found = _Simulation(period, tables, times, pace or Pace(), by_steps=True).run()
-        usage.add(found.usage)
-    return usage
+        simulation.run(period)
+    return simulation.schedule.usage
 
 
 @dataclass(slots=True)
@@ -79,41 +80,27 @@ class _Running:
 
 
 class _Simulation:
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        tables: Tables,
-        times: Times,
-        pace: Pace,
-        *,
-        by_steps: bool,
-    ) -> None:
-        self._coming = deque(requests)
+    def __init__(self, tables: Tables, times: Times, pace: Pace, *, by_steps: bool) -> None:
+        self.schedule = Schedule()
         self._tables, self._times = tables, times
         self._steps_per_chunk, self._by_steps = pace.decode_steps_per_chunk, by_steps
         self._chunks = ChunkPlan(tables["prefill"], pace.prefill_step_tokens)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        coming = deque(requests)
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
-        self._decodes_owed = 0
-        self._clock = 0.0
-        self._schedule = Schedule()
-
-    def run(self) -> Schedule:
-        step = 0
-        while self._coming or self._waiting or self._running:
+        self._owed, self._clock, step = 0, 0.0, 0
+        while coming or self._waiting or self._running:
             if not self._waiting and not self._running:
-                self._clock = max(self._clock, self._coming[0].at)
-                self._schedule.periods.append([])
-                step = 0
-            while self._coming and self._coming[0].at <= self._clock:
-                new = self._coming.popleft()
-                self._waiting.append(_Running(new.prompt_tokens, new.output_tokens))
-                self._schedule.periods[-1].append(
-                    Request(step, new.prompt_tokens, new.output_tokens)
-                )
+                self._clock, step = max(self._clock, coming[0].at), 0
+                self.schedule.periods.append([])
+            while coming and coming[0].at <= self._clock:
+                prompt, output = coming[0].prompt_tokens, coming.popleft().output_tokens
+                self._waiting.append(_Running(prompt, output))
+                self.schedule.periods[-1].append(Request(step, prompt, output))
             self._step()
             step += 1
-        return self._schedule
 
     def _step(self) -> None:
         prefilling = [request for request in self._running if request.needs_chunk]
@@ -123,42 +110,30 @@ class _Simulation:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             max_num_seqs=self._tables["decode"].largest,
-            decodes_owed=self._decodes_owed > 0 and bool(decoding),
+            decodes_owed=self._owed > 0 and bool(decoding),
         )
         if blocked is not None:
-            self._decodes_owed = max(0, self._decodes_owed - 1)
-            self._decode(decoding)
+            self._owed = max(0, self._owed - 1)
+            self._run_step("decode", len(decoding), decoding)
             return
         if not prefilling:
             prefilling = [self._waiting.popleft()]
             self._running += prefilling
-        self._decodes_owed = self._steps_per_chunk
-        if prefilling[0].needs_chunk:
-            self._prefill(prefilling[0])
+        self._owed = self._steps_per_chunk
+        chosen = prefilling[0]
+        if chosen.needs_chunk:
+            self._run_step("prefill", self._chunks.next_chunk(chosen.prompt_left), [chosen])
         else:
             # A prompt of one token is a row, and the others do not see the step that admits it.
-            self._decode(prefilling)
+            self._run_step("decode", 1, [chosen])
 
-    def _prefill(self, request: _Running) -> None:
-        size = self._chunks.next_chunk(request.prompt_left)
-        self._spend("prefill", size)
-        request.prompt_left -= size
-        if request.prompt_left == 0:
-            self._answer(request)
-
-    def _decode(self, ready: Sequence[_Running]) -> None:
-        self._spend("decode", len(ready))
-        for request in ready:
-            request.prompt_left = 0
-            self._answer(request)
-
-    def _answer(self, request: _Running) -> None:
-        request.output_left -= 1
-        if request.output_left == 0:
-            self._running.remove(request)
-
-    def _spend(self, phase: str, size: int) -> None:
+    def _run_step(self, phase: str, size: int, served: Sequence[_Running]) -> None:
         bucket = self._tables[phase].find(size)
         seconds = self._times[phase].of(bucket, size)
-        self._schedule.usage.phases[phase].note(size, bucket, seconds)
+        self.schedule.usage.phases[phase].note(size, bucket, seconds)
         self._clock += 1 if self._by_steps else seconds
+        for request in served:
+            request.prompt_left -= min(size, request.prompt_left)
+            request.output_left -= request.prompt_left == 0
+            if request.output_left == 0:
+                self._running.remove(request)

@@ -276,8 +276,10 @@ class EngineBuild:
             return None
         root = Path(rbln.cache_root) / "rbln" / "usage"
         compiler = self._parts.compiler
-        device = {**compiler.fingerprint(), "device": compiler.hardware}
-        return open_recorder(root, config.model_config, device, tables)
+        threads = rbln.num_threads or len(os.sched_getaffinity(0))
+        device = {**compiler.fingerprint(), "device": compiler.hardware, "threads": threads}
+        fields = cache_fields(config, rbln, self._groups)
+        return open_recorder(root, config.model_config, fields, device, tables)
 
     def _open_sizes(self) -> BatchSizeLog | None:
         interval_s = self._parts.rbln.log_batchsize_interval

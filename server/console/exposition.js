@@ -36,9 +36,9 @@ export class Page {
 }
 
 // The increase per second from one page to the next; null when it cannot be told.
-export function rate(before, now, name) {
-  const first = before?.sum(name) ?? null;
-  const last = now.sum(name);
+export function rate(before, now, name, where = {}) {
+  const first = before?.sum(name, where) ?? null;
+  const last = now.sum(name, where);
   if (first === null || last === null || now.at <= before.at || last < first) return null;
   return (last - first) / (now.at - before.at);
 }

@@ -1,32 +1,53 @@
 // What the engine does now, from two scrapes of /metrics a few seconds apart.
 
+import { Chart } from "./charts.js";
 import { quantile, rate } from "./exposition.js";
-import { bar, bytes, milliseconds, number, percent, setPairs, setRows, setText, spark } from "./page.js";
+import { bar, bytes, milliseconds, number, percent, setPairs, setRows } from "./page.js";
 
-const HISTORY = 60;
-const history = [];
+const whole = (share) => `${Math.round(100 * share)} %`;
+const count = (value) => number(value, value > 0 && value < 5 && !Number.isInteger(value) ? 1 : 0);
+const charts = {
+  speed: new Chart("chart-speed", { series: { first: "output", second: "prompt" }, show: count }),
+  queue: new Chart("chart-queue", { series: { first: "running", second: "waiting" }, show: count }),
+  padding: new Chart("chart-padding", { series: { first: "decode", second: "prefill" }, show: whole, full: 1 }),
+  kv: new Chart("chart-kv", { series: { first: "" }, show: whole, full: 1 }),
+};
+const PADDING = {
+  decode: ["rbln_bucket_useful_rows_total", "rbln_bucket_padded_rows_total", { phase: "decode" }],
+  prefill: ["rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total", {}],
+};
 let before = null;
 
 export function showMetrics(now) {
-  const speed = rate(before, now, "vllm:generation_tokens_total");
-  showTiles(now, speed);
-  if (speed !== null) {
-    history.push(speed);
-    if (history.length > HISTORY) history.shift();
-  }
-  spark("spark", history, HISTORY);
-  setText("spark-now", number(speed));
+  showTiles(now);
+  showCharts(now);
   showBuckets(now);
   showMemory(now);
   before = now;
 }
 
-function showTiles(now, speed) {
+function showCharts(now) {
+  const speed = ["vllm:generation_tokens_total", "vllm:prompt_tokens_total"];
+  if (before) charts.speed.add(now.at, speed.map((name) => rate(before, now, name)));
+  charts.queue.add(now.at, ["running", "waiting"].map((name) => now.sum(`vllm:num_requests_${name}`)));
+  charts.padding.add(now.at, ["decode", "prefill"].map((phase) => paddedSince(now, phase)));
+  charts.kv.add(now.at, [now.sum("vllm:kv_cache_usage_perc")]);
+}
+
+// The share of what was computed for nobody since the scrape before; null where nothing ran.
+function paddedSince(now, phase) {
+  const [useful, padded, where] = PADDING[phase];
+  const rows = rate(before, now, useful, where);
+  const empty = rate(before, now, padded, where) ?? 0;
+  return rows ? empty / (rows + empty) : null;
+}
+
+function showTiles(now) {
   const since = (name, share) => milliseconds(quantile(before, now, name, share));
   const queried = now.sum("vllm:prefix_cache_queries_total");
   const hit = now.sum("vllm:prefix_cache_hits_total");
   setPairs("tiles", [
-    ["Output tokens/s", number(speed)],
+    ["Output tokens/s", number(rate(before, now, "vllm:generation_tokens_total"))],
     ["Prompt tokens/s", number(rate(before, now, "vllm:prompt_tokens_total"))],
     ["Running", number(now.sum("vllm:num_requests_running"))],
     ["Waiting", number(now.sum("vllm:num_requests_waiting"))],
@@ -56,11 +77,8 @@ function showBuckets(now) {
 
 // Rows of a decode batch, tokens of a chunk: what was computed for nobody, of all.
 function padding(now, phase, bucket) {
-  const [name, where] = phase === "decode"
-    ? ["rbln_bucket_%_rows_total", { phase, bucket }]
-    : ["rbln_prefill_%_tokens_total", { chunk: bucket }];
-  const useful = now.sum(name.replace("%", "useful"), where);
-  const padded = now.sum(name.replace("%", "padded"), where);
+  const where = phase === "decode" ? { phase, bucket } : { chunk: bucket };
+  const [useful, padded] = PADDING[phase].slice(0, 2).map((name) => now.sum(name, where));
   return useful === null || padded === null ? null : padded / Math.max(1, useful + padded);
 }
 

@@ -3,7 +3,7 @@
 import { RequestFailed, getJson, probe, request, setKey } from "./api.js";
 import { parse } from "./exposition.js";
 import { showMetrics } from "./live.js";
-import { byId, setRows, setText } from "./page.js";
+import { byId, setRows, setText, show } from "./page.js";
 import { showModels, startPlayground } from "./playground.js";
 import { showInfo, showStatus } from "./startup.js";
 
@@ -16,6 +16,7 @@ let lastAnswer = null;
 // Rounds until the server's description, and its models and adapters, are asked for again.
 let infoIn = 0;
 let modelsIn = 0;
+let hasAdapters = false;
 
 async function tick() {
   let pause = SERVING_MS;
@@ -40,8 +41,11 @@ async function tick() {
 async function showRest(status) {
   if (infoIn-- <= 0) {
     infoIn = INFO_EVERY;
-    showInfo(await getJson("/v1/server_info"));
+    const info = await getJson("/v1/server_info");
+    hasAdapters = info.lora !== null;
+    showInfo(info);
   }
+  if (status.status === "starting") return;
   const scrape = await request("/metrics");
   showMetrics(parse(await scrape.text(), performance.now() / 1000));
   if (status.status === "ready" && modelsIn-- <= 0) {
@@ -52,14 +56,10 @@ async function showRest(status) {
 }
 
 async function showAdapters() {
-  let adapters = [];
-  try {
-    adapters = (await getJson("/v1/lora_adapters")).data;
-    setText("adapters-caption", "LoRA adapters");
-  } catch (error) {
-    if (!(error instanceof RequestFailed)) throw error;
-    setText("adapters-caption", error.message);
-  }
+  show("adapters-table", hasAdapters);
+  show("adapters-note", !hasAdapters);
+  if (!hasAdapters) return;
+  const adapters = (await getJson("/v1/lora_adapters")).data;
   setRows("adapters", adapters.map((adapter) => [
     adapter.name,
     adapter.state,

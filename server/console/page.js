@@ -9,6 +9,10 @@ export function setText(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+export function show(id, shown) {
+  byId(id).hidden = !shown;
+}
+
 // Fills a table's body; a cell is a text, or a node.
 export function setRows(id, rows, empty) {
   const body = byId(id);
@@ -62,18 +66,6 @@ export function bar(share) {
   }
   holder.append(picture, percent(share));
   return holder;
-}
-
-// Draws a line through values, oldest first, over the whole width.
-export function spark(id, values, room) {
-  const top = Math.max(1, ...values);
-  const points = values.map((value, index) => {
-    const x = 240 * (index + room - values.length) / Math.max(1, room - 1);
-    return `${x.toFixed(1)},${(46 - 44 * value / top).toFixed(1)}`;
-  });
-  const line = document.createElementNS(SVG, "path");
-  line.setAttribute("d", points.length ? `M${points.join("L")}` : "");
-  byId(id).replaceChildren(line);
 }
 
 export function number(value, digits = 0) {

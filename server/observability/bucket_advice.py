@@ -29,18 +29,17 @@ class BucketAdvice:
         self._run_dir = run_dir
         self._clock = clock
         self._lock = threading.Lock()
-        self._looked_at: float | None = None
+        self._looked_at = float("-inf")
         self._changed_at: int | None = None
         self._advice: dict[str, Any] | None = None
 
     async def latest(self) -> dict[str, Any] | None:
         """Return the advice, at most a minute old; None while there is none."""
         period_s = _FIRST_PERIOD_S if self._advice is None else _PERIOD_S
-        now = self._clock()
-        if self._looked_at is None or now - self._looked_at >= period_s:
-            self._looked_at = now
-            return await aside(self._look)
-        return self._advice
+        if (now := self._clock()) - self._looked_at < period_s:
+            return self._advice
+        self._looked_at = now
+        return await aside(self._look)
 
     async def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return the advice as of now; `buckets` is what the engine tells of its buckets."""

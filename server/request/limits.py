@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 
 from server.errors import (
     ContextLengthError,
+    InvalidSchemaError,
     InvalidValueError,
     MissingFieldError,
     OverloadedError,
@@ -26,6 +27,8 @@ RANK_HEADER = "X-data-parallel-rank"
 _RANK = re.compile("[0-9]{1,6}")
 _MAX_PRIORITY = 2**31
 _MAX_BIAS = 100
+_ARGUMENTS = ("parameters", "input_schema")
+"""Where a tool has the schema of its arguments: OpenAI's, Anthropic's."""
 _STOP_FIELDS = ("stop", "stop_sequences")
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -65,6 +68,7 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
                 f"{limits.max_model_len} tokens, prompt included.",
                 param=name,
             )
+    _check_tools(body.get("tools"))
     _check_messages(body.get("messages"), limits)
     _check_prompt(body, limits)
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
@@ -139,6 +143,23 @@ def _check_number(value: object, name: str, limit: int) -> None:
             f"'{name}' must have at most {limit} items on this server, got {len(value)}.",
             param=name,
         )
+
+
+def _check_tools(tools: object) -> None:
+    """Raise `InvalidSchemaError` for a tool whose arguments are said to be no object."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        within = isinstance(tool, dict) and isinstance(tool.get("function"), dict)
+        holder, path = (tool["function"], ".function") if within else (tool, "")
+        for name in _ARGUMENTS:
+            schema = holder.get(name) if isinstance(holder, dict) else None
+            kind = schema.get("type", "object") if isinstance(schema, dict) else "object"
+            if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+                param = f"tools[{index}]{path}.{name}"
+                raise InvalidSchemaError(
+                    f"The arguments of a tool are an object; the type in '{param}' is "
+                    f"{describe(kind)}.",
+                    param=param,
+                )
 
 
 def _check_messages(messages: object, limits: Limits) -> None:

@@ -32,8 +32,9 @@ SERVER_FIELDS: Mapping[str, str] = {
     "graphs": "Every graph of the start-up: `name`, `state` (`pending`, `running`, `done`), "
     "`result` (`compiled`, `loaded` or null) and `seconds`; of several ranks the slowest.",
     "bucket_advice": "By phase (`prefill`, `decode`) what `rbln-serve tune` says of the sizes that "
-    "ran so far, also before the last restart: `current` and `suggested` sizes, the predicted "
-    "`saving` of step time and `setting`; null while nothing is recorded, about a minute.",
+    "ran so far in this configuration, also before the last restart: `current` and `suggested` "
+    "sizes, the predicted `saving` of step time, `noise` (where less is saved, the current sizes "
+    "are suggested) and `setting`; null while nothing is recorded, about a minute.",
     "timings": "`uptime_s`; `ready_after_s`, null until ready; `phases`, the seconds of the "
     "engine's start-up phases so far.",
     "request_limits": "What one request may be: `max_body_bytes`, `max_json_depth`, "

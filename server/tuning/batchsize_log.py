@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from pathlib import Path
-from typing import NamedTuple
 
 from rbln_backend.bucketing.usage import PhaseUsage, Usage
 from rbln_backend.scheduler.simulator import Tables
@@ -25,12 +24,8 @@ _LINE = re.compile(
 )
 
 
-class _Ran(NamedTuple):
-    """Steps of one size, and what one took, where that is told."""
-
-    size: int
-    steps: int
-    median_ms: float | None = None
+Steps = list[tuple[int, int, float | None]]
+"""Sizes, how often each ran, and the median milliseconds where they are told."""
 
 
 def read_log(path: Path, tables: Tables) -> Usage:
@@ -39,20 +34,17 @@ def read_log(path: Path, tables: Tables) -> Usage:
     Raises `OSError`, `BucketError` where none of them holds such a step, and `ValueError` where
     nothing is told.
     """
-    last: dict[str, re.Match[str]] = {}
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if (found := _LINE.search(line)) is not None:
-                last[found["process"] or ""] = found
+        lines = [found for line in file if (found := _LINE.search(line))]
     usage = Usage()
-    for found in last.values():
+    for found in {found["process"]: found for found in lines}.values():
+        steps = _read(found["stats"] or found["counts"], path)
         if found["prefill"] is None:
-            for ran in _read(found["stats"] or found["counts"], path):
-                _count_foreign(usage, tables, ran)
-        else:
-            for phase, text in (("decode", found["stats"]), ("prefill", found["prefill"])):
-                for ran in _read(text, path):
-                    _count(usage.phases[phase], ran, tables[phase].find(ran.size))
+            _count_foreign(usage, tables, steps)
+            continue
+        for phase, ran in (("decode", steps), ("prefill", _read(found["prefill"], path))):
+            for size, count, ms in ran:
+                _count(usage.phases[phase], size, tables[phase].find(size), count, ms)
     if not usage.steps:
         raise ValueError(
             f"{path} tells no batch sizes; run the server with VLLM_LOG_BATCHSIZE_INTERVAL=60"
@@ -60,30 +52,33 @@ def read_log(path: Path, tables: Tables) -> Usage:
     return usage
 
 
-def _count_foreign(usage: Usage, tables: Tables, ran: _Ran) -> None:
+def _count_foreign(usage: Usage, tables: Tables, steps: Steps) -> None:
     decode, chunk = tables["decode"].largest, tables["prefill"].largest
-    phase = usage.phases["decode" if ran.size <= decode else "prefill"]
-    if ran.size <= max(decode, chunk):
-        # A step that ran elsewhere had no bucket: its own size is what its time is of.
-        _count(phase, ran, ran.size)
-        return
-    # It runs here as several chunks, and its time is that of none of them.
-    full, rest = divmod(ran.size, chunk)
-    phase.add(PhaseUsage({chunk: full * ran.steps}))
-    phase.add(PhaseUsage({rest: ran.steps} if rest > 1 else {}))
+    for size, count, ms in steps:
+        phase = usage.phases["decode" if size <= decode else "prefill"]
+        if size <= max(decode, chunk):
+            # A step that ran elsewhere had no bucket: its own size is what its time is of.
+            _count(phase, size, size, count, ms)
+            continue
+        # It runs here as several chunks, and its time is that of none of them.
+        full, rest = divmod(size, chunk)
+        _count(phase, chunk, chunk, full * count)
+        if rest > 1:
+            _count(phase, rest, rest, count)
 
 
-def _count(phase: PhaseUsage, ran: _Ran, bucket: int) -> None:
-    if ran.median_ms is None:
-        phase.add(PhaseUsage({ran.size: ran.steps}))
+def _count(phase: PhaseUsage, size: int, bucket: int, count: int, ms: float | None = None) -> None:
+    if ms is None:
+        phase.add(PhaseUsage({size: count}))
     else:
-        phase.note(ran.size, bucket, ran.steps * ran.median_ms / 1000.0, ran.steps)
+        phase.note(size, bucket, count * ms / 1000.0, count)
 
 
-def _read(text: str, path: Path) -> list[_Ran]:
+def _read(text: str, path: Path) -> Steps:
     try:
         return [
-            _Ran(int(size), int(steps), *map(float, ms)) for size, steps, *ms in literal_eval(text)
+            (int(size), int(count), float(ms[0]) if ms else None)
+            for size, count, *ms in literal_eval(text)
         ]
     except (ValueError, TypeError, SyntaxError) as error:
         raise ValueError(f"{path}: cannot read {text[:80]!r}: {error}") from error

@@ -16,10 +16,10 @@ from pathlib import Path
 from rbln_backend.bucketing.tuner import LIMITS
 from rbln_backend.errors import RblnError
 from server.tuning.batchsize_log import read_log
+from server.tuning.measured import Measuring
 from server.tuning.output import FORMATS
 from server.tuning.plot import to_svg
 from server.tuning.prometheus_range import Range
-from server.tuning.replayer import Replayer
 from server.tuning.sources import Work, present_tables, recorded_work, work_of
 from server.tuning.study import study
 from server.tuning.trace import read_trace
@@ -44,10 +44,10 @@ def tune(argv: Sequence[str]) -> int:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     try:
         works = _works(args)
-        replayer = None
-        if args.measure is not None:
-            replayer = Replayer((args.measure, *rest), args.timeout)
-            works = [_one(works)]
+        measuring = args.measure and Measuring((args.measure, *rest), args.timeout)
+        if measuring and len(works) > 1:
+            names = ", ".join(work.name for work in works)
+            raise ValueError(f"measuring takes one record, there are {names}; name it by --model")
     except (OSError, ValueError, RblnError) as error:
         parser.error(str(error))
     if not works:
@@ -55,7 +55,8 @@ def tune(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{_PROG}: nothing is recorded{which}\n")
         return 1
     try:
-        studies = [study(work, _limits(args, work), replayer) for work in works]
+        make = measuring.study if measuring else study
+        studies = [make(work, _limits(args, work)) for work in works]
     except RblnError as error:
         sys.stderr.write(f"{_PROG}: error: {error}\n")
         return 1
@@ -67,7 +68,7 @@ def tune(argv: Sequence[str]) -> int:
 
 def _works(args: argparse.Namespace) -> list[Work]:
     if args.prometheus is not None:
-        end = args.until or time.time()
+        end = time.time() if args.until is None else args.until.timestamp()
         asked = Range(args.prometheus, end - args.since, end, args.resolution, args.selector)
         return work_of(f"{asked.url} {asked.selector}".strip(), asked.read())
     if args.trace is None and args.batchsize_log is None:
@@ -78,13 +79,6 @@ def _works(args: argparse.Namespace) -> list[Work]:
     if args.trace is not None:
         return [Work(name=name, tables=tables, requests=read_trace(args.trace))]
     return [Work(name=name, tables=tables, usage=read_log(args.batchsize_log, tables))]
-
-
-def _one(works: Sequence[Work]) -> Work:
-    if len(works) != 1:
-        names = ", ".join(work.name for work in works) or "none"
-        raise ValueError(f"measuring takes one record, there are {names}; name it by --model")
-    return works[0]
 
 
 def _limits(args: argparse.Namespace, work: Work) -> dict[str, int]:
@@ -101,43 +95,32 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _source_flags(parser)
-    _size_flags(parser)
-    add = parser.add_argument_group("measuring").add_argument
-    add("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)")
-    add = parser.add_argument_group("output").add_argument
-    add("--format", choices=sorted(FORMATS), default="text")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
-    return parser
-
-
-def _source_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what was served (default: the records of the cache root)")
     add, one = group.add_argument, group.add_mutually_exclusive_group().add_argument
     add("--cache-root", type=Path, metavar="DIR", help="[VLLM_CACHE_ROOT]")
-    add("--model", metavar="TEXT", help="only models whose name contains TEXT")
+    add("--model", metavar="TEXT", help="only records whose name contains TEXT")
     one("--trace", type=Path, metavar="FILE", help="JSON lines or CSV of requests")
-    about = "log with VLLM_LOG_BATCHSIZE_INTERVAL"
-    one("--batchsize-log", type=Path, metavar="FILE", help=about)
+    log = "log with VLLM_LOG_BATCHSIZE_INTERVAL"
+    one("--batchsize-log", type=Path, metavar="FILE", help=log)
     one("--prometheus", metavar="URL", help="a Prometheus that scrapes the servers")
     add("--since", type=_duration, default=86400.0, metavar="24h", help="how far back (24h)")
-    add("--until", type=_moment, metavar="TIME", help="ISO 8601 (now)")
-    about = "between samples (15s)"
-    add("--resolution", type=_duration, default=15.0, metavar="15s", help=about)
+    add("--until", type=datetime.fromisoformat, metavar="TIME", help="ISO 8601 (now)")
+    add("--resolution", type=_duration, default=15.0, metavar="15s", help="of samples (15s)")
     add("--selector", default="", metavar="LABELS", help="""such as 'job="x"'""")
-
-
-def _size_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("buckets").add_argument
-    for phase in ("decode", "prefill"):
-        about = f"most graphs for {phase} steps (as many as now, {LIMITS[phase]} at least)"
-        add(f"--{phase}-graphs", type=_positive, metavar="N", help=about)
     present = "of a log or trace, the present ones (the default ones)"
-    for phase in ("decode", "prefill"):
+    for phase, limit in LIMITS.items():
+        most = f"most graphs for {phase} steps (as many as now, {limit} at least)"
+        add(f"--{phase}-graphs", type=_positive, metavar="N", help=most)
         add(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=present)
-    for flag in ("--max-num-seqs", "--max-num-batched-tokens"):
-        add(flag, type=_positive, metavar="N", help="of a log or trace")
+    add("--max-num-seqs", type=_positive, metavar="N", help="of a log or trace")
+    add("--max-num-batched-tokens", type=_positive, metavar="N", help="of a log or trace")
+    add = parser.add_argument_group("measuring and output").add_argument
+    add("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
+    add("--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)")
+    add("--format", choices=sorted(FORMATS), default="text")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
+    return parser
 
 
 def _positive(text: str) -> int:
@@ -156,10 +139,3 @@ def _duration(text: str) -> float:
     if found is None:
         raise argparse.ArgumentTypeError(f"must be a duration such as 15s, 30m or 24h, got {text}")
     return float(found[1]) * _SECONDS[found[2]]
-
-
-def _moment(text: str) -> float:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,182 +1,211 @@
 """Measures step times, and two sets of buckets against each other, by replays.
 
-Every replay warms up first. What is compared runs by turns in one engine, in another order every
-time, so that a slow moment of the machine does not meet the same sizes again.
+What is compared runs by turns in one engine, so that a slow moment of the machine meets all alike.
+A step counts as the median of its repeats: what interrupts one counts for nothing.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean, median
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import MeasuredTimes
+from rbln_backend.bucketing.tuner import LEAST_STEPS, MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
 from rbln_backend.errors import BucketError
 from rbln_backend.scheduler.simulator import Request, Tables
-from server.tuning.replayer import Replayer, ReplayResult, Round, Step
-from server.tuning.step_times import bucket_seconds, ran_of, row_seconds, times_in_trace
+from server.tuning.replay import Player, Round, Step
 
-Counts = Mapping[str, Mapping[int, int]]
-"""Steps by phase and size."""
+Ran = Mapping[tuple[int, int], Sequence[float]]
+"""Seconds of each step of one phase by its bucket and size."""
+Periods = Sequence[Sequence[Request]]
 
 # How often a round runs, and of a size how many steps in it.
 _REPEATS = 8
-_STEPS = 12
 _PROMPT_TOKENS = 32
-# Sizes that run in the largest bucket, to tell what a real row takes more than a padded one.
+# Every so manieth bucket's size runs in the largest one, to tell what a real row takes more.
 _SPREAD = 6
 # Of a record's sizes: enough to stand for all, few enough for a large model.
 _MOST_COMPARED = 16
-# Divisions of the buckets into halves, each a set to replay a trace with.
+# Divisions of the buckets into halves, each a set to replay a trace with. The present buckets are
+# among the sets twice: half of all steps that are predicted are theirs.
 _DIVISIONS = 4
-# How often the present buckets are among the sets: half of all steps that are predicted are theirs.
-_PRESENT = 2
 
 
-def measure_alone(
-    replayer: Replayer, tables: Tables
-) -> tuple[dict[str, MeasuredTimes], ReplayResult]:
-    """Return step times by phase over all buckets, and what the engine says of itself.
+def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
+    """Return step times by phase over all buckets.
 
-    Raises `ChildError`, and `BucketError` where the model's context is too short for a bucket.
+    Raises `BucketError` where the model's context is too short for a bucket.
     """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
-    spread = {phase: _spread(tables[phase]) for phase in PHASES}
-    rounds = [Round(requests, tables) for requests in _periods_of(tables)]
-    count = len(rounds)
-    rounds += [Round(requests, largest) for requests in _periods_of(spread)]
-    shuffled = random.Random(0)
-    order = [
-        index
-        for _ in range(_REPEATS + 1)
-        for index in shuffled.sample(range(len(rounds)), len(rounds))
-    ]
-    found = replayer.run("measuring", rounds, order, warm_up=len(rounds))
-    full = ran_of(rounds[:count], found.ran[:count])
-    padded = ran_of(rounds[count:], found.ran[count:])
+    spread = {phase: {*tables[phase].sizes[::-_SPREAD]} for phase in PHASES}
+    full = [[Round(period, tables)] for period in periods_of(tables)]
+    padded = [[Round(period, largest)] for period in periods_of(spread)]
+    found = list(_ran(player, [*full, *padded], _REPEATS))
     times = {}
     for phase, table in tables.items():
-        seconds = bucket_seconds(full[phase])
+        seconds = bucket_seconds(ran_of(found[: len(full)])[phase])
         if table.largest not in seconds:
             raise BucketError(
                 f"No step of the {phase} bucket {table.largest} ran: the engine's max_model_len of "
-                f"{found.max_model_len} is too short for it; say smaller --{phase}-buckets"
+                f"{player.max_model_len} is too short for it; say smaller --{phase}-buckets"
             )
         # Other sizes ran on the way to these, between chunks of prompts: in colder caches.
-        meant = {key: taken for key, taken in padded[phase].items() if key[1] in spread[phase]}
+        ran = ran_of(found[len(full) :])[phase]
+        meant = {key: taken for key, taken in ran.items() if key[1] in spread[phase]}
         times[phase] = MeasuredTimes(seconds, row_seconds(meant))
-    return times, found
+    return times
 
 
 def measure_trace(
-    replayer: Replayer,
+    player: Player,
     tables: Tables,
     present: Tables,
-    periods: Sequence[Sequence[Request]],
+    periods: Periods,
     alone: Mapping[str, MeasuredTimes],
 ) -> dict[str, MeasuredTimes]:
-    """Return step times by phase from replays with half of the buckets each, or with the present.
-
-    Raises `ChildError`.
-    """
-    sets = [*_halves(tables), *[present] * _PRESENT]
-    rounds = [Round(period, chosen) for period in periods for chosen in sets]
-    # Each period with each set, and at any time all of the sets: a slow moment meets them alike.
-    order = [
-        len(sets) * number + (repeat + number) % len(sets)
-        for repeat in range(-1, len(sets))
-        for number in range(len(periods))
-    ]
-    found = replayer.run("measuring the trace", rounds, order, warm_up=len(periods))
-    ran = ran_of(rounds, found.ran, in_trace=True)
+    """Return step times by phase from replays with half of the buckets each, or the present."""
+    sets = [*_halves(tables), present, present]
+    groups = [[Round(period, chosen) for chosen in sets] for period in periods]
+    ran = ran_of(_ran(player, groups, 1), in_trace=True)
     return {phase: times_in_trace(ran[phase], alone[phase]) for phase in PHASES}
 
 
-def compare_trace(
-    replayer: Replayer, sets: Sequence[Tables], periods: Sequence[Sequence[Request]]
-) -> list[float]:
-    """Return the seconds of all steps of the trace with either set. Raises `ChildError`.
-
-    A step counts as the median of its repeats, so that what interrupts one counts for nothing.
-    """
-    return [
-        sum(
-            statistics.median(step.seconds for step in same)
-            for repeats in ran
-            for same in zip(*repeats, strict=True)
-        )
-        for _, ran in _by_turns(replayer, sets, periods)
-    ]
-
-
-def compare_sizes(replayer: Replayer, sets: Sequence[Tables], counts: Counts) -> list[float]:
-    """Return the seconds of all steps of `counts` with either set. Raises `ChildError`."""
-    few = {phase: _few(counts[phase]) for phase in PHASES}
-    turns = _by_turns(replayer, sets, list(_periods_of(few)))
-    seconds = []
-    for tables, (rounds, ran) in zip(sets, turns, strict=True):
-        found = ran_of(rounds, ran)
-        taken = (
-            count * statistics.median(found[phase].get((tables[phase].find(size), size), [0.0]))
-            for phase in PHASES
-            for size, count in few[phase].items()
-        )
-        seconds.append(sum(taken))
+def compare_trace(player: Player, sets: Sequence[Tables], periods: Periods) -> list[float]:
+    """Return the seconds of all steps of the trace with either set."""
+    groups = [[Round(period, tables) for tables in sets] for period in periods]
+    seconds = [0.0] * len(sets)
+    for (_, which), repeats in player.run(groups, _REPEATS).items():
+        for same in zip(*repeats, strict=True):
+            seconds[which] += median(step.seconds for step in same)
     return seconds
 
 
-def _by_turns(
-    replayer: Replayer, sets: Sequence[Tables], periods: Sequence[Sequence[Request]]
-) -> Iterator[tuple[list[Round], list[list[list[Step]]]]]:
-    """Run each period with one set and right after it with the other; yields what ran of a set."""
-    rounds = [Round(period, tables) for period in periods for tables in sets]
-    order = [
-        # Neither is always the first.
-        2 * number + (which ^ (number + repeat) % 2)
-        for repeat in range(_REPEATS + 1)
-        for number in range(len(periods))
-        for which in (0, 1)
-    ]
-    found = replayer.run("comparing", rounds, order, warm_up=len(rounds))
-    for which in (0, 1):
-        yield rounds[which::2], found.ran[which::2]
+def compare_sizes(
+    player: Player, sets: Sequence[Tables], counts: Mapping[str, Mapping[int, int]]
+) -> list[float]:
+    """Return the seconds of the steps of `counts`, by phase and size, with either set.
+
+    The sizes that ran most stand for the others in proportion.
+    """
+    few = {p: sorted(counts[p], key=lambda n: -counts[p][n])[:_MOST_COMPARED] for p in PHASES}
+    groups = [[Round(period, tables) for tables in sets] for period in periods_of(few)]
+    found, seconds = list(_ran(player, groups, _REPEATS)), []
+    for which, tables in enumerate(sets):
+        ran, total = ran_of(found[which :: len(sets)]), 0.0
+        for phase, sizes in few.items():
+            share = sum(counts[phase].values()) / max(sum(counts[phase][n] for n in sizes), 1)
+            for size in sizes:
+                taken = ran[phase].get((tables[phase].find(size), size), [0.0])
+                total += share * counts[phase][size] * median(taken)
+        seconds.append(total)
+    return seconds
 
 
-def _few(counts: Mapping[int, int]) -> dict[int, int]:
-    """The sizes that ran most, which stand for the others in proportion."""
-    most = sorted(counts, key=lambda size: (-counts[size], size))[:_MOST_COMPARED]
-    share = sum(counts.values()) / max(sum(counts[size] for size in most), 1)
-    return {size: round(counts[size] * share) for size in sorted(most)}
-
-
-def _periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
+def periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
     """Requests whose steps are of each size; a chunk of one token never runs."""
     for rows in sizes["decode"]:
         # Later prompts run in between: the first requests have to outlast them.
-        yield [Request(0, _PROMPT_TOKENS, 2 * rows + _STEPS)] * rows
+        yield [Request(0, _PROMPT_TOKENS, 2 * rows + LEAST_STEPS)] * rows
     for tokens in sizes["prefill"]:
         if tokens > 1:
-            yield [Request(0, tokens, 1)] * (_STEPS // 3)
+            yield [Request(0, tokens, 1)] * (LEAST_STEPS // 3)
 
 
-def _spread(table: BucketTable) -> list[int]:
-    """A few of the sizes, over all of their range."""
-    sizes = [size for size in table if size > 1]
-    return sorted({*sizes[:: max(1, len(sizes) // _SPREAD)], table.largest})
+def ran_of(
+    ran: Iterable[tuple[Tables, Sequence[Sequence[Step]]]], *, in_trace: bool = False
+) -> dict[str, Ran]:
+    """Return by phase what `ran` in buckets, time after time.
+
+    In a trace what a decode step takes more after a chunk, in colder caches, is the chunk's.
+    """
+    apart: dict[str, dict[tuple[int, int], list[float]]]
+    apart = {phase: defaultdict(list) for phase in PHASES}
+    beside = {phase: defaultdict[tuple[int, int], list[float]](list) for phase in PHASES}
+    for tables, steps in ((tables, steps) for tables, repeats in ran for steps in repeats):
+        phases = ["", *(step.phase for step in steps), ""]
+        for before, step, following in zip(phases, steps, phases[2:], strict=False):
+            meets = following == "decode" if step.phase == "prefill" else before == "prefill"
+            key = tables[step.phase].find(step.size), step.size
+            (beside if meets else apart)[step.phase][key].append(step.seconds)
+    delay = _delay(beside["decode"], apart["decode"]) if in_trace else 0.0
+    for phase, change in (("decode", -delay), ("prefill", delay)):
+        for key, taken in beside[phase].items():
+            apart[phase][key] += (seconds + change for seconds in taken)
+    return {**apart}
+
+
+def bucket_seconds(ran: Ran, row: float = 0.0, least: int = 1) -> dict[int, float]:
+    """Return the median seconds of full buckets that ran `least` times.
+
+    A row that holds nothing is taken to be `row` seconds faster than one that does.
+    """
+    found: dict[int, list[float]] = defaultdict(list)
+    for (bucket, size), taken in ran.items():
+        found[bucket] += (seconds + row * (bucket - size) for seconds in taken)
+    return {bucket: median(taken) for bucket, taken in found.items() if len(taken) >= least}
+
+
+def row_seconds(ran: Ran, otherwise: float = 0.0) -> float:
+    """Return what one row more takes in the same bucket, not less than nothing.
+
+    That is the slope over all buckets with rows of several counts, `otherwise` without any.
+    """
+    by_bucket: dict[int, list[tuple[int, float, int]]] = defaultdict(list)
+    for (bucket, size), taken in ran.items():
+        by_bucket[bucket].append((size, median(taken), len(taken)))
+    rise = spread = 0.0
+    for found in by_bucket.values():
+        middle = fmean([size for size, _, _ in found], [n for _, _, n in found])
+        rise += sum(n * (size - middle) * seconds for size, seconds, n in found)
+        spread += sum(n * (size - middle) ** 2 for size, _, n in found)
+    return max(0.0, rise / spread) if spread else otherwise
+
+
+def times_in_trace(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
+    """Return the times of one phase within a trace.
+
+    A bucket that ran too little takes what it takes `alone`, times what the others take more here.
+    """
+    row = row_seconds(ran, alone.row)
+    full = bucket_seconds(ran, row, LEAST_STEPS)
+    if not full:
+        return alone
+    more = median(seconds / alone.of(bucket, bucket) for bucket, seconds in full.items())
+    often = {key: median(taken) for key, taken in ran.items() if len(taken) >= LEAST_STEPS}
+    return MeasuredTimes({b: more * s for b, s in alone.full.items()} | full, row, often)
+
+
+def _ran(
+    player: Player, groups: Sequence[Sequence[Round]], repeats: int
+) -> Iterator[tuple[Tables, Sequence[Sequence[Step]]]]:
+    """The buckets of each round in turn, and what it was every time."""
+    for (n, which), steps in player.run(groups, repeats).items():
+        yield groups[n][which].tables, steps
+
+
+def _delay(after: Ran, otherwise: Ran) -> float:
+    """What a decode step takes more after a chunk: the median over sizes that ran both ways."""
+    more = [
+        [median(taken) - median(otherwise[key])] * len(taken)
+        for key, taken in after.items()
+        if key in otherwise
+    ]
+    return max(0.0, median(itertools.chain(*more))) if more else 0.0
 
 
 def _halves(tables: Tables) -> Iterator[Tables]:
     """Both halves of a division of the buckets, and so on; the largest are in each."""
-    drawn = random.Random(0)
-    for _ in range(_DIVISIONS):
-        taken = {
-            phase: {bucket for bucket in table if drawn.random() < 0.5}
+    for digit, wanted in itertools.product(range(_DIVISIONS), (0, 1)):
+        yield {
+            phase: BucketTable(
+                tuple(
+                    size
+                    for place, size in enumerate(table)
+                    if place >> digit & 1 == wanted or size == table.largest
+                )
+            )
             for phase, table in tables.items()
         }
-        for half in (taken, {phase: {*table} - taken[phase] for phase, table in tables.items()}):
-            yield {
-                phase: BucketTable(tuple(sorted({*half[phase], table.largest})))
-                for phase, table in tables.items()
-            }

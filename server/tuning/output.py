@@ -66,17 +66,15 @@ def _lines(study: Study) -> Iterator[str]:
         yield f"  {phase}: {change.now.steps} steps, now {now}, {padded}"
         better = f"better {then}, {change.then.padding:.1%} padding"
         yield "    these are the best" if now == then else f"    {better}"
-    predicted, verified = study.predicted, study.verified
     yield (
-        f"  {predicted.saving:.1%} less step time predicted, from {_source(study)} step times "
-        f"({predicted.gain:+.1%} throughput when busy)"
+        f"  {study.predicted.saving:.1%} less step time predicted, from {_source(study)} step times"
+        f" ({study.predicted.gain:+.1%} throughput when busy)"
     )
-    if verified is not None:
+    if (verified := study.verified) is not None:
         saved = f"{verified.saving:.1%} less step time measured"
         yield f"  {saved} ({verified.gain:+.1%} throughput)"
     yield "  to set it:"
-    for name, value in _environment(study).items():
-        yield f"    {name}={value}"
+    yield from (f"    {name}={value}" for name, value in _environment(study).items())
 
 
 def _report(study: Study) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def _report(study: Study) -> dict[str, Any]:
         **{phase: change.report() for phase, change in study.changes.items()},
         "predicted": _saved(study.predicted),
         "step_times": _source(study),
-        "verified": None if study.verified is None else _saved(study.verified),
+        "verified": study.verified and _saved(study.verified),
         "left_out": study.work.left_out,
         "environment": _environment(study),
     }
@@ -96,9 +94,10 @@ def _source(study: Study) -> str:
 
 
 def _saved(seconds: Seconds) -> dict[str, float]:
-    return {
-        "saving": round(seconds.saving, 4),
-        "throughput_gain": round(seconds.gain, 4),
-        "seconds_now": round(seconds.now, 4),
-        "seconds_then": round(seconds.then, 4),
+    found = {
+        "saving": seconds.saving,
+        "throughput_gain": seconds.gain,
+        "seconds_now": seconds.now,
+        "seconds_then": seconds.then,
     }
+    return {name: round(value, 4) for name, value in found.items()}

@@ -1,29 +1,22 @@
-"""The process of a replay: an engine without HTTP that runs requests of given lengths in rounds.
-
-`python -m server.tuning.replay JOB RESULT`; progress on standard output, the log on standard error.
-"""
+"""An engine without HTTP, stepped by hand: it runs requests of given lengths, in given buckets."""
 
 from __future__ import annotations
 
-import sys
+import random
 import time
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.config import Settled
 from rbln_backend.reporting.child_process import report
-from rbln_backend.scheduler.simulator import Pace, Request
+from rbln_backend.scheduler.simulator import Pace, Request, Tables
 from server.engine.config import engine_config
 from server.settings import ServerSettings
-from server.tuning.replayer import ReplayJob, ReplayResult, Round, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.engine.core import EngineCore
 
 _SCHEDULER = "rbln_backend.worker.replay_worker.ReplayScheduler"
 _WORKER = "rbln_backend.worker.replay_worker.ReplayWorker"
@@ -31,48 +24,60 @@ _WORKER = "rbln_backend.worker.replay_worker.ReplayWorker"
 _STRIDE, _FIRST_TOKEN = 7919, 3
 
 
-def main() -> int:
-    """Run the job that the command line names."""
-    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=ReplayJob)
-    report("engine", 0, 1)
-    player = _Player(_config(job.argv))
-    report("engine", 1, 1)
-    ran: list[list[list[Step]]] = [[] for _ in job.rounds]
-    for number, index in enumerate(job.order, start=1):
-        steps = player.play(job.rounds[index])
-        ran[index] += [steps] if number > job.warm_up else []
-        report("rounds", number, len(job.order))
-    Path(sys.argv[2]).write_bytes(msgspec.json.encode(player.result(ran)))
-    player.shutdown()
-    return 0
+class Step(NamedTuple):
+    """One step that ran: `size` tokens of a chunk or rows of a batch.
+
+    `seconds` are wall time, the scheduler and sampling included: what a request waits for.
+    """
+
+    phase: str
+    size: int
+    seconds: float
 
 
-def _config(argv: Sequence[str]) -> VllmConfig:
-    settings = ServerSettings()
-    from server.vllm.flags import parse_arguments
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A busy period that runs to its end, in these buckets alone."""
 
-    _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
-    if config.parallel_config.data_parallel_size > 1:
-        raise ValueError("one engine is measured: leave --data-parallel-size out")
-    # A hit would leave out steps that the trace has.
-    config.cache_config.enable_prefix_caching = False
-    config.scheduler_config.async_scheduling = False
-    config.scheduler_config.scheduler_cls = _SCHEDULER
-    config.parallel_config.worker_cls = _WORKER
-    return config
+    requests: Sequence[Request]
+    tables: Tables
 
 
-class _Player:
-    """An engine, stepped by hand."""
+class Player:
+    """The engine that MODEL and vLLM's flags describe; its buckets are those of all rounds."""
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self._config = config
-        self._core: EngineCore = EngineCore(config, Executor.get_class(config), log_stats=False)
+        config = _config(argv)
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._vocab_size = config.model_config.get_vocab_size()
         self._added = 0
+        self.max_model_len: int = config.model_config.max_model_len
+        settled = config.additional_config
+        assert isinstance(settled, Settled)
+        rbln = settled.rbln
+        assert rbln.prefill_step_tokens is not None  # the platform has settled it
+        self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens)
+
+    def run(
+        self, groups: Sequence[Sequence[Round]], repeats: int
+    ) -> dict[tuple[int, int], list[list[Step]]]:
+        """Return by place, of the group and in it, what each round was every time.
+
+        Rounds of a group run one right after the other.
+        """
+        ran: dict[tuple[int, int], list[list[Step]]] = {
+            (n, which): [] for n, group in enumerate(groups) for which in range(len(group))
+        }
+        order = list(_order([len(group) for group in groups], repeats))
+        for number, (n, which) in enumerate(order):
+            report("rounds", number, len(order))
+            steps = self.play(groups[n][which])
+            # One round of each group warms up.
+            ran[n, which] += [steps] if number >= len(groups) else []
+        return ran
 
     def play(self, played: Round) -> list[Step]:
         """Run one round to its end."""
@@ -96,15 +101,6 @@ class _Player:
                 clock += 1
         return steps
 
-    def result(self, ran: list[list[list[Step]]]) -> ReplayResult:
-        """Add what a schedule depends on besides the buckets."""
-        settled = self._config.additional_config
-        assert isinstance(settled, Settled)
-        rbln = settled.rbln
-        assert rbln.prefill_step_tokens is not None  # the platform has settled it
-        pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens)
-        return ReplayResult(ran, self._config.model_config.max_model_len, pace)
-
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._core.shutdown()
@@ -117,7 +113,7 @@ class _Player:
         span = self._vocab_size - _FIRST_TOKEN
         start = self._added * _STRIDE
         # A chunk as long as the context would leave no room for an answer.
-        prompt = min(request.prompt_tokens, self._config.model_config.max_model_len - 1)
+        prompt = min(request.prompt_tokens, self.max_model_len - 1)
         tokens = [(start + place * 7) % span + _FIRST_TOKEN for place in range(prompt)]
         params = SamplingParams(temperature=0, max_tokens=request.output_tokens, ignore_eos=True)
         engine_request = EngineCoreRequest(
@@ -134,5 +130,26 @@ class _Player:
         self._core.add_request(*self._core.preprocess_add_request(engine_request))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _config(argv: Sequence[str]) -> VllmConfig:
+    settings = ServerSettings()
+    from server.vllm.flags import parse_arguments
+
+    _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
+    if config.parallel_config.data_parallel_size > 1:
+        raise ValueError("one engine is measured: leave --data-parallel-size out")
+    # A hit would leave out steps that the trace has.
+    config.cache_config.enable_prefix_caching = False
+    config.scheduler_config.async_scheduling = False
+    config.scheduler_config.scheduler_cls = _SCHEDULER
+    config.parallel_config.worker_cls = _WORKER
+    return config
+
+
+def _order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
+    """Another order of the groups every time, and of each another round first."""
+    places = range(len(sizes))
+    yield from ((n, n % sizes[n]) for n in places)
+    shuffled = random.Random(0)
+    for repeat in range(repeats):
+        for n in shuffled.sample(places, len(places)):
+            yield from ((n, (first + repeat + n) % sizes[n]) for first in range(sizes[n]))

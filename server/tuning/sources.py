@@ -16,7 +16,7 @@ from rbln_backend.bucketing.table import (
     prefill_chunk_table,
 )
 from rbln_backend.bucketing.tuner import fitting
-from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile
+from rbln_backend.bucketing.usage import PHASES, Usage, UsageFile
 from rbln_backend.scheduler.simulator import Request, Tables
 from rbln_backend.settings import resolve
 
@@ -64,9 +64,11 @@ def recorded_work(cache_root: Path | None, model: str | None) -> list[Work]:
         except (OSError, ValueError) as error:
             sys.stderr.write(f"rbln-serve tune: {path} is left out: {error}\n")
             continue
-        name = str(usage.about.get("model", ""))
+        # Configurations of one model differ in what the digest is of: adapters, context and more.
+        about, digest = usage.about, path.stem[:8]
+        name = f"{about.get('model', '')} on {about.get('device', '')} ({digest})"
         if model is None or model in name:
-            found += work_of(f"{name} on {usage.about.get('device', '')}", usage)
+            found += work_of(name, usage)
     return found
 
 
@@ -75,12 +77,7 @@ def work_of(name: str, usage: Usage) -> list[Work]:
     if not all(usage.about.get(f"{phase}_buckets") for phase in PHASES):
         return []
     tables = {phase: BucketTable(tuple(usage.about[f"{phase}_buckets"])) for phase in PHASES}
-    # Without sizes that only an earlier engine allowed; its step times still hold.
-    phases = {
-        phase: PhaseUsage(
-            fitting(ran.steps_by_size, tables[phase]), ran.steps_by_bucket, ran.seconds_by_bucket
-        )
-        for phase, ran in usage.phases.items()
-    }
-    found = Usage(phases, usage.about)
-    return [Work(name=name, tables=tables, usage=found)] if found.steps else []
+    for phase, ran in usage.phases.items():
+        # Without sizes that only an earlier engine allowed; its step times still hold.
+        ran.steps_by_size = fitting(ran.steps_by_size, tables[phase])
+    return [Work(name=name, tables=tables, usage=usage)] if usage.steps else []

@@ -44,9 +44,9 @@ def read_trace(path: Path) -> list[Request]:
                 raise ValueError(f"{path}:{number}: {error}") from error
     if not found:
         raise ValueError(f"{path} holds no request")
-    found.sort()
+    first = min(found)[0]
     # Requests that failed have no output.
-    return [Request(at - found[0][0], prompt, output) for at, prompt, output in found if output]
+    return [Request(at - first, prompt, output) for at, prompt, output in sorted(found) if output]
 
 
 def _request(row: Mapping[str, Any]) -> tuple[float, int, int]:

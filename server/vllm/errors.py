@@ -43,7 +43,8 @@ from server.request.limits import MAX_TOKENS_FIELDS
 
 logger = logging.getLogger(__name__)
 
-_TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
+TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
+"""What vLLM blames for a prompt that does not fit into the context."""
 _OVERLOAD_RETRY_S = 1
 _JSON_TYPES: Mapping[type, str] = {
     str: "a string",
@@ -174,7 +175,7 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
 
 
 def _invalid(message: str, parameter: str | None, asked: Asked) -> RequestError:
-    if parameter in _TOO_LONG_PARAMETERS:
+    if parameter in TOO_LONG_PARAMETERS:
         return ContextLengthError(message, param=asked.prompt)
     limited = any(asked.fields.get(name) is not None for name in MAX_TOKENS_FIELDS)
     if parameter in MAX_TOKENS_FIELDS and not limited:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.parser import Parser
 
-_NOT_SAID = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
+_SAID = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 """Keys of a schema that say what a value is."""
 
 
@@ -27,7 +27,9 @@ def with_object_calls(parser: type[Parser] | None) -> type[Parser] | None:
 def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which are an object whatever it leaves out."""
     given = dict(parameters or {})
-    return given if _NOT_SAID & given.keys() else {"type": "object", **given}
+    if isinstance(given.get("type"), list):
+        return {**given, "type": "object"}
+    return given if _SAID & given.keys() else {"type": "object", **given}
 
 
 class _ObjectCalls:

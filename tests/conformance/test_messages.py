@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import jsonschema
 import pytest
 
 from tests.conformance.target import Target, absent
@@ -50,3 +51,98 @@ def test_an_unknown_model_is_not_found(messages: anthropic.Anthropic) -> None:
 def test_a_wrong_value_is_a_400(messages: anthropic.Anthropic, model: str) -> None:
     with pytest.raises(anthropic.BadRequestError):
         messages.messages.create(model=model, messages=HI, max_tokens=-1)
+
+
+CACHED: Any = {"type": "ephemeral"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"lit": {"type": "boolean"}},
+    "required": ["lit"],
+    "additionalProperties": False,
+}
+TOOL: Any = {
+    "name": "switch_lamp",
+    "type": "custom",
+    "description": "Switches the lamp.",
+    "input_schema": SCHEMA,
+    "cache_control": CACHED,
+    "eager_input_streaming": True,
+}
+AGENT: dict[str, Any] = {
+    "system": [{"type": "text", "text": "You switch lamps.", "cache_control": CACHED}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "On!", "cache_control": CACHED}]}
+    ],
+    "tools": [TOOL],
+    "metadata": {"user_id": "u"},
+    "thinking": {"type": "adaptive"},
+    "cache_control": CACHED,
+}
+
+
+def test_what_a_coding_agent_sends_is_taken(messages: anthropic.Anthropic, model: str) -> None:
+    edits: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    answer = messages.beta.messages.create(
+        model=model, max_tokens=8, context_management=edits, **AGENT
+    )
+    assert answer.type == "message"
+    count = {name: AGENT[name] for name in ("system", "messages", "tools", "thinking")}
+    counted = messages.messages.count_tokens(model=model, **count)
+    usage = answer.usage
+    parts = usage.cache_read_input_tokens, usage.cache_creation_input_tokens, usage.input_tokens
+    assert sum(part or 0 for part in parts) == counted.input_tokens
+
+
+def test_a_repeated_prompt_is_read_from_the_cache(
+    messages: anthropic.Anthropic, model: str
+) -> None:
+    for _ in range(2):
+        answer = messages.messages.create(model=model, max_tokens=1, **AGENT)
+    assert answer.usage.cache_read_input_tokens
+
+
+@pytest.mark.parametrize("strict", [False, None])
+def test_a_named_tool_is_used_whatever_strict_says(
+    messages: anthropic.Anthropic, model: str, strict: bool | None
+) -> None:
+    tool = {**TOOL} if strict is None else {**TOOL, "strict": strict}
+    wish: Any = {**AGENT, "tools": [tool], "tool_choice": {"type": "tool", "name": TOOL["name"]}}
+    for seed in range(6):
+        hot: Any = {"temperature": 1.0 + seed / 10}
+        with messages.messages.stream(model=model, max_tokens=64, extra_body=hot, **wish) as events:
+            answer = events.get_final_message()
+        if answer.stop_reason == "tool_use":
+            (block,) = answer.content
+            assert block.type == "tool_use"
+            assert block.id.startswith("toolu_")
+            jsonschema.validate(block.input, SCHEMA)
+            return
+    pytest.fail("no call was finished within 64 tokens, six times")
+
+
+def test_max_tokens_is_a_bound_and_no_room_that_is_asked_for(
+    messages: anthropic.Anthropic, model: str
+) -> None:
+    with messages.messages.stream(model=model, messages=HI, max_tokens=64_000) as events:
+        for event in events:
+            if event.type == "content_block_delta":
+                break
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]},
+        {"container": "container_1"},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+    ],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_what_the_server_would_have_to_do_is_refused(
+    messages: anthropic.Anthropic, model: str, wish: dict[str, Any]
+) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        messages.messages.create(model=model, messages=HI, max_tokens=1, extra_body=wish)
+    body: Any = caught.value.body
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"

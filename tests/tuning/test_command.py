@@ -52,7 +52,7 @@ def test_json_and_a_choice_of_model(root: Path, capsys: pytest.CaptureFixture[st
     flags = ["--cache-root", str(root), "--model", "two", "--decode-graphs", "2"]
     assert main(["tune", *flags, "--format", "json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
-    assert report["name"] == "org/two on emulated"
+    assert report["name"] == "org/two on emulated (two)"
     assert len(report["decode"]["suggested"]) == 2
     assert report["verified"] is None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
-from rbln_backend.scheduler.simulator import Request, simulate, simulate_periods
-from server.tuning.replayer import Replayer, Round
+from rbln_backend.scheduler.simulator import Pace, Request, simulate, simulate_periods
+from server.tuning.measured import Measuring
+from server.tuning.replay import Player, Round, Step
 from tests.checkpoints import CheckpointCache
 
 TABLES = {"prefill": BucketTable((16, 32)), "decode": BucketTable((1, 2, 4))}
@@ -55,8 +58,17 @@ def test_no_more_run_at_once_than_there_are_rows() -> None:
     assert sum(n * count for n, count in decode.steps_by_size.items()) == 9 * 19
 
 
+def _replay(argv: list[str], rounds: list[Round]) -> tuple[list[list[Step]], Pace]:
+    player = Player(argv)
+    ran = [player.play(one) for one in rounds]
+    player.shutdown()
+    return ran, player.pace
+
+
 @pytest.mark.engine
-def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache) -> None:
+def test_the_engine_runs_the_same_steps(
+    checkpoints: CheckpointCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In all of its buckets, and then in some of them alone."""
     lengths = [(5, 4), (40, 9), (1, 3), (33, 2), (17, 6), (70, 5), (2, 12), (16, 1), (31, 7)]
     trace = [Request(0.03 * n, *pair) for n, pair in enumerate(lengths)]
@@ -64,13 +76,16 @@ def test_the_engine_runs_the_same_steps(checkpoints: CheckpointCache) -> None:
     (period,) = simulate(trace, TABLES, TIMES).periods
     few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}
     rounds = [Round(period, TABLES), Round(period, few)]
-    result = Replayer(argv, 240.0).run("replay", rounds, [1, 0, 1], warm_up=1)
+    flags = [argv[0], *argv[3:], *Measuring(argv, 240.0).flags(TABLES)]
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_PLUGINS", "rbln")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        ran, pace = pool.submit(_replay, flags, rounds).result(timeout=240.0)
     counts = []
-    for played, repeats in zip(rounds, result.ran, strict=True):
-        wanted = simulate_periods([period], played.tables, TIMES, result.pace).phases
-        (steps,) = repeats
-        ran = {phase: Counter(s.size for s in steps if s.phase == phase) for phase in TABLES}
-        assert ran == {phase: wanted[phase].steps_by_size for phase in TABLES}
+    for played, steps in zip(rounds, ran, strict=True):
+        wanted = simulate_periods([period], played.tables, TIMES, pace).phases
+        sizes = {phase: Counter(s.size for s in steps if s.phase == phase) for phase in TABLES}
+        assert sizes == {phase: wanted[phase].steps_by_size for phase in TABLES}
         assert all(step.seconds > 0 for step in steps)
-        counts.append(ran["prefill"])
+        counts.append(sizes["prefill"])
     assert counts[0] != counts[1]

@@ -6,8 +6,8 @@ import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import MeasuredTimes
-from server.tuning.replayer import Round, Step
-from server.tuning.step_times import ran_of, times_in_trace
+from server.tuning.measure import ran_of, times_in_trace
+from server.tuning.replay import Step
 
 # Alone a full bucket takes 10 ms and 1 ms a row.
 ALONE = MeasuredTimes({bucket: 0.010 + 0.001 * bucket for bucket in (2, 4, 8, 16)}, 0.001)
@@ -61,10 +61,10 @@ def test_what_a_step_takes_more_after_a_chunk_is_the_chunks() -> None:
         *[Step("decode", 3, 0.1)] * 2,
         Step("prefill", 12, 0.5),
     ]
-    ran = ran_of([Round([], tables)], [[steps]], in_trace=True)
+    ran = ran_of([(tables, [steps])], in_trace=True)
     assert ran["prefill"][16, 9] == [pytest.approx(0.7)]
     assert ran["prefill"][16, 12] == [0.5]
     assert ran["decode"][4, 3] == pytest.approx([0.1] * 3)
-    alone = ran_of([Round([], tables)], [[steps]])
+    alone = ran_of([(tables, [steps])])
     assert alone["prefill"][16, 9] == [0.5]
     assert sorted(alone["decode"][4, 3]) == [0.1, 0.1, 0.3]

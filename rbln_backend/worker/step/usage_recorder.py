@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import queue
 import threading
 import time
@@ -14,6 +12,7 @@ from typing import Any
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.compiler.port import Phase
+from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import ModelConfig, init_logger
 
 logger = init_logger(__name__)
@@ -24,24 +23,26 @@ _PERIOD_S = 60.0
 
 
 def open_recorder(
-    root: Path, model: ModelConfig, device: Fingerprint, tables: Mapping[Phase, BucketTable]
+    root: Path,
+    model: ModelConfig,
+    configuration: Mapping[str, Any],
+    device: Fingerprint,
+    tables: Mapping[Phase, BucketTable],
 ) -> UsageRecorder:
-    """Record below ``root``; one file per model and device, whatever the buckets are."""
-    known = {
-        "model": model.model,
-        "architecture": model.architecture,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "device": dict(device),
-    }
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    """Record below ``root``; one file per model, configuration and device.
+
+    ``configuration`` is what the keys of its graphs share, so that step times of another dtype,
+    with adapters or of other kernels are never mixed in; the buckets are no part of it.
+    """
+    key = CacheKey({**configuration, "served": model.model, "device": dict(device)})
+    adapters = ", adapters" if configuration.get("lora") else ""
     about = about_engine(
         model.model,
-        f"{device.get('device', '')} {model.dtype}".strip(),
+        f"{device.get('device', '')} {model.dtype}{adapters}".strip(),
         decode_buckets=tables[Phase.DECODE].sizes,
         prefill_buckets=tables[Phase.PREFILL].sizes,
     )
-    return UsageRecorder(UsageFile(root / f"{digest[:32]}.json"), about)
+    return UsageRecorder(UsageFile(root / f"{key.digest}.json"), about)
 
 
 class UsageRecorder:

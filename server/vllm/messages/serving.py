@@ -7,9 +7,11 @@ from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
+from vllm.exceptions import VLLMValidationError
 
 from server.errors import ContextLengthError
 from server.request.record import record_var
+from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.messages.answers import message_of
 from server.vllm.messages.events import Prefix, message_events
 
@@ -42,27 +44,37 @@ def over_chat_requests() -> type:
         async def render_chat_request(self, request: Any) -> Any:
             """Render a chat; `max_tokens` is a bound, and need not fit behind the prompt."""
             wanted = request.max_tokens, request.max_completion_tokens
+            most = self.model_config.max_model_len - 1
             request.max_tokens = request.max_completion_tokens = None
             try:
                 rendered = await super().render_chat_request(request)
+            except VLLMValidationError as error:
+                if error.parameter not in TOO_LONG_PARAMETERS:
+                    raise
+                raise _too_long(most + 2, most) from error
             finally:
                 request.max_tokens, request.max_completion_tokens = wanted
             if not isinstance(rendered, ErrorResponse):
-                _check_room(rendered[1], self.model_config.max_model_len)
+                _check_room(rendered[1], most)
             return rendered
 
     return OverChatRequests
 
 
-def _check_room(prompts: list[Any], max_model_len: int) -> None:
+def _check_room(prompts: list[Any], most: int) -> None:
     for prompt in prompts:
         length = len(prompt.get("prompt_token_ids") or ())
-        if length >= max_model_len:
-            raise ContextLengthError(
-                f"prompt is too long: {length} tokens > {max_model_len - 1} maximum, which leaves "
-                "one for the answer.",
-                param="messages",
-            )
+        if length > most:
+            raise _too_long(length, most)
+
+
+def _too_long(length: int, most: int) -> ContextLengthError:
+    # Clients of this API know the error by its first words, and then shorten the conversation.
+    return ContextLengthError(
+        f"prompt is too long: {length} tokens > {most} maximum, which leaves one for the answer; "
+        f"more than {most + 2} are not counted.",
+        param="messages",
+    )
 
 
 def _prefix() -> Prefix:

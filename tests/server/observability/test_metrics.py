@@ -37,7 +37,7 @@ def recorded(run_dir: Path, sizes: dict[int, int]) -> UsageFile:
     for size, steps in sizes.items():
         for _ in range(steps):
             usage.phases["decode"].note(size, 8, 0.01)
-    usage.phases["decode"].note(1, 1, 0.004)
+    usage.phases["decode"].note(1, 1, 0.004 * 12, 12)
     file = UsageFile(run_dir / "usage.json")
     file.add(usage)
     info = BucketsInfo(decode=[8], prefill=[64], usage_file=str(file.path))
@@ -99,7 +99,7 @@ async def test_the_tuners_advice_is_published_and_renewed(tmp_path: Path) -> Non
     metrics.observe_advice(await advice.latest())
     assert values(metrics, "rbln_bucket_suggested") == {}
 
-    file = recorded(tmp_path, {1: 6, 5: 2})
+    file = recorded(tmp_path, {1: 36, 5: 12})
     metrics.observe_advice(await advice.latest())
     assert values(metrics, "rbln_bucket_suggested") == {}, "looked at again within seconds"
     now = 6.0
@@ -111,7 +111,7 @@ async def test_the_tuners_advice_is_published_and_renewed(tmp_path: Path) -> Non
     padding = values(metrics, "rbln_bucket_suggested_padding_ratio")
     assert padding["decode", "current"] > 0.5
     assert padding["decode", "suggested"] == 0.0
-    assert values(metrics, "rbln_bucket_recorded_steps") == {("decode",): 9.0}
+    assert values(metrics, "rbln_bucket_recorded_steps") == {("decode",): 60.0}
 
     # Another minute, other traffic: what is no longer suggested is gone.
     other = Usage(about=about_engine("m", "cpu", decode_buckets=(4, 8), prefill_buckets=(64,)))
@@ -120,11 +120,11 @@ async def test_the_tuners_advice_is_published_and_renewed(tmp_path: Path) -> Non
     file.path.unlink()
     file.add(other)
     now = 30.0
-    assert (await advice.latest() or {})["decode"]["steps"] == 9
+    assert (await advice.latest() or {})["decode"]["steps"] == 60
     now = 70.0
     metrics.observe_advice(await advice.latest())
     found = _by_phase(values(metrics, "rbln_bucket_suggested"))
-    assert found == {("decode", "4"): 0.0, ("decode", "8"): 1.0}
+    assert found == {("decode", "4"): 1.0, ("decode", "8"): 1.0}
 
 
 def _by_phase(found: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:

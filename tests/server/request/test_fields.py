@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 
 from server.errors import (
     ContextLengthError,
+    InvalidSchemaError,
     InvalidValueError,
     MissingFieldError,
     OverloadedError,
@@ -136,6 +137,16 @@ def test_free_form_mappings_are_not_entered() -> None:
         ({"prompt": [[1], [1, 50]]}, InvalidValueError, "prompt[1][1]"),
         ({"prompt": [[1] * 90] * 2}, OverloadedError, "prompt"),
         ({"tokens": [-1]}, InvalidValueError, "tokens[0]"),
+        (
+            {"tools": [{"function": {"parameters": {"type": "string"}}}]},
+            InvalidSchemaError,
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{}, {"input_schema": {"type": ["null", "array"]}}]},
+            InvalidSchemaError,
+            "tools[1].input_schema",
+        ),
     ],
 )
 def test_limits(body: dict[str, Any], error: type[ServerError], param: str) -> None:
@@ -149,7 +160,8 @@ def test_what_is_within_the_limits_passes() -> None:
     check_limits({"messages": turns, "n": 4, "priority": 0, "max_tokens": 100}, LIMITS)
     check_limits({"prompt": ["a"] * 3}, LIMITS)
     check_limits({"prompt": [49] * 90}, LIMITS)
-    check_limits({"messages": "wrong type", "n": "two"}, LIMITS)
+    check_limits({"messages": "wrong type", "n": "two", "tools": [7, {"function": 7}]}, LIMITS)
+    check_limits({"tools": [{"parameters": {"type": ["object", "null"]}}, {"name": "a"}]}, LIMITS)
 
 
 def test_limits_are_named_with_their_numbers() -> None:

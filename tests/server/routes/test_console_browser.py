@@ -1,25 +1,32 @@
-"""The console in a real browser: a cold start, a key, a streamed chat, a schema, an engine's death.
+"""The console in a real browser: a start, a key, pictures, a chat, a schema, an engine's death.
 
 Needs Debian's chromium and chromium-driver: deploy/scripts/install_test_tools.sh.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver import Chrome, ChromeOptions, Keys
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
+from rbln_backend.reporting.progress import ProgressWriter
+from server.frontend import LaunchError
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
+from tests.server.scripted import ScriptedLauncher, running
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -27,114 +34,261 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--window-size=1200,1600",
+    "--window-size=1280,1600",
 )
 _PATIENCE_S = 120
+_KEY = {"authorization": "Bearer sesame"}
+_PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Chrome]:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     assert chromium and driver, "chromium is missing: run deploy/scripts/install_test_tools.sh"
     options = ChromeOptions()
     options.binary_location = chromium
-    for flag in (*_FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+    profile = tmp_path_factory.mktemp("profile")
+    for flag in (*_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     chrome = Chrome(options=options, service=Service(driver))
     yield chrome
     chrome.quit()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def starting(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Future[RealServer]]:
+    """The server that most tests share: it starts while the first ones run."""
+    folder = tmp_path_factory.mktemp("server")
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(RealServer, checkpoints("llama"), folder, "--api-key", "sesame")
+        yield server
+        with server.result():
+            pass
+
+
+@pytest.fixture
+def server(starting: Future[RealServer]) -> RealServer:
+    return starting.result()
+
+
+@pytest.fixture
+def page(server: RealServer, browser: Chrome) -> Chrome:
+    """The browser at the shared server, ready, with its key."""
+    server.until_ready()
+    if not browser.current_url.startswith(server.url):
+        browser.get(server.url)
+        give_key(browser, "sesame")
+    until(browser, lambda: text(browser, "phase") == "ready")
+    until(browser, lambda: "tiny" in text(browser, "chat-model"))
+    return browser
+
+
+def part(browser: Chrome, name: str) -> WebElement:
+    return browser.find_element(By.ID, name)
+
+
 def text(browser: Chrome, name: str) -> str:
-    return browser.find_element(By.ID, name).text
+    return part(browser, name).text
 
 
 def until(browser: Chrome, what: Callable[[], bool]) -> None:
-    WebDriverWait(browser, _PATIENCE_S, poll_frequency=0.1).until(lambda _: what())
-
-
-def progress(browser: Chrome) -> tuple[int, int]:
-    bar = browser.find_element(By.ID, "graphs-progress")
-    return int(bar.get_attribute("value") or 0), int(bar.get_attribute("max") or 0)
-
-
-def test_the_console_from_a_cold_start_to_the_engines_death(
-    checkpoints: CheckpointCache, tmp_path: Path, browser: Chrome
-) -> None:
-    cold = ("--additional-config", '{"rbln": {"disable_compile_cache": true}}')
-    with RealServer(checkpoints("llama"), tmp_path, "--api-key", "sesame", *cold) as server:
-        browser.get(server.url)
-        until(browser, lambda: text(browser, "phase") == "starting")
-
-        # It asks for the key, and says so when it is wrong.
-        until(browser, lambda: browser.find_element(By.ID, "key-form").is_displayed())
-        give_key(browser, "wrong")
-        until(browser, lambda: "invalid_api_key" in text(browser, "key-note"))
-        give_key(browser, "sesame")
-
-        # A cold start goes on for seconds: some of its graphs are seen done before all are.
-        until(browser, lambda: 0 < progress(browser)[0] < progress(browser)[1])
-        until(browser, lambda: text(browser, "phase") == "ready")
-        done, total = progress(browser)
-        assert done == total > 3
-        assert "no NPU" in text(browser, "device")
-
-        advice(browser, server)
-        chat(browser)
-        schema(browser)
-
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        until(browser, lambda: text(browser, "phase") in ("dead", "no answer"))
-        assert "engine" in text(browser, "alert") or "does not answer" in text(browser, "alert")
-        server.process.wait(30)
-        until(browser, lambda: text(browser, "phase") == "no answer")
-        assert "from then" in text(browser, "alert")
+    WebDriverWait(browser, _PATIENCE_S, poll_frequency=0.05).until(lambda _: what())
 
 
 def give_key(browser: Chrome, key: str) -> None:
-    until(browser, lambda: browser.find_element(By.ID, "key-form").is_displayed())
-    browser.find_element(By.ID, "key").send_keys(key)
+    until(browser, lambda: part(browser, "key-form").is_displayed())
+    part(browser, "key").send_keys(key)
     browser.find_element(By.CSS_SELECTOR, "#key-form button").click()
 
 
-def advice(browser: Chrome, server: RealServer) -> None:
-    """What earlier runs have left is advised on; the engine itself writes once a minute."""
-    headers = {"authorization": "Bearer sesame"}
-    buckets = server.client.get("/v1/server_info", headers=headers).json()["buckets"]
-    sizes = buckets["decode"]
-    earlier = Usage(about=about_engine("m", "cpu", decode_buckets=sizes, prefill_buckets=[64]))
-    for _ in range(200):
-        earlier.phases["decode"].note(3, sizes[-1], 0.004)
-        earlier.phases["decode"].note(1, sizes[0], 0.001)
-    UsageFile(Path(buckets["usage_file"])).add(earlier)
-    browser.refresh()
-    until(browser, lambda: "decode" in text(browser, "advice"))
-    assert "of step time" in text(browser, "advice") or "as now" in text(browser, "advice")
+async def test_a_start_is_what_one_sees_until_it_is_over(browser: Chrome, tmp_path: Path) -> None:
+    launcher = ScriptedLauncher()
+    async with running(tmp_path, launcher) as service:
+        engine = ProgressWriter(tmp_path, 0, None)
+        await asyncio.to_thread(_see_kernels, browser, service.port, engine)
+        await asyncio.to_thread(_see_graphs, browser, engine)
+        engine.phase("ready")
+        launcher.launched.set()
+        await asyncio.to_thread(_see_the_end_of_it, browser)
 
 
-def chat(browser: Chrome) -> None:
-    until(browser, lambda: "tiny" in text(browser, "chat-model"))
-    browser.find_element(By.ID, "chat-text").send_keys("hello")
-    browser.find_element(By.ID, "chat-send").click()
-    until(browser, lambda: "tokens/s" in text(browser, "chat-figures"))
-    assert "ended by" in text(browser, "chat-figures")
-    assert len(text(browser, "chat-log").splitlines()) >= 4
-    # The live panels follow from the metrics.
-    until(browser, lambda: "decode" in text(browser, "buckets"))
+def _see_kernels(browser: Chrome, port: int, engine: ProgressWriter) -> None:
+    engine.phase("init", "kernels")
+    browser.get(f"http://127.0.0.1:{port}")
+    until(browser, lambda: text(browser, "headline") == "Building kernels")
+    assert text(browser, "phase") == "starting"
+    has_value = "return document.getElementById('graphs-progress').hasAttribute('value')"
+    assert not browser.execute_script(has_value), "how far it is nobody knows yet"
+    assert not part(browser, "serving").is_displayed()
+    assert "–" not in browser.find_element(By.TAG_NAME, "body").text
 
 
-def schema(browser: Chrome) -> None:
-    browser.find_element(By.CSS_SELECTOR, "#chat-form summary").click()
-    field = browser.find_element(By.ID, "chat-schema")
+def _see_graphs(browser: Chrome, engine: ProgressWriter) -> None:
+    engine.phase("load", "org/model")
+    until(browser, lambda: text(browser, "headline") == "Loading weights: org/model")
+    graphs = [f"decode[{size}]" for size in (1, 2, 4, 8)]
+    engine.plan(graphs)
+    engine.phase("compile", "capturing")
+    for graph in graphs[:2]:
+        engine.graph_started(graph)
+        engine.graph_done(graph, "compiled", 4.0)
+    until(browser, lambda: "Graphs: 2 of 4" in text(browser, "progress-label"))
+    assert " left" in text(browser, "progress-label")
+    bar = part(browser, "graphs-progress")
+    assert (bar.get_attribute("value"), bar.get_attribute("max")) == ("2", "4")
+    current = part(browser, "steps").find_element(By.CSS_SELECTOR, "[aria-current=step]")
+    assert current.text == "Compiling graphs"
+    until(browser, lambda: "compiled" in text(browser, "graphs"))
+
+
+def _see_the_end_of_it(browser: Chrome) -> None:
+    until(browser, lambda: text(browser, "phase") == "ready")
+    until(browser, lambda: part(browser, "serving").is_displayed())
+    assert text(browser, "headline").startswith("Ready after")
+    assert not part(browser, "graphs-progress").is_displayed()
+
+
+async def test_a_start_that_fails_says_why(browser: Chrome, tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(error=LaunchError("no such model"))
+    async with running(tmp_path, launcher, death_linger_s=3.0) as service:
+        ProgressWriter(tmp_path, 0, None).phase("load", "org/model")
+
+        def see(name: str, words: str) -> None:
+            browser.get(f"http://127.0.0.1:{service.port}")
+            until(browser, lambda: words in text(browser, name))
+
+        await asyncio.to_thread(see, "headline", "Loading weights")
+        launcher.launched.set()
+        await asyncio.to_thread(see, "alert", "no such model")
+        assert not part(browser, "serving").is_displayed()
+        assert not part(browser, "graphs-progress").is_displayed()
+
+
+def test_it_asks_for_the_key_and_says_when_it_is_wrong(server: RealServer, browser: Chrome) -> None:
+    browser.get(server.url)
+    give_key(browser, "wrong")
+    until(browser, lambda: "invalid_api_key" in text(browser, "key-note"))
+    give_key(browser, "sesame")
+    until(browser, lambda: "no NPU" in text(browser, "device"))
+    until(browser, lambda: text(browser, "phase") == "ready")
+
+
+def test_a_chat_moves_the_figures_and_the_pictures(page: Chrome) -> None:
+    part(page, "chat-text").send_keys("hello")
+    part(page, "chat-send").click()
+    until(page, lambda: "tokens/s" in text(page, "chat-figures"))
+    assert "ended by" in text(page, "chat-figures")
+    assert len(text(page, "chat-log").splitlines()) >= 4
+    until(page, lambda: "decode" in text(page, "buckets"))
+    # Of each picture some line is drawn, and its highest value told.
+    for name in ("speed", "padding"):
+        chart = part(page, f"chart-{name}").find_element(By.TAG_NAME, "svg")
+        until(page, lambda chart=chart: highest(chart) > 0)
+        lines = chart.find_elements(By.CSS_SELECTOR, "path.line")
+        assert len(lines) == 2
+        assert any("L" in (line.get_attribute("d") or "") for line in lines)
+    for name in ("queue", "kv"):
+        chart = part(page, f"chart-{name}").find_element(By.TAG_NAME, "svg")
+        assert "now" in [label.text for label in chart.find_elements(By.TAG_NAME, "text")]
+
+
+def highest(chart: WebElement) -> float:
+    told = (chart.get_attribute("aria-label") or "").partition("at most ")[2]
+    return max([float(word) for word in told.split() if word.replace(".", "").isdigit()], default=0)
+
+
+def test_values_follow_the_pointer_and_the_keys(page: Chrome) -> None:
+    figure = part(page, "chart-queue")
+    chart, readout = (
+        figure.find_element(By.TAG_NAME, "svg"),
+        figure.find_element(By.TAG_NAME, "output"),
+    )
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    until(page, lambda: readout.text.endswith("now"))
+    chart.send_keys(Keys.HOME)
+    until(page, lambda: readout.text.endswith("ago"))
+    assert chart.find_elements(By.CSS_SELECTOR, "line.cursor")
+    chart.send_keys(Keys.ESCAPE)
+    until(page, lambda: readout.text.endswith("now"))
+    pointer = ActionChains(page).move_to_element(chart)
+    pointer.perform()
+    until(page, lambda: readout.text.endswith("ago"))
+    assert "running" in readout.text
+    pointer.move_to_element(part(page, "h-live")).perform()
+    until(page, lambda: readout.text.endswith("now"))
+
+
+def test_advice_is_shown_where_something_is_gained_alone(server: RealServer, page: Chrome) -> None:
+    buckets = server.client.get("/v1/server_info", headers=_KEY).json()["buckets"]
+    sizes, file = buckets["decode"], Path(buckets["usage_file"])
+
+    def ran(*steps: tuple[int, int, float]) -> None:
+        """The record of earlier runs; the engine itself writes once a minute."""
+        earlier = Usage(about=about_engine("m", "cpu", decode_buckets=sizes, prefill_buckets=[64]))
+        for size, bucket, seconds in steps:
+            earlier.phases["decode"].note(size, bucket, 1000 * seconds, 1000)
+        file.unlink(missing_ok=True)
+        UsageFile(file).add(earlier)
+        page.refresh()
+
+    # Bucket 1 was a little slower than 2 while something else ran.
+    ran((1, 1, 0.0021), (2, 2, 0.0020), (4, 4, 0.0030))
+    until(page, lambda: "would change no size" in text(page, "advice-note"))
+    assert not part(page, "advice-table").is_displayed()
+    ran((1, 1, 0.001), (3, sizes[-1], 0.004))
+    until(page, lambda: "of step time" in text(page, "advice"))
+    file.unlink()
+
+
+def test_nothing_leaves_its_panel_on_a_narrow_screen(page: Chrome) -> None:
+    try:
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", _PHONE)
+        until(page, lambda: page.execute_script("return innerWidth") == _PHONE["width"])
+        part(page, "startup-details").find_element(By.TAG_NAME, "summary").click()
+        root = "return document.documentElement.scrollWidth"
+        until(page, lambda: page.execute_script(root) <= _PHONE["width"])
+        tables = page.find_elements(By.TAG_NAME, "table")
+        assert len(tables) == 6
+        for table in tables:
+            holder = table.find_element(By.XPATH, "..")
+            assert holder.value_of_css_property("overflow-x") == "auto"
+            assert holder.get_attribute("tabindex") == "0", "for the keys"
+        assert part(page, "buckets").rect["width"] > _PHONE["width"] - 60, "it has to scroll"
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_server_without_adapters_says_so_and_no_request_fails(page: Chrome) -> None:
+    page.get_log("browser")  # type: ignore[no-untyped-call]
+    page.refresh()
+    until(page, lambda: "--enable-lora" in text(page, "adapters-note"))
+    assert "400" not in page.find_element(By.TAG_NAME, "body").text
+    assert not part(page, "adapters-table").is_displayed()
+    assert page.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def test_an_answer_fits_a_schema(page: Chrome) -> None:
+    page.find_element(By.CSS_SELECTOR, "#chat-form summary").click()
+    field = part(page, "chat-schema")
     field.send_keys('{"type": "integer", "pattern": ')
-    browser.find_element(By.ID, "schema-check").click()
-    until(browser, lambda: "not JSON" in text(browser, "schema-note"))
+    part(page, "schema-check").click()
+    until(page, lambda: "not JSON" in text(page, "schema-note"))
     field.clear()
     field.send_keys('{"enum": ["yes", "no"]}')
-    browser.find_element(By.ID, "schema-check").click()
-    until(browser, lambda: "fits" in text(browser, "schema-note"))
-    # The conversation so far would not leave room for another answer.
-    browser.find_element(By.ID, "chat-clear").click()
-    browser.find_element(By.ID, "chat-text").send_keys("well?")
-    browser.find_element(By.ID, "chat-send").click()
-    until(browser, lambda: text(browser, "chat-log").rstrip().endswith(('"yes"', '"no"')))
+    part(page, "schema-check").click()
+    until(page, lambda: "fits" in text(page, "schema-note"))
+    part(page, "chat-text").send_keys("well?")
+    part(page, "chat-send").click()
+    until(page, lambda: text(page, "chat-log").rstrip().endswith(('"yes"', '"no"')))
+
+
+def test_the_engines_death_and_the_servers_end_are_said(server: RealServer, page: Chrome) -> None:
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    until(page, lambda: text(page, "phase") in ("dead", "no answer"))
+    until(page, lambda: "engine" in text(page, "alert") or "answer" in text(page, "alert"))
+    server.process.wait(30)
+    until(page, lambda: text(page, "phase") == "no answer")
+    until(page, lambda: "from then" in text(page, "alert"))

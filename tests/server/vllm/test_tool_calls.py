@@ -137,3 +137,4 @@ def test_the_tools_themselves_stay_as_they_were_given() -> None:
 def test_schemas_that_say_what_they_are_stay() -> None:
     for schema in (SCHEMA, {"$ref": "#/$defs/a"}, {"anyOf": [SCHEMA]}):
         assert object_schema(schema) == schema
+    assert object_schema({"type": ["object", "null"]}) == {"type": "object"}

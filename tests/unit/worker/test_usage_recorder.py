@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import UsageFile
-from rbln_backend.worker.step.usage_recorder import UsageRecorder
+from rbln_backend.compiler.port import Phase
+from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
 
 
 def recorded(file: UsageFile) -> dict[int, int]:
@@ -41,3 +47,24 @@ def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:
     recorder = UsageRecorder(UsageFile(tmp_path / "taken" / "model.json"), period_s=0.0)
     recorder.note("decode", 1, 1, 0.01)
     recorder.close()
+
+
+def test_other_configurations_have_records_of_their_own(tmp_path: Path) -> None:
+    def record(
+        decode: tuple[int, ...] = (1, 4), threads: int = 2, **fields: Any
+    ) -> tuple[Path, str]:
+        model: Any = SimpleNamespace(model="org/m", dtype=torch.float32)
+        tables = {Phase.DECODE: BucketTable(decode), Phase.PREFILL: BucketTable((16,))}
+        device = {"device": "cpu", "threads": threads}
+        recorder = open_recorder(tmp_path, model, {"dtype": "float32"} | fields, device, tables)
+        recorder.note("decode", 1, 1, 0.01)
+        recorder.close()
+        return recorder.path, UsageFile(recorder.path).read().about["device"]
+
+    plain, name = record()
+    assert record((2, 4)) == (plain, name), "buckets may change: step times of a bucket hold"
+    adapted, named = record(lora={"max_rank": 8})
+    assert (name, named) == ("cpu torch.float32", "cpu torch.float32, adapters")
+    others = {record(dtype="bfloat16")[0], record(threads=4)[0], adapted}
+    assert len({plain, *others}) == 4
+    assert UsageFile(plain).read().steps == 2
