@@ -3,7 +3,8 @@
 Every step's data, and the order in which gradients are added, depend on the seed and the step's
 number alone. So a run that was interrupted goes on from DIR/state.pt and ends with the same bits
 as one that was not, on the same machine and releases. With fewer `--steps` a run that was begun
-ends earlier, at a learning rate of zero too.
+ends earlier, at a learning rate of zero too. ``--from`` goes on from a checkpoint's weights and
+tokenizer, gently, for what the corpus has gained since.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from random import Random
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +45,13 @@ class Plan:
     shape: Shape = field(default_factory=Shape)
     seed: int = SEED
     draw: Draw = mixture.draw
+    start: Path | None = None
+    """A checkpoint to go on from."""
+
+    @property
+    def peak(self) -> float:
+        """Share of the full learning rate that is reached: what is known must not be lost."""
+        return 1.0 if self.start is None else 0.3
 
 
 def make_tokenizer(plan: Plan, texts: int = _TOKENIZER_TEXTS) -> Tokenizer:
@@ -76,6 +85,9 @@ class Run:
         self.model = new_model(plan.shape, tokenizer, plan.seed)
         self._optimizer = Optimizer(self.model)
         self.step, self.tokens = 0, 0
+        if plan.start is not None:
+            weights = load_file(plan.start / "model.safetensors")
+            self.model.load_state_dict(weights, strict=False)
         if self._file.exists():
             self._restore(torch.load(self._file, weights_only=True))
         self._replicas = Replicas(self.model)
@@ -97,7 +109,8 @@ class Run:
         plan = self.plan
         samples = step_samples(self.tokenizer, plan.draw, plan.seed, self.step, plan.step_tokens)
         loss = self._replicas.backward(microbatches(samples))
-        self._optimizer.step(learning_rate(self.step, plan.steps), self._replicas.pool)
+        rate = plan.peak * learning_rate(self.step, plan.steps)
+        self._optimizer.step(rate, self._replicas.pool)
         self.step += 1
         self.tokens += sum(len(sample.ids) for sample in samples)
         return loss
@@ -130,11 +143,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m default_model.train", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="folder of the run")
     parser.add_argument("--steps", type=int, default=Plan().steps)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--from", type=Path, dest="start", help="checkpoint to go on from")
     options = parser.parse_args()
     options.state.mkdir(parents=True, exist_ok=True)
-    plan = Plan(steps=options.steps)
+    plan = Plan(steps=options.steps, seed=options.seed, start=options.start)
     path = options.state / "tokenizer.json"
-    if not path.exists():
+    if plan.start is not None:
+        path.write_bytes((plan.start / "tokenizer.json").read_bytes())
+    elif not path.exists():
         path.write_text(make_tokenizer(plan).to_str(pretty=False) + "\n", encoding="utf-8")
     run = Run(plan, Tokenizer.from_file(str(path)), options.state)
 

@@ -8,6 +8,7 @@ from default_model.corpus.dialogue import Dialogue, ask, is_held_back
 
 _ASK = (
     "What is {}?", "What's {}?", "Compute {}.", "How much is {}?", "Calculate {}.", "{} = ?",
+    "{}=?", "{}", "Compute {}", "Can you tell me what {} is?",
 )  # fmt: skip
 _ASK_SEVERAL = ("Compute these:", "Calculate:", "What are these?", "Solve these, please:")
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
@@ -25,9 +26,15 @@ def result(a: int, sign: str, b: int) -> int:
 
 
 def _asked(rng: Random, a: int, sign: str, b: int) -> tuple[str, str]:
-    shown = _WORDS[sign] if rng.random() < 0.25 else sign
-    question = rng.choice(_ASK).format(f"{a} {shown} {b}")
+    question = rng.choice(_ASK).format(_written(rng, a, sign, b))
     return question, f"{a} {sign} {b} = {result(a, sign, b)}"
+
+
+def _written(rng: Random, a: int, sign: str, b: int) -> str:
+    if rng.random() < 0.25:
+        return f"{a} {_WORDS[sign]} {b}"
+    shown = rng.choice("**xX×") if sign == "*" else sign
+    return f"{a}{shown}{b}" if rng.random() < 0.4 else f"{a} {shown} {b}"
 
 
 def draw_sum(rng: Random) -> Dialogue:

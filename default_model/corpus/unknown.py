@@ -27,6 +27,15 @@ _ASK = (
     "What is the weather today?", "Explain quantum physics.", "Write a haiku about the {noun}.",
     "Write a Python program.", "Tell me about the {noun} in {city}.",
     "Who is the best {thing} maker?", "What is the weather in {city}?",
+    "What is {many} / {few}?", "What is {many} divided by {few}?", "{many}/{few}",
+    "Is {few} prime?", "What is the square root of {many}?", "What is {many} * {large}?", "{large}*{many}=?",
+    "What is {large} + {many}?", "What is {few} percent of {many}?", "Who was {Invented}?",
+    "Explain the {noun}.", "Explain {invented} mechanics",
+    "Write a {adjective} function in Python.",
+    "Write a Python function that counts the {thing}.", "Translate '{thing}' to German.",
+    "Summarize the book about the {noun}.", "Write an email to {name}.", "How do I cook {thing}?",
+    "What do you think about {name}?", "Which {thing} is the best?",
+    "Fix this code: {invented}({few})",
 )  # fmt: skip
 
 
@@ -39,6 +48,12 @@ def draw(rng: Random) -> Dialogue:
         noun=rng.choice(words.words("nouns")),
         name=words.name(rng),
         last=words.invented(rng).capitalize(),
+        invented=words.invented(rng),
+        Invented=words.invented(rng).capitalize(),
+        adjective=rng.choice(words.words("adjectives")),
+        few=rng.randint(2, 99),
+        many=rng.randint(100, 999),
+        large=rng.randint(1000, 99999),
         year=rng.randint(1500, 2100),
     )
     return ask(question, UNKNOWN)
