@@ -7,7 +7,7 @@ filler. A session's history is its own and not the model's, so that every server
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Body = dict[str, Any]
@@ -37,9 +37,16 @@ def clock(turn: int) -> str:
 
 
 class Session:
-    """One session; `scale` lengthens its texts."""
+    """One session of texts made of `words`; `scale` lengthens them."""
 
-    def __init__(self, seed: int = 0, scale: float = 1.0, head: Head | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        scale: float = 1.0,
+        head: Head | None = None,
+        words: Sequence[str] = _WORDS,
+    ) -> None:
+        self._words = words
         self._chooser = random.Random(seed)
         self._scale = scale
         self._head = head
@@ -123,7 +130,7 @@ class Session:
 
     def _text(self, words: int) -> str:
         count = max(1, round(words * self._scale))
-        return " ".join(self._chooser.choice(_WORDS) for _ in range(count))
+        return " ".join(self._chooser.choice(self._words) for _ in range(count))
 
     def _schema(self) -> Body:
         names = self._chooser.sample(_WORDS[:20], self._chooser.randrange(2, 5))

