@@ -54,6 +54,9 @@ def _named(value: object) -> object:
 
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+VolatileLines = Annotated[
+    tuple[Literal["billing", "clock"], ...], NoDecode, BeforeValidator(_split)
+]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
 
@@ -252,6 +255,12 @@ class AdmissionSettings(BaseModel):
     )
     unknown_fields: Literal["reject", "warn"] = Field(
         "reject", description="What a request field that nothing acts on gets: 400 or a warning."
+    )
+    volatile_lines: VolatileLines = Field(
+        (),
+        description="Lines of system prompts that change from request to request, at which every "
+        "prefix match would end: `billing`, Claude Code's, is dropped (on /v1/messages always); "
+        "`clock`, a line with the date or time, is moved to the end of the conversation.",
     )
     stream_commit_s: float = Field(
         5.0,

@@ -1,9 +1,9 @@
 """What is done with each documented field of the four APIs: one table for each of them.
 
 The names are those of Anthropic's and OpenAI's own clients (their typed parameters, compared by
-tests/server/request/test_treatments.py); docs/http_api.md is generated from here. vLLM's further
-fields are the request models' own. What depends on the served model is decided in
-`server.request.thinking`. Pure data.
+tests/server/request/test_treatments.py); `server.request.fields` applies the tables, and
+docs/http_api.md is generated from them. vLLM's further fields are the request models' own. What
+depends on the served model is decided in `server.request.thinking`. Pure data.
 """
 
 from __future__ import annotations

@@ -41,11 +41,11 @@ from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.budget import Budget
 from server.request.endpoints import forms_of
+from server.request.fields import IGNORED_HEADER
 from server.request.limits import Limits, check_priority_header, check_rank_header
 from server.request.pooling import PoolingLimits
 from server.request.record import record_var
 from server.request.thinking import Thinker
-from server.request.treating import HEADER as IGNORED_HEADER
 from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
@@ -54,10 +54,11 @@ from server.vllm import stream_chunks
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.messages.requests import merges_inline_system, thinker_of
+from server.vllm.messages.requests import merges_inline_system, template_of, thinker_of
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Rules, Told
 from server.vllm.reading_process import serve_reading
+from server.vllm.tool_calls import tool_parser_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -103,6 +104,8 @@ async def build_frontend(
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
     state = State()
     static, args.lora_modules = args.lora_modules, None
+    if "generate" in tasks:
+        _settle_tool_parser(args, engine.renderer.tokenizer)
     await init_app_state(engine, state, args, tasks)
     state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)
     tracing = None
@@ -112,6 +115,16 @@ async def build_frontend(
         tracing = Tracing()
     keep_alive_s = float(args.sse_keep_alive_interval)
     return VllmFrontend(engine, state, tasks, settings, keep_alive_s, tracing)
+
+
+def _settle_tool_parser(args: Namespace, tokenizer: object) -> None:
+    """Choose the parser of calls where no flag does and the chat template shows which it is."""
+    if args.tool_call_parser is not None or args.enable_auto_tool_choice:
+        return
+    name = tool_parser_of(template_of(args.chat_template, tokenizer))
+    if name is not None:
+        args.tool_call_parser, args.enable_auto_tool_choice = name, True
+        logger.info("calls of tools are read by the parser %s, by the model's chat template", name)
 
 
 class VllmFrontend:
@@ -323,6 +336,7 @@ def make_rules(
             dimensions=_dimensions(model),
         ),
         unknown_fields=settings.unknown_fields,
+        volatile_lines=settings.volatile_lines,
         max_json_depth=settings.max_json_depth,
         text_only=not model.is_multimodal_model,
         merge_inline_system=merge_inline_system,

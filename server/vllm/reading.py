@@ -23,12 +23,18 @@ from server.frontend import Endpoint, JsonObject, ReadRequest
 from server.request.body import parse_json_object
 from server.request.budget import Budget, check_budget
 from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
-from server.request.fields import UnknownPolicy, accepted_fields, check_nested, model_field_names
+from server.request.fields import (
+    UnknownPolicy,
+    accepted_fields,
+    check_nested,
+    model_field_names,
+    treat,
+)
 from server.request.limits import Limits, bound_tokens, check_limits
 from server.request.media import refuse_media
 from server.request.pooling import PoolingLimits, check_pooling_limits
 from server.request.thinking import Thinker, settle_thinking
-from server.request.treating import treat
+from server.request.volatile_lines import Rule, settle_lines
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
@@ -45,13 +51,14 @@ class Rules:
     `offered` are the forms of requests that the served model answers; `does` says in words what it
     does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
     how Anthropic's system messages become those of a chat; `thinker` is what the model has for
-    wishes about thinking.
+    wishes about thinking, `volatile_lines` which lines of system prompts are settled.
     """
 
     budget: Budget
     limits: Limits
     pooling: PoolingLimits
     unknown_fields: UnknownPolicy
+    volatile_lines: tuple[Rule, ...]
     max_json_depth: int
     text_only: bool
     merge_inline_system: bool
@@ -100,6 +107,7 @@ class BodyReader:
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
         check_budget(endpoint, body, rules.budget)
+        settle_lines(endpoint, body, rules.volatile_lines)
         ignored = treat(endpoint, body)
         ignored += settle_thinking(endpoint, body, rules.thinker)
         known = model_field_names(self._models[form])

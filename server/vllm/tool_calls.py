@@ -7,13 +7,18 @@ answer, what looks like a call without an object is text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from server.vllm.stream_chunks import TextDelta
+
 if TYPE_CHECKING:
     from vllm.parser import Parser
 
+_NOT_HERMES = ("<arg_key>", "<function=", "<parameter=")
+"""What GLM's and Qwen3-Coder's calls have between the same tags."""
 _SAID = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 """Keys of a schema that say what a value is."""
 
@@ -32,6 +37,16 @@ def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return given if _SAID & given.keys() else {"type": "object", **given}
 
 
+def tool_parser_of(template: str) -> str | None:
+    """Return the parser of the calls that a chat template writes, where it shows beyond doubt.
+
+    Hermes' form is JSON with a name and arguments between two tags; others have the tags alone.
+    """
+    hermes = "<tool_call>" in template and re.search(r"""['"]arguments\\?['"]""", template)
+    other = any(mark in template for mark in _NOT_HERMES)
+    return "hermes" if hermes and not other else None
+
+
 class _ObjectCalls:
     """Mixed into a class of vLLM's parsers, of which there is one for each answer."""
 
@@ -41,6 +56,8 @@ class _ObjectCalls:
         self._texts: list[str] = []
         self._sent = 0
         self._any_call = False
+        # Without tools or thinking there is nothing to parse, and text is told the short way.
+        self._only_text = self.reasoning_parser is None and not self._engine_based  # type: ignore[attr-defined]
 
     def adjust_request(self, request: Any) -> Any:
         """Add to a request what guides its answer; its tools stay as they were given."""
@@ -78,6 +95,8 @@ class _ObjectCalls:
         finished: bool,
     ) -> Any:
         """Return what of an answer can be told after one more piece of it."""
+        if not request.tools and self._only_text:
+            return TextDelta(delta_text) if delta_text else None
         delta = super().parse_delta(  # type: ignore[misc]
             delta_text, delta_token_ids, request, prompt_token_ids, finished=finished
         )

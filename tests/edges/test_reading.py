@@ -53,6 +53,7 @@ RULES = Rules(
     ),
     pooling=PoolingLimits(max_prompts=256, max_model_len=2048, vocab_size=500, dimensions=()),
     unknown_fields="reject",
+    volatile_lines=(),
     max_json_depth=64,
     text_only=True,
     merge_inline_system=False,

@@ -46,10 +46,17 @@ def thinker_of(serving: Any) -> Thinker:
     """Return what the served model has for thinking; `serving` is vLLM's of chats, if any."""
     if serving is None:
         return Thinker()
-    template = serving.chat_template or getattr(serving.renderer.tokenizer, "chat_template", None)
     parser = serving.parser_cls
     return Thinker.of(
-        template if isinstance(template, str) else "",
+        template_of(serving.chat_template, serving.renderer.tokenizer),
         parses=parser is not None and parser.reasoning_parser_cls is not None,
         harmony=serving.online_renderer.use_harmony,
     )
+
+
+def template_of(given: str | None, tokenizer: object) -> str:
+    """Return the chat template that a server was started with, a file or itself, or the model's."""
+    from vllm.entrypoints.chat_utils import load_chat_template
+
+    template = load_chat_template(given) or getattr(tokenizer, "chat_template", None)
+    return template if isinstance(template, str) else ""

@@ -15,7 +15,7 @@ from openai.types.responses import response_create_params
 
 from server.errors import UnsupportedFieldError
 from server.frontend import Endpoint
-from server.request.treating import treat
+from server.request.fields import treat
 from server.request.treatments import (
     TREATMENTS,
     Treatment,

@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
-from server.vllm.tool_calls import object_schema, with_object_calls
+from server.vllm.tool_calls import object_schema, tool_parser_of, with_object_calls
 
 pytestmark = pytest.mark.engine
 
@@ -138,3 +138,19 @@ def test_schemas_that_say_what_they_are_stay() -> None:
     for schema in (SCHEMA, {"$ref": "#/$defs/a"}, {"anyOf": [SCHEMA]}):
         assert object_schema(schema) == schema
     assert object_schema({"type": ["object", "null"]}) == {"type": "object"}
+
+
+def test_a_template_shows_its_parser_or_none() -> None:
+    ours = (CHECKPOINT / "chat_template.jinja").read_text(encoding="utf-8")
+    qwen = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args>}\\n</tool_call>'
+    assert tool_parser_of(ours) == tool_parser_of(qwen) == "hermes"
+    glm = "<tool_call>{name}\\n<arg_key>{{ tool_call['arguments'] }}"
+    coder = "<tool_call>\\n<function=name>{{ tool_call['arguments'] }}"
+    for template in ("", "{{ messages }}", "<tool_call>", glm, coder):
+        assert tool_parser_of(template) is None
+
+
+def test_an_answer_without_tools_is_text_at_once() -> None:
+    asked = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}])
+    assert streamed(GOOD, asked) == (GOOD, [])
+    assert parser(asked).parse_delta("", [5], asked, [1], finished=True) is None

