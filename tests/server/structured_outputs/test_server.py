@@ -58,7 +58,7 @@ def server(
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     flags += ("--chat-template", str(template))
-    flags += ("--schema-compile-timeout-s", "2", "--max-in-flight", "64")
+    flags += ("--schema-compile-cpu-s", "2", "--max-in-flight", "64")
     with RealServer(checkpoints("llama"), folder, *flags) as up:
         up.until_ready()
         yield up
