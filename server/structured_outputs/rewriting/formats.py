@@ -43,14 +43,14 @@ _URI = (
     rf"|(?:urn|mailto|tel|data):{_URI_CHAR}+)"
 )
 _POINTER = r"(?:/(?:[^~/]|~[01])*)*"
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,21}"
 
 FORMATS = {
     "date": _DAY,
     "time": _TIME,
     "date-time": rf"{_DAY}T{_TIME}",
     "duration": _DURATION,
-    "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL}){{1,3}}",
+    "email": rf"{_ATOM}(?:\.{_ATOM}){{0,2}}@{_LABEL}(?:\.{_LABEL}){{1,3}}",
     "hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _IPV6,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Any
+
+import llguidance
 
 from server.structured_outputs.rewriting.alternatives import Plain
 from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, InexactError
@@ -30,7 +34,14 @@ def text_schema(document: Document, plain: Plain) -> Schema | None:
             document.leave_out(schema, error)
     if patterns:
         found["allOf"] = [{"pattern": pattern} for pattern in dict.fromkeys(patterns)]
-    return found
+    return None if patterns and _is_empty(json.dumps(found)) else found
+
+
+@functools.lru_cache(1024)
+def _is_empty(schema: str) -> bool:
+    """Whether surely no string satisfies one of the backend's schemas; the backend tells."""
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+    return "Unsatisfiable schema" in llguidance.LLMatcher.validate_grammar(grammar)
 
 
 def _patterns(schema: Schema) -> list[str]:
