@@ -107,6 +107,8 @@ class PinnedXgrammar(XgrammarBackend):
             grammar_spec
         ):
             grammar_spec = convert_lark_to_ebnf(grammar_spec)
+        elif request_type is StructuredOutputOptions.REGEX:
+            return self._compile_regex(grammar_spec, stop_token_ids)
         grammar = super().compile_grammar(request_type, grammar_spec, stop_token_ids)
         if request_type not in _CONTROLS:
             return grammar
@@ -117,6 +119,18 @@ class PinnedXgrammar(XgrammarBackend):
             ctx=grammar.ctx,
             legal=self._legal[_CONTROLS[request_type]],
         )
+
+    def _compile_regex(self, pattern: str, stop: set[int] | None) -> XgrammarGrammar:
+        """Compile without upstream's timer, for it looks at the clock; the trial counts work."""
+        from xgrammar import GrammarMatcher
+
+        compiled = self.compiler.compile_regex(pattern)
+        matcher = GrammarMatcher(
+            compiled,
+            override_stop_tokens=sorted(stop) if stop else None,
+            max_rollback_tokens=self.num_speculative_tokens,
+        )
+        return XgrammarGrammar(matcher=matcher, vocab_size=self.vocab_size, ctx=compiled)
 
     def _lark_compiler(self) -> LarkCompiler:
         from rbln_backend.grammar.lark import LarkCompiler
