@@ -32,6 +32,7 @@
     +-- ClientConnectionsError       too many connections from one address
     +-- TooManyConnectionsError      too many connections in all
     +-- QueueTimeoutError            waited too long for its turn
+    +-- NotTriedError                the machine is too busy to try a grammar
     +-- DeadlineError                the answer did not arrive in time
     +-- NotReadyError                still starting
     +-- DrainingError                going away
@@ -284,6 +285,10 @@ class DeadlineError(ServerError):
     """The time that the request had is over."""
 
 
+class NotTriedError(ServerError):
+    """The machine was too busy to try a grammar; another time it will not be."""
+
+
 class NotReadyError(ServerError):
     """The service is still starting."""
 
@@ -346,6 +351,7 @@ TABLE: dict[type[ServerError], ErrorRow] = {
         503, "service_unavailable", "too_many_connections", "rejected"
     ),
     QueueTimeoutError: ErrorRow(503, "service_unavailable", "queue_timeout", "timeout"),
+    NotTriedError: ErrorRow(503, "service_unavailable", "grammar_not_tried", "timeout"),
     DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
     NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),
     DrainingError: ErrorRow(503, "service_unavailable", "draining", "rejected"),

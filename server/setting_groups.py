@@ -284,8 +284,11 @@ class SchemaSettings(BaseModel):
     schema_max_pattern: int = Field(
         1024, ge=16, description="Longest `pattern` or regex in characters."
     )
-    schema_compile_timeout_s: float = Field(
-        5.0, gt=0, description="Seconds that a grammar may take to compile; then 400."
+    schema_compile_cpu_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds of processor time that a grammar may take to compile; then 400. One "
+        "that the machine cannot try in ten times as long is 503 with Retry-After.",
     )
     schema_workers: int = Field(
         1, ge=1, le=16, description="Processes that try grammars before the engine gets them."

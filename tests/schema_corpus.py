@@ -63,6 +63,35 @@ GOOD: tuple[Schema, ...] = (
         "additionalProperties": False,
     },
     {"type": "object", "properties": {}, "additionalProperties": False},
+    {"type": "string", "format": "colour", "maxLength": 6},
+    {"type": "string", "format": "ipv4", "maxLength": 9},
+    {"type": "string", "pattern": "^a+$", "minLength": 3, "maxLength": 9},
+    {"type": "array", "items": {"enum": ["a", "b", 3]}, "uniqueItems": True, "minItems": 2},
+    {"type": "array", "items": {"enum": [1, 5]}, "contains": {"const": 5}, "maxItems": 4},
+    {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": {"const": 2}},
+        "dependentRequired": {"a": ["b"]},
+        "minProperties": 1,
+    },
+    {
+        "oneOf": [
+            _CAT,
+            {
+                "required": ["lives"],
+                "type": "object",
+                "properties": {"lives": {"minimum": 10, "type": "integer"}},
+            },
+        ]
+    },
+    {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]},
+            {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]},
+        ]
+    },
+    {"type": "string", "not": {"enum": ["", "no"]}, "maxLength": 4},
+    {"type": "number", "multipleOf": 0.5, "minimum": -2, "maximum": 2},
     {"type": "object", "properties": {"a": True}, "required": ["a"], "maxProperties": 1},
     {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -91,6 +120,38 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"type": "strin"}, "strin"),
     ({"type": "object", "properties": []}, "properties"),
     ({"type": "object", "required": "a"}, "required"),
+    ({"not": {"type": "integer"}}, "'not' of the type 'integer'"),
+    ({"type": "string", "not": {"pattern": "^a"}}, "'not' of 'pattern'"),
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "give 'items' an 'enum'"),
+    ({"type": "array", "prefixItems": [{}], "contains": {"const": 5}}, "'contains' beside"),
+    ({"type": "object", "additionalProperties": True, "minProperties": 2}, "'minProperties'"),
+    ({"type": "string", "const": 1}, "no value"),
+    ({"enum": []}, "no value"),
+    ({"type": "string", "format": "ipv4", "maxLength": 3}, "no value"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"type": "string", "pattern": "^(a)\\1$"}, "back reference"),
+    ({"type": "string", "pattern": "a$b"}, "anchor inside"),
+    ({"type": "string", "pattern": "(a"}, "regex"),
+    ({"type": "string", "pattern": "\\bword\\b"}, "word boundary"),
+    ({"type": "number", "multipleOf": 1e-12}, "'multipleOf'"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "use 'anyOf'"),
+    ({"$ref": "https://example.com/schema.json"}, "$ref"),
+    ({"$ref": "#/$defs/none"}, "leads nowhere"),
+    ({"$ref": "#"}, "refers to itself"),
+    ({"$dynamicRef": "#node", "type": "object"}, "write '$ref' instead"),
+    ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, "'unevaluatedItems'"),
+    ({"type": "object", "unevaluatedProperties": {"type": "null"}}, "'unevaluatedProperties'"),
+    ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "no value"),
+    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value"),
+)
+"""Refused, each for its own reason."""
+
+# With a word of the reason.
+BAD_IN_TAGS: tuple[tuple[Schema, str], ...] = (
+    ({"type": "strin"}, "strin"),
+    ({"type": "object", "properties": []}, "properties"),
+    ({"type": "object", "required": "a"}, "required"),
     ({"not": {"type": "null"}}, "'not'"),
     ({"if": {"type": "integer"}, "then": {"minimum": 3}}, "'if'"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
@@ -101,19 +162,13 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"type": "integer", "enum": [1, "a"]}, "'a'"),
     ({"type": "string", "const": 1}, "1"),
     ({"enum": [1], "const": 1}, "'const'"),
-    ({"enum": []}, "enum"),
-    ({"type": "string", "format": "colour"}, "'colour'"),
     ({"type": "string", "format": "ipv4", "maxLength": 3}, "'maxLength'"),
     ({"type": "string", "pattern": "^a+$", "minLength": 3}, "'minLength'"),
-    ({"type": "string", "pattern": "(?=a)b"}, "Lookahead"),
-    ({"type": "string", "pattern": "a$b"}, "middle"),
     ({"type": "string", "pattern": "(a"}, "regex"),
-    ({"type": "string", "pattern": "\\bword\\b"}, "boundary"),
     ({"type": "number", "multipleOf": 0.5}, "'multipleOf'"),
     ({"anyOf": [{"type": "string"}], "maxLength": 3}, "'maxLength' cannot stand beside"),
     ({"$ref": "#/$defs/a", "type": "string", "$defs": {"a": {}}}, "'type' cannot stand beside"),
     ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "needs a 'type'"),
-    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"type": "object", "minProperties": 2, "additionalProperties": True}, "'minProperties'"),
     (
         {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {}}},
@@ -138,6 +193,5 @@ BAD: tuple[tuple[Schema, str], ...] = (
         "finite",
     ),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
-    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
 )
-"""Refused, each for its own reason."""
+"""Refused inside of a structural tag, each for its own reason."""

@@ -32,6 +32,40 @@ class SchemaGenerator:
             schema.update(self._random.choice(self._odd())(depth))
         return schema
 
+    def combined(self, depth: int = 2) -> Schema:
+        """Schemas that apply together, by choice or on a condition."""
+        pick, plain = self._random, self.plain
+        parts = [plain(depth - 1) for _ in range(3)]
+        objects = [self._object(depth - 1) for _ in range(3)]
+        name = pick.choice(_WORDS)
+        flag = {"required": [name], "properties": {name: {"enum": ["red", 1]}}}
+        makers: list[Schema] = [
+            {"allOf": objects[:2]},
+            {"allOf": [objects[0], {"minProperties": 1, "maxProperties": 2}]},
+            {"oneOf": parts[:2]},
+            {"oneOf": objects[:2]},
+            {"anyOf": parts[:2], "not": parts[2]},
+            {**objects[0], "not": objects[1]},
+            {**objects[0], "if": flag, "then": objects[1], "else": objects[2]},
+            {**objects[0], "if": objects[1], "then": False},
+            {**objects[0], "dependentRequired": {name: pick.sample(_WORDS, 1)}},
+            {**objects[0], "dependentSchemas": {name: objects[1]}},
+            {**objects[0], "propertyNames": {"maxLength": 2}},
+            {**objects[0], "allOf": [objects[1]], "unevaluatedProperties": False},
+            {"type": "array", "items": parts[0], "contains": parts[1], "maxItems": 3},
+            {"type": "array", "items": {"enum": [1, 2, "a"]}, "contains": {"const": "a"},
+             "minContains": pick.randint(0, 2), "maxContains": 2, "minItems": pick.randint(0, 4)},
+            {"type": "array", "items": self._choice(0), "uniqueItems": True,
+             "minItems": pick.randint(0, 2), "maxItems": pick.randint(2, 4)},
+            {"type": "string", "maxLength": 5, "format": pick.choice(_FORMATS),
+             "pattern": pick.choice(_PATTERNS)},
+            {"type": "string", "maxLength": 3, "not": {"enum": ["", "a", "ab", 1]}},
+            {"type": "number", "minimum": -2, "maximum": 3, "not": {"enum": [0, 1.5, "a"]}},
+            {**objects[0], "minProperties": pick.randint(0, 3), "maxProperties": 3},
+            {**objects[0], "patternProperties": {"^x-": parts[0], "^[a-c]": parts[1]}},
+        ]  # fmt: skip
+        return pick.choice(makers)
+
     def _odd(self) -> list[Any]:
         pick = self._random
         return [

@@ -1,4 +1,4 @@
-"""The one grammar backend: vLLM's over xgrammar, made at first use, out of the kernels' way.
+"""The grammar backend: vLLM's over xgrammar, and llguidance for schemas, out of the kernels' way.
 
 The engine and the HTTP server's trial processes use the same class, so that what passed a trial
 compiles to the same grammar in the engine.
@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ from rbln_backend.vllm_compat.grammar import (
     grammar_is_likely_lark,
 )
 
+if TYPE_CHECKING:
+    from rbln_backend.grammar.lark import LarkCompiler
+
+MARK = "%llguidance"
+"""How a grammar for llguidance begins; its own mark."""
 _NICENESS = 10
 # Control characters that a kind of grammar may have; free text around tags has tabs.
 _CONTROLS = {
@@ -53,13 +59,18 @@ class PinnedXgrammar(XgrammarBackend):
 
     It is made at the first compile, in the thread that compiles. Compiles use one thread of low
     priority each, for the cores belong to the kernels. Whitespace in JSON is bounded. A choice or
-    a Lark grammar is taken as it is, whether upstream's validation has rewritten it or not.
+    a Lark grammar is taken as it is, whether upstream's validation has rewritten it or not. A
+    grammar in llguidance's dialect, as the server rewrites JSON schemas to, goes to llguidance.
     """
+
+    in_trial = False
+    """Whether its grammars are only tried, and so may cost less."""
 
     def __post_init__(self) -> None:
         self._making = threading.Lock()
         self._made = False
         self._legal: dict[bytes, Tensor] = {}
+        self._lark: LarkCompiler | None = None
 
     def make(self) -> None:
         """Read the vocabulary, unless that was done. Safe between threads."""
@@ -84,6 +95,10 @@ class PinnedXgrammar(XgrammarBackend):
     ) -> StructuredOutputGrammar:
         """Compile one grammar; called in a thread that does nothing else."""
         _lower_priority()
+        if request_type is StructuredOutputOptions.GRAMMAR and grammar_spec.startswith(MARK):
+            return self._lark_compiler().compile(
+                grammar_spec, stop_token_ids, in_trial=self.in_trial
+            )
         self.make()
         if request_type is StructuredOutputOptions.CHOICE:
             request_type = StructuredOutputOptions.GRAMMAR
@@ -92,6 +107,8 @@ class PinnedXgrammar(XgrammarBackend):
             grammar_spec
         ):
             grammar_spec = convert_lark_to_ebnf(grammar_spec)
+        elif request_type is StructuredOutputOptions.REGEX:
+            return self._compile_regex(grammar_spec, stop_token_ids)
         grammar = super().compile_grammar(request_type, grammar_spec, stop_token_ids)
         if request_type not in _CONTROLS:
             return grammar
@@ -103,9 +120,30 @@ class PinnedXgrammar(XgrammarBackend):
             legal=self._legal[_CONTROLS[request_type]],
         )
 
+    def _compile_regex(self, pattern: str, stop: set[int] | None) -> XgrammarGrammar:
+        """Compile without upstream's timer, for it looks at the clock; the trial counts work."""
+        from xgrammar import GrammarMatcher
+
+        compiled = self.compiler.compile_regex(pattern)
+        matcher = GrammarMatcher(
+            compiled,
+            override_stop_tokens=sorted(stop) if stop else None,
+            max_rollback_tokens=self.num_speculative_tokens,
+        )
+        return XgrammarGrammar(matcher=matcher, vocab_size=self.vocab_size, ctx=compiled)
+
+    def _lark_compiler(self) -> LarkCompiler:
+        from rbln_backend.grammar.lark import LarkCompiler
+
+        with self._making:
+            if self._lark is None:
+                self._lark = LarkCompiler(self.tokenizer, self.vocab_size)
+            return self._lark
+
     def forget(self) -> None:
         """Drop the compiled grammars that are kept for the next request."""
-        self.compiler.clear_cache()
+        if self._made:
+            self.compiler.clear_cache()
 
     def destroy(self) -> None:
         """Free the compiler, if there is one."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rbln_backend.grammar.backend import pinned_backend
+from rbln_backend.grammar.lark import LarkGrammar
 from rbln_backend.vllm_compat.grammar import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
@@ -33,6 +34,7 @@ class GrammarTrial:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._backend = pinned_backend(vllm_config)
+        self._backend.in_trial = True
         self._backend.make()
         self._mask = self._backend.allocate_token_bitmask(1)
         stop = getattr(self._backend.tokenizer, "eos_token_id", None)
@@ -64,7 +66,9 @@ class GrammarTrial:
             grammar.fill_bitmask(self._mask, 0)
             mask_s = time.thread_time() - started
             walked_s += mask_s
-            if walked_s > _MAX_WALK_S:
+            if isinstance(grammar, LarkGrammar):
+                _check_work(grammar, step)
+            elif walked_s > _MAX_WALK_S:
                 raise ValueError(
                     f"the masks of its first {step + 1} tokens take {walked_s:.2f} s of processor "
                     f"time, and those of {_STEPS} may take {_MAX_WALK_S:g} s"
@@ -77,7 +81,7 @@ class GrammarTrial:
             token = int(allowed[choose.randrange(allowed.size)])
             if not grammar.accept_tokens("trial", [token]):
                 raise ValueError(f"it refuses a token that it allowed, after {step} tokens")
-        if mask_s > _MAX_MASK_S:
+        if mask_s > _MAX_MASK_S and not isinstance(grammar, LarkGrammar):
             # They grow, and every running request waits for each.
             raise ValueError(
                 f"the mask of token {_STEPS} takes {mask_s:.3f} s of processor time; it may take "
@@ -88,6 +92,12 @@ class GrammarTrial:
         """Ids of the tokens that the mask allows."""
         bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
         return np.flatnonzero(bits[: self._backend.vocab_size])
+
+
+def _check_work(grammar: LarkGrammar, step: int) -> None:
+    """Refuse a grammar whose mask took more of llguidance's steps than it may."""
+    if problem := grammar.problem():
+        raise ValueError(f"the mask of token {step + 1} takes too much work: {problem}")
 
 
 @contextmanager

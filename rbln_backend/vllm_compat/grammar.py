@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.utils.mistral import is_mistral_tokenizer
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
@@ -22,4 +23,5 @@ __all__ = [
     "cached_tokenizer_from_config",
     "convert_lark_to_ebnf",
     "grammar_is_likely_lark",
+    "is_mistral_tokenizer",
 ]

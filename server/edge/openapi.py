@@ -32,7 +32,7 @@ _INFERENCE_FAILURES = (
     *BODY_FAILURES,
     *(errors.UnsupportedFieldError, errors.ContextLengthError, errors.InvalidSchemaError),
     *(errors.InvalidGrammarError, errors.ModelNotFoundError, errors.OverloadedError),
-    *(errors.QueueTimeoutError, errors.DeadlineError),
+    *(errors.NotTriedError, errors.QueueTimeoutError, errors.DeadlineError),
     *_GATE_FAILURES,
 )
 _REFERENCE = "#/components/schemas/{model}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-GRAMMAR_RESULTS = ("ok", "known", "refused", "timeout", "crashed", "overloaded", "not_started")
+GRAMMAR_RESULTS = (
+    *("ok", "known", "refused", "spent", "timeout", "crashed", "overloaded", "not_started"),
+)
 """How the check of a grammar can end; the label of its metric."""
 READING_RESULTS = ("ok", "refused", "timeout", "crashed", "overloaded", "not_started")
 """How the reading of a large body can end; the label of its metric."""

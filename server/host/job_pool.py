@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
+_END_S = 5.0
 _WAITING_PER_PROCESS = 8
 _MEMORY_BYTES = 2 << 30
 _PROCESSES: dict[str, type[BaseProcess]] = {
@@ -39,6 +41,10 @@ class JobTimeoutError(Exception):
 
 class JobCrashedError(Exception):
     """The job ended its process."""
+
+
+class JobSpentError(Exception):
+    """The job took more processor time than it may; its process is gone."""
 
 
 class WorkerStartError(Exception):
@@ -122,7 +128,7 @@ class JobPool:
             place.kill()
             # With its process the wait in the thread ends too.
             await asyncio.wait({exchange})
-            with suppress(JobCrashedError):
+            with suppress(JobCrashedError, JobSpentError):
                 exchange.result()
             raise
 
@@ -177,13 +183,30 @@ class _Place:
             self._pipe.send_bytes(job)
             return self._pipe.recv_bytes()
         except (EOFError, OSError):
-            raise JobCrashedError from None
+            raise self._end() from None
+
+    def _end(self) -> Exception:
+        """Return why the process is gone."""
+        process = self._process
+        if process is not None:
+            process.join(_END_S)
+            if process.exitcode == -signal.SIGPROF:
+                return JobSpentError()
+        return JobCrashedError()
 
     def kill(self) -> None:
         """End the process, whatever it is at; does not wait for its end."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+
+def limit_processor_time(seconds: float) -> None:
+    """Let the calling process take so much from now on, in user code and the kernel; 0: no limit.
+
+    What takes more ends it with SIGPROF. The time of others on a busy machine is not counted.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_growth() -> None:

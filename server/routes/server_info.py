@@ -42,7 +42,7 @@ SERVER_FIELDS: Mapping[str, str] = {
     "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
     "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
-    "`schema_max_pattern`, `schema_compile_timeout_s`.",
+    "`schema_max_pattern`, `schema_compile_cpu_s`.",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has told.",
 }
@@ -55,7 +55,7 @@ _REQUEST_LIMITS = (
 
 _SCHEMA_LIMITS = (
     *("schema_max_bytes", "schema_max_depth", "schema_max_nodes", "schema_max_enum"),
-    *("schema_max_pattern", "schema_compile_timeout_s"),
+    *("schema_max_pattern", "schema_compile_cpu_s"),
 )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from server.settings import ServerSettings
 
 BACKEND = "xgrammar"
-"""The one grammar backend; `rbln_backend.platform` pins it."""
+"""The grammar backend of vLLM's that `rbln_backend.platform` pins; rewritten schemas go to
+llguidance all the same."""
 
 
 class Kind(enum.Enum):
@@ -29,7 +30,8 @@ class Constraint:
 
     `text` is what the engine gets: JSON for a schema, a choice or a structural tag. One that is
     not `exact` is followed as far as the backend can. A `derived` one was made by vLLM of parts
-    that were inspected one by one, and is only tried.
+    that were inspected one by one, and is only tried. A schema that is `tagged` may come to stand
+    in a structural tag, of which the backend takes schemas as they are; others are rewritten.
     """
 
     kind: Kind
@@ -37,6 +39,7 @@ class Constraint:
     param: str
     exact: bool = True
     derived: bool = False
+    tagged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,6 @@ def job_key(constraints: Sequence[Constraint], *, exact: bool = True) -> bytes:
     """Return what tells two sets of constraints apart; without `exact`, as if none were."""
     digest = hashlib.sha256()
     for item in constraints:
-        head = f"{item.kind.value} {item.exact and exact} {len(item.text)}\n"
+        head = f"{item.kind.value} {item.exact and exact} {item.tagged} {len(item.text)}\n"
         digest.update(head.encode() + item.text.encode(errors="surrogatepass"))
     return digest.digest()

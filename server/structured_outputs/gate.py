@@ -7,6 +7,7 @@ Invariant: nothing here computes for long on the event loop, whatever the gramma
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,17 +18,25 @@ from server.errors import (
     InternalError,
     InvalidGrammarError,
     InvalidSchemaError,
+    NotTriedError,
     OverloadedError,
     RequestError,
 )
 from server.host.job_counts import JobCounts
-from server.host.job_pool import JobCrashedError, JobTimeoutError, PoolFullError, WorkerStartError
+from server.host.job_pool import (
+    JobCrashedError,
+    JobSpentError,
+    JobTimeoutError,
+    PoolFullError,
+    WorkerStartError,
+)
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
+from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.trial_job import Verdict, job_bytes
 
 _DOUBT_S = 60.0
-"""Seconds for which a verdict is remembered that may owe to the machine's load."""
+"""Seconds for which a crash is remembered, which may owe to the machine's memory."""
 
 
 class Pool(Protocol):
@@ -46,9 +55,20 @@ class Pool(Protocol):
 class GrammarGate:
     """Used from one event loop."""
 
-    def __init__(self, limits: SchemaLimits, pool: Pool, cache_entries: int) -> None:
+    def __init__(
+        self,
+        limits: SchemaLimits,
+        pool: Pool,
+        cache_entries: int,
+        cpu_s: float,
+        *,
+        compact: bool = False,
+    ) -> None:
+        """`cpu_s` is what the pool's processes give a trial; `compact`: JSON has no whitespace."""
         self._limits = limits
         self._pool = pool
+        self._cpu_s = cpu_s
+        self._any_object = Verdict(grammar=rewrite(json.loads(ANY_OBJECT), compact=compact).grammar)
         self._counts = JobCounts()
         # With the time until which the verdict holds.
         self._known: LRUCache[bytes, tuple[Verdict, float]] = LRUCache(cache_entries)
@@ -61,18 +81,22 @@ class GrammarGate:
 
         `on_kind` hears first how its answer is guided, if it is. Raises `InvalidSchemaError` or
         `InvalidGrammarError` naming the field, `OverloadedError` if too many grammars wait for
-        their trial.
+        their trial, `NotTriedError` if the machine is too busy for it.
         """
         if jobs and on_kind is not None:
             on_kind(kind_of(jobs))
         for job in jobs:
             await self.check_job(job)
 
-    async def check_job(self, job: Sequence[Constraint]) -> None:
-        """Let constraints pass that are compiled together; raises as `check` does."""
+    async def check_job(self, job: Sequence[Constraint]) -> str | None:
+        """Let constraints pass that are compiled together; raises as `check` does.
+
+        Returns the grammar to follow instead of a schema.
+        """
         verdict, _ = await self.verdict(job)
         if verdict.reason is not None:
             raise refusal(job[verdict.part], verdict.reason)
+        return verdict.grammar
 
     def take_counts(self) -> JobCounts:
         """Return what was done since the last call."""
@@ -82,10 +106,10 @@ class GrammarGate:
     async def verdict(self, job: Sequence[Constraint]) -> tuple[Verdict, bool]:
         """Return the verdict on constraints that are compiled together, and whether it was known.
 
-        Raises `OverloadedError`, or `InternalError` if no trial process starts.
+        Raises `OverloadedError`, `NotTriedError`, or `InternalError` if no trial process starts.
         """
         if all(item.kind is Kind.JSON and item.text == ANY_OBJECT for item in job):
-            return Verdict(), True
+            return self._any_object, True
         if (too_large := self._too_large(job)) is not None:
             self._counts.note("refused")
             return too_large, False
@@ -112,7 +136,6 @@ class GrammarGate:
         return None
 
     async def _try(self, job: Sequence[Constraint]) -> Verdict:
-        limit_s = self._pool.timeout_s
         try:
             answer = await self._pool.run(job_bytes(job, self._limits))
         except PoolFullError:
@@ -121,12 +144,24 @@ class GrammarGate:
                 "Too many new grammars wait to be compiled; ones that were used before are not "
                 "held up.",
                 rejection="grammars",
-                retry_after_s=limit_s,
+                retry_after_s=self._cpu_s,
             ) from None
         except JobTimeoutError:
+            limit_s = self._pool.timeout_s
             self._counts.note("timeout", limit_s)
-            reason = f"it takes longer than {limit_s:g} s to compile, the limit of this server"
-            return self._remember(job, Verdict(reason, seconds=limit_s), _DOUBT_S)
+            raise NotTriedError(
+                f"The grammar in '{job[0].param}' could not be tried within {limit_s:g} s, for "
+                "the machine is busy. This says nothing of the grammar; try again.",
+                param=job[0].param,
+                retry_after_s=limit_s,
+            ) from None
+        except JobSpentError:
+            self._counts.note("spent", self._cpu_s)
+            reason = (
+                f"it takes more than {self._cpu_s:g} s of processor time to compile, the limit "
+                "of this server"
+            )
+            return self._remember(job, Verdict(reason, seconds=self._cpu_s), float("inf"))
         except JobCrashedError:
             self._counts.note("crashed")
             return self._remember(

@@ -12,6 +12,7 @@ from typing import Any
 
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
 from server.structured_outputs.schema_exactness import check_exact
+from server.structured_outputs.schema_form import check_form
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
 from server.structured_outputs.schema_refs import check_refs
 
@@ -27,7 +28,10 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
     elif constraint.kind is Kind.CHOICE:
         _check_choice(json.loads(text), limits)
     elif constraint.kind is Kind.JSON:
-        _check_schema(parsed(text), limits, exact=constraint.exact)
+        schema = parsed(text)
+        _check_schema(schema, limits, exact=constraint.exact and constraint.tagged)
+        if not constraint.tagged:
+            check_form(schema)
     else:
         tag = parsed(text)
         check_size(tag, limits)

@@ -152,7 +152,8 @@ def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
         strict = _get(tool, "strict") is True
         any_strict |= strict
         if isinstance(schema := _get(tool, name), dict):
-            found.append(Constraint(Kind.JSON, json.dumps(schema), f"{path}.{name}", strict))
+            text = json.dumps(schema)
+            found.append(Constraint(Kind.JSON, text, f"{path}.{name}", strict, tagged=True))
     choice = fields.get("tool_choice")
     kind = choice if isinstance(choice, str) else _get(choice, "type") or "auto"
     # A free choice is guided only if a tool insists.

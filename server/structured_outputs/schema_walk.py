@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -86,3 +86,20 @@ def _named(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[s
         if isinstance(schema.get(key), dict):
             for name, item in schema[key].items():
                 yield f"{path}.{key}.{name}", item
+
+
+def rebuilt(schema: Any, change: Callable[[Schema], Schema]) -> Any:
+    """Return the schema with `change` applied to every schema in it, from the inside out."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for key in (*_ONE_HERE, *_ONE_BELOW):
+        if isinstance(copy.get(key), dict):
+            copy[key] = rebuilt(copy[key], change)
+    for key in (*_MANY_HERE, *_MANY_BELOW):
+        if isinstance(copy.get(key), list):
+            copy[key] = [rebuilt(item, change) for item in copy[key]]
+    for key in (*_NAMED_BELOW, *_NAMED_ASIDE, "dependentSchemas", "dependencies"):
+        if isinstance(copy.get(key), dict):
+            copy[key] = {name: rebuilt(item, change) for name, item in copy[key].items()}
+    return change(copy)

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_WALL_PER_CPU = 10.0
+"""How much longer than its processor time a trial may take on a busy machine."""
+
+
 def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:
     """Return the gate; its processes start with their first job."""
-    start = process_starter(settings.engine_start, serve_trials, "grammar-trials", vllm_config)
-    pool = JobPool(
-        "grammar trials", start, settings.schema_workers, settings.schema_compile_timeout_s
+    cpu_s = settings.schema_compile_cpu_s
+    start = process_starter(
+        settings.engine_start, serve_trials, "grammar-trials", vllm_config, cpu_s
     )
-    return GrammarGate(SchemaLimits.of(settings), pool, settings.schema_cache_entries)
+    pool = JobPool("grammar trials", start, settings.schema_workers, _WALL_PER_CPU * cpu_s)
+    compact = vllm_config.structured_outputs_config.disable_any_whitespace
+    limits = SchemaLimits.of(settings)
+    return GrammarGate(limits, pool, settings.schema_cache_entries, cpu_s, compact=compact)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
-from server.structured_outputs.inspection import inspect
+from server.structured_outputs.inspection import inspect, parsed
+from server.structured_outputs.rewriting.rewriting import rewrite
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind; returns warnings, raises ValueError or RuntimeError."""
@@ -20,12 +21,14 @@ Trial = Callable[[str, str], list[str]]
 class Verdict:
     """How a trial ended: `reason` is None if the constraints can be used.
 
-    `part` is the constraint that cannot, `seconds` what compiling took.
+    `part` is the constraint that cannot, `seconds` what compiling took. `grammar` is what the
+    engine is to follow instead of a schema; for one alone.
     """
 
     reason: str | None = None
     part: int = 0
     seconds: float | None = None
+    grammar: str | None = None
 
     def to_bytes(self) -> bytes:
         """Return the verdict as JSON."""
@@ -39,29 +42,51 @@ class Verdict:
 
 def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
     """Return a job as JSON."""
-    parts = [(c.kind.value, c.text, c.exact, c.derived) for c in constraints]
+    parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
     return json.dumps({"limits": dataclasses.asdict(limits), "parts": parts}).encode()
 
 
-def do_job(data: bytes, trial: Trial) -> Verdict:
-    """Inspect and try the constraints of a job, up to the first that cannot be used."""
+def do_job(data: bytes, trial: Trial, *, compact: bool) -> Verdict:
+    """Inspect and try the constraints of a job, up to the first that cannot be used.
+
+    `compact`: their JSON has no whitespace.
+    """
     job = json.loads(data)
     limits = SchemaLimits(**job["limits"])
     started = time.perf_counter()
-    for part, (kind, text, exact, derived) in enumerate(job["parts"]):
-        constraint = Constraint(Kind(kind), text, "", exact, derived)
+    grammar = None
+    for part, (kind, text, exact, derived, tagged) in enumerate(job["parts"]):
+        constraint = Constraint(Kind(kind), text, "", exact, derived, tagged)
         try:
             if not derived:
                 inspect(constraint, limits)
-            _try(constraint, trial)
+            grammar = _rewritten(constraint, compact=compact)
+            if grammar is None:
+                _try(constraint, kind, text, trial)
+            else:
+                _try(constraint, Kind.GRAMMAR.value, grammar, trial)
         except UnusableError as error:
             return Verdict(str(error), part, time.perf_counter() - started)
-    return Verdict(seconds=time.perf_counter() - started)
+    return Verdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 
-def _try(constraint: Constraint, trial: Trial) -> None:
+def _rewritten(constraint: Constraint, *, compact: bool) -> str | None:
+    """Return the grammar of a schema; None for what is taken as it is."""
+    if constraint.kind is not Kind.JSON or constraint.tagged:
+        return None
+    schema = parsed(constraint.text)
     try:
-        told = trial(constraint.kind.value, constraint.text)
+        found = rewrite(schema, compact=compact)
+    except RecursionError:
+        raise UnusableError("it is nested too deeply to be rewritten") from None
+    if found.left_out and constraint.exact:
+        raise UnusableError(found.left_out[0])
+    return found.grammar
+
+
+def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
+    try:
+        told = trial(kind, text)
     except (ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
         raise UnusableError(_plain(str(error)) or type(error).__name__) from None
     told = [line for line in told if "warning" in line.lower() and not _HARMLESS.search(line)]

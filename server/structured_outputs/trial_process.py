@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from rbln_backend import api
-from server.host.job_pool import limit_growth
+from server.host.job_pool import limit_growth, limit_processor_time
 from server.structured_outputs.trial_job import do_job
 
 if TYPE_CHECKING:
@@ -17,15 +17,23 @@ if TYPE_CHECKING:
 _NICENESS = 5
 
 
-def serve_trials(pipe: Connection, vllm_config: VllmConfig) -> None:
-    """Answer jobs until the pipe ends; the first message says that the process is ready."""
+def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> None:
+    """Answer jobs until the pipe ends; the first message says that the process is ready.
+
+    A job that takes more than `cpu_s` of processor time ends the process.
+    """
     import setproctitle
 
     setproctitle.setproctitle("rbln-serve: grammar trials")
     os.nice(_NICENESS)
     trial = api.grammar_trial(vllm_config)
     limit_growth()
+    compact = vllm_config.structured_outputs_config.disable_any_whitespace
     pipe.send_bytes(b"ready")
     with suppress(EOFError):
         while True:
-            pipe.send_bytes(do_job(pipe.recv_bytes(), trial).to_bytes())
+            job = pipe.recv_bytes()
+            limit_processor_time(cpu_s)
+            verdict = do_job(job, trial, compact=compact)
+            limit_processor_time(0)
+            pipe.send_bytes(verdict.to_bytes())

@@ -1,13 +1,15 @@
 """vLLM's engine client behind the grammar gate.
 
 vLLM's classes make grammars of their own from tools; every grammar is known only when the engine
-gets it. Upstream would validate it there, on the event loop; here it waits for the gate instead.
+gets it. Upstream would validate it there, on the event loop; here it waits for the gate instead,
+and a schema is exchanged for the grammar that it was rewritten to.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
@@ -15,7 +17,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from server.errors import ServerError
 from server.request.record import record_var
 from server.structured_outputs.constraint import Constraint, Kind
-from server.structured_outputs.request_constraints import TOOLS
+from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.metered_engine import MeteredLLM
 
 if TYPE_CHECKING:
@@ -45,14 +47,18 @@ class GatedLLM(MeteredLLM):
     async def _pass(self, params: SamplingParams, grammars: GrammarGate) -> None:
         assert params.structured_outputs is not None
         option, text = get_structured_output_key(params.structured_outputs)
-        if option is StructuredOutputOptions.JSON_OBJECT:
-            return
         record = record_var.get()
-        if record is not None:
-            record.guided_by(TOOLS)
-        made = Constraint(Kind[option.name], text, "tools", exact=False, derived=True)
+        if option is StructuredOutputOptions.JSON_OBJECT:
+            kind, text = Kind.JSON, ANY_OBJECT
+        else:
+            kind = Kind[option.name]
+            if record is not None:
+                record.guided_by(TOOLS)
+        made = Constraint(kind, text, "tools", exact=False, derived=True)
         try:
-            await grammars.check_job([made])
+            grammar = await grammars.check_job([made])
+            if grammar is not None:
+                params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         except ServerError as error:
             if record is not None:
                 record.failure = error

@@ -14,12 +14,18 @@ from server.errors import (
     InvalidSchemaError,
     InvalidValueError,
     MissingFieldError,
+    NotTriedError,
     OverloadedError,
     RequestError,
     UnsupportedFieldError,
 )
 from server.frontend import Endpoint
-from server.host.job_pool import JobCrashedError, JobTimeoutError, PoolFullError
+from server.host.job_pool import (
+    JobCrashedError,
+    JobSpentError,
+    JobTimeoutError,
+    PoolFullError,
+)
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate
@@ -149,7 +155,8 @@ def take_all(_kind: str, _text: str) -> list[str]:
 def judge(kind: Kind, text: str, **options: Any) -> str | None:
     trial = options.pop("trial", take_all)
     limits = options.pop("limits", LIMITS)
-    return do_job(job_bytes([Constraint(kind, text, "", **options)], limits), trial).reason
+    job = job_bytes([Constraint(kind, text, "", **options)], limits)
+    return do_job(job, trial, compact=False).reason
 
 
 SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_pattern=16)
@@ -198,7 +205,7 @@ def test_what_a_trial_says_is_passed_on_plainly() -> None:
 
 
 def test_best_effort_keeps_the_limits() -> None:
-    assert judge(Kind.JSON, '{"not": {}}', exact=False) is None
+    assert judge(Kind.JSON, '{"not": {"pattern": "a"}}', exact=False) is None
     assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False, limits=SMALL) is not None
     assert judge(Kind.JSON, '{"$ref": "#"}', exact=False) is not None
     # Of parts that were inspected, whatever its own size.
@@ -229,7 +236,7 @@ def asked(body: dict[str, Any]) -> list[list[Constraint]]:
 
 
 def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:
-    return GrammarGate(LIMITS, pool, entries)
+    return GrammarGate(LIMITS, pool, entries, cpu_s=5.0)
 
 
 async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
@@ -303,7 +310,8 @@ async def test_a_refusal_names_the_field(
 @pytest.mark.parametrize(
     ("outcome", "error", "result"),
     [
-        (JobTimeoutError(), InvalidGrammarError, "timeout"),
+        (JobTimeoutError(), NotTriedError, "timeout"),
+        (JobSpentError(), InvalidGrammarError, "spent"),
         (JobCrashedError(), InvalidGrammarError, "crashed"),
         (PoolFullError(), OverloadedError, "overloaded"),
     ],

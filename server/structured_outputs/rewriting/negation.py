@@ -1,0 +1,189 @@
+"""The negation of a schema as a union of schemas that say positively what it forbids.
+
+Keyword by keyword: a value fails a schema where it fails one of its keywords. JSON Schema lets a
+value of another type pass, so that every part here names its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+from server.structured_outputs.rewriting.document import (
+    NEGATIVE,
+    NOT_ONE_OF,
+    Document,
+    InexactError,
+)
+from server.structured_outputs.rewriting.formats import FORMATS
+from server.structured_outputs.schema_walk import Schema
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+"""The types of a schema; every integer is a number."""
+_VALUES = tuple(name for name in TYPES if name != "integer")
+
+
+def negations(document: Document, schema: Any) -> list[Any]:
+    """Return schemas of which a value satisfies one exactly if it fails `schema`.
+
+    Raises `InexactError` where there are none.
+    """
+    if isinstance(schema, bool):
+        return [] if schema else [True]
+    found: list[Any] = []
+    for keyword in schema:
+        if keyword in _INEXACT and not _says_nothing(keyword, schema[keyword]):
+            raise InexactError(
+                f"'not' of {keyword!r} has no rewriting, nor 'if' and 'oneOf' where they negate "
+                "it; name the values or types that are meant instead"
+            )
+        if keyword in _RULES:
+            found += _RULES[keyword](document, schema)
+    return found
+
+
+def without(document: Document, schema: Any) -> Schema:
+    """Return one schema that is the negation."""
+    return {"anyOf": negations(document, schema)}
+
+
+def absent(name: str) -> Schema:
+    """Return the schema of an object without the property."""
+    return _object(properties={name: False})
+
+
+def _object(**keywords: Any) -> Schema:
+    # The names are no list of those that the object may have.
+    return {"type": "object", **keywords, "additionalProperties": True, NEGATIVE: True}
+
+
+def _type(_document: Document, schema: Schema) -> list[Any]:
+    named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    if "integer" in named and "number" not in named:
+        raise InexactError("'not' of the type 'integer' has no rewriting; use 'number'")
+    others = [name for name in _VALUES if name not in named]
+    return [{"type": others}] if others else []
+
+
+def _enum(_document: Document, schema: Schema) -> list[Any]:
+    return [{NOT_ONE_OF: schema["enum"]}]
+
+
+def _const(_document: Document, schema: Schema) -> list[Any]:
+    return [{NOT_ONE_OF: [schema["const"]]}]
+
+
+def _properties(_document: Document, schema: Schema) -> list[Any]:
+    return [
+        _object(required=[name], properties={name: {"not": inner}})
+        for name, inner in schema["properties"].items()
+        if inner not in (True, {})
+    ]
+
+
+def _required(_document: Document, schema: Schema) -> list[Any]:
+    return [absent(name) for name in schema["required"]]
+
+
+def _items(_document: Document, schema: Schema) -> list[Any]:
+    inner = schema["items"]
+    if inner in (True, {}):
+        return []
+    if "prefixItems" in schema or isinstance(inner, list):
+        raise InexactError("'not' of 'prefixItems' has no rewriting")
+    return [{"type": "array", "contains": {"not": inner}}]
+
+
+def _contains(_document: Document, schema: Schema) -> list[Any]:
+    if schema.get("minContains", 1) != 1 or "maxContains" in schema:
+        raise InexactError("'not' of 'minContains' and 'maxContains' has no rewriting")
+    return [{"type": "array", "items": {"not": schema["contains"]}}]
+
+
+def _dependent(_document: Document, schema: Schema) -> list[Any]:
+    return [
+        _object(required=[name], properties={other: False})
+        for name, others in schema["dependentRequired"].items()
+        for other in others
+    ]
+
+
+def _ref(document: Document, schema: Schema) -> list[Any]:
+    return negations(document, document.target(schema))
+
+
+def _not(_document: Document, schema: Schema) -> list[Any]:
+    return [schema["not"]]
+
+
+def _all_of(_document: Document, schema: Schema) -> list[Any]:
+    return [{"not": item} for item in schema["allOf"]]
+
+
+def _any_of(_document: Document, schema: Schema) -> list[Any]:
+    return [{"allOf": [{"not": item} for item in schema["anyOf"]]}]
+
+
+def _one_of(_document: Document, schema: Schema) -> list[Any]:
+    pairs = [{"allOf": list(pair)} for pair in combinations(schema["oneOf"], 2)]
+    return [{"allOf": [{"not": item} for item in schema["oneOf"]]}, *pairs]
+
+
+def _if(_document: Document, schema: Schema) -> list[Any]:
+    condition = schema["if"]
+    return [
+        {"allOf": [condition, {"not": schema.get("then", True)}]},
+        {"allOf": [{"not": condition}, {"not": schema.get("else", True)}]},
+    ]
+
+
+def _bound(kind: str, keyword: str, other: str, step: int) -> Callable[..., list[Any]]:
+    def rule(_document: Document, schema: Schema) -> list[Any]:
+        bound = schema[keyword] + step
+        return [] if step and bound < 0 else [{"type": kind, other: bound}]
+
+    return rule
+
+
+_RULES: dict[str, Callable[[Document, Schema], list[Any]]] = {
+    "type": _type,
+    "enum": _enum,
+    "const": _const,
+    "properties": _properties,
+    "required": _required,
+    "items": _items,
+    "contains": _contains,
+    "dependentRequired": _dependent,
+    "$ref": _ref,
+    "not": _not,
+    "allOf": _all_of,
+    "anyOf": _any_of,
+    "oneOf": _one_of,
+    "if": _if,
+    "minimum": _bound("number", "minimum", "exclusiveMaximum", 0),
+    "maximum": _bound("number", "maximum", "exclusiveMinimum", 0),
+    "exclusiveMinimum": _bound("number", "exclusiveMinimum", "maximum", 0),
+    "exclusiveMaximum": _bound("number", "exclusiveMaximum", "minimum", 0),
+    "minLength": _bound("string", "minLength", "maxLength", -1),
+    "maxLength": _bound("string", "maxLength", "minLength", 1),
+    "minItems": _bound("array", "minItems", "maxItems", -1),
+    "maxItems": _bound("array", "maxItems", "minItems", 1),
+    "minProperties": _bound("object", "minProperties", "maxProperties", -1),
+    "maxProperties": _bound("object", "maxProperties", "minProperties", 1),
+}
+_INEXACT = frozenset(
+    (
+        *("pattern", "format", "multipleOf", "uniqueItems", "prefixItems", "additionalItems"),
+        *("propertyNames", "patternProperties", "additionalProperties", "dependentSchemas"),
+        *("dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
+    )
+)
+
+
+def _says_nothing(keyword: str, value: Any) -> bool:
+    if keyword == "uniqueItems":
+        return value is False
+    if keyword == "format":
+        return value not in FORMATS
+    return value is True or value in ({}, [])

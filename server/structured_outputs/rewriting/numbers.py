@@ -1,0 +1,153 @@
+"""Numbers: ranges and multiples, with so many digits and no more.
+
+Without a bound a model may write digits until its answer is cut off. A number has at most
+`INTEGER_DIGITS` before and `FRACTION_DIGITS` after its point, and no exponent. Beside an exclusive
+bound both together are 15, so that the number is inside as a double too (IEEE 754: 15 decimal
+digits survive).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil, floor, lcm
+from typing import Any
+
+from server.structured_outputs.rewriting.alternatives import Plain
+from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, InexactError
+from server.structured_outputs.schema_walk import Schema
+
+INTEGER_DIGITS = 15
+FRACTION_DIGITS = 9
+_MOST = Fraction(10**INTEGER_DIGITS - 1)
+_LEAST = Fraction(1, 10**FRACTION_DIGITS)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """Multiples of `unit` from `low` to `high`; an open end does not belong to it."""
+
+    unit: Fraction
+    low: Fraction = -_MOST
+    high: Fraction = _MOST
+    low_open: bool = False
+    high_open: bool = False
+    whole: bool = False
+
+    @classmethod
+    def any(cls) -> NumberRange:
+        """Return the range of all numbers."""
+        return cls(_LEAST)
+
+    def is_empty(self) -> bool:
+        """Whether no multiple of the unit lies in it."""
+        return self.first() > self.last()
+
+    def first(self) -> Fraction:
+        """Return the lowest multiple that is not below the range."""
+        steps = self.low / self.unit
+        return self.unit * (floor(steps) + 1 if self.low_open else ceil(steps))
+
+    def last(self) -> Fraction:
+        """Return the highest multiple that is not above the range."""
+        steps = self.high / self.unit
+        return self.unit * (ceil(steps) - 1 if self.high_open else floor(steps))
+
+    def above(self, bound: Fraction, *, open_: bool) -> NumberRange:
+        """Return the part from `bound` up."""
+        if bound < self.low or (bound == self.low and not open_):
+            return self
+        return replace(self, low=bound, low_open=open_)
+
+    def below(self, bound: Fraction, *, open_: bool) -> NumberRange:
+        """Return the part up to `bound`."""
+        if bound > self.high or (bound == self.high and not open_):
+            return self
+        return replace(self, high=bound, high_open=open_)
+
+    def mirrored(self) -> NumberRange:
+        """Return the range of the negative numbers' absolute values."""
+        return replace(
+            self, low=-self.high, high=-self.low, low_open=self.high_open, high_open=self.low_open
+        )
+
+    def schema(self) -> Schema:
+        """Return the backend's schema of a range without negative numbers."""
+        found: Schema = {"type": "integer" if self.whole else "number"}
+        found["exclusiveMinimum" if self.low_open else "minimum"] = _plain(self.low)
+        found["exclusiveMaximum" if self.high_open else "maximum"] = _plain(self.high)
+        if not self.whole or self.unit != 1:
+            found["multipleOf"] = _plain(self.unit)
+        return found
+
+
+def number_ranges(document: Document, plain: Plain, *, whole: bool) -> list[NumberRange]:
+    """Return the ranges whose union the numbers are that satisfy all; `whole` for integers."""
+    try:
+        unit = _unit(plain, whole=whole)
+    except InexactError as error:
+        document.leave_out(plain[0], error)
+        unit = Fraction(1) if whole else _LEAST
+    ranges = [_bounded(NumberRange(unit, whole=whole), plain)]
+    for schema in plain:
+        for value in schema.get(NOT_ONE_OF, ()):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                ranges = [part for item in ranges for part in _split(item, exact(value))]
+    return [item for item in map(_fewer_digits, ranges) if not item.is_empty()]
+
+
+def signed_schemas(item: NumberRange) -> list[tuple[str, Schema]]:
+    """Return the range as signs with the backend's schema of what follows."""
+    # The backend has no multiples below zero.
+    zero = Fraction(0)
+    parts = (("", item.above(zero, open_=False)), ("-", item.mirrored().above(zero, open_=True)))
+    return [(sign, part.schema()) for sign, part in parts if not part.is_empty()]
+
+
+def exact(value: Any) -> Fraction:
+    """Return a JSON number as it is written."""
+    return Fraction(str(value))
+
+
+def _plain(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _unit(plain: Plain, *, whole: bool) -> Fraction:
+    steps = [exact(schema["multipleOf"]) for schema in plain if "multipleOf" in schema]
+    if whole:
+        steps.append(Fraction(1))
+    if not steps:
+        return _LEAST
+    scale = lcm(*(step.denominator for step in steps))
+    unit = Fraction(lcm(*(int(step * scale) for step in steps)), scale)
+    if 10**FRACTION_DIGITS % unit.denominator:
+        raise InexactError(
+            f"'multipleOf' has more than {FRACTION_DIGITS} digits after the point; round it"
+        )
+    return unit
+
+
+def _bounded(item: NumberRange, plain: Plain) -> NumberRange:
+    for schema in plain:
+        for keyword, open_ in (("minimum", False), ("exclusiveMinimum", True)):
+            if keyword in schema:
+                item = item.above(exact(schema[keyword]), open_=open_)
+        for keyword, open_ in (("maximum", False), ("exclusiveMaximum", True)):
+            if keyword in schema:
+                item = item.below(exact(schema[keyword]), open_=open_)
+    return item
+
+
+def _split(item: NumberRange, value: Fraction) -> list[NumberRange]:
+    parts = item.below(value, open_=True), item.above(value, open_=True)
+    return [part for part in parts if not part.is_empty()]
+
+
+def _fewer_digits(item: NumberRange) -> NumberRange:
+    """Return the range with a unit that doubles can tell from its open ends."""
+    ends = [abs(item.low)] * item.low_open + [abs(item.high)] * item.high_open
+    if item.unit != _LEAST or not ends:
+        return item
+    places = max(0, INTEGER_DIGITS - len(str(int(max(ends)))))
+    return replace(item, unit=Fraction(1, 10 ** min(places, FRACTION_DIGITS)))

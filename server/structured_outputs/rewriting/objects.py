@@ -1,0 +1,112 @@
+"""Objects: which names they have, of which values, and how many.
+
+An object whose schema lists properties has no others, unless `additionalProperties` or
+`patternProperties` say so. Names beside the listed ones may be written twice, which JSON lets
+pass, and so count once for the least number of properties.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from server.structured_outputs.rewriting.alternatives import Plain
+from server.structured_outputs.rewriting.document import (
+    NEGATIVE,
+    NOT_ONE_OF,
+    Document,
+    InexactError,
+    Node,
+)
+from server.structured_outputs.rewriting.patterns import translated
+from server.structured_outputs.rewriting.shapes import Object, Property
+from server.structured_outputs.schema_walk import Schema
+
+
+def object_shape(document: Document, plain: Plain) -> Object | None:
+    """Return the objects that satisfy all of the schemas, or None if there are surely none."""
+    names = list(dict.fromkeys(name for item in plain for name in item.get("properties", ())))
+    required = list(dict.fromkeys(name for item in plain for name in item.get("required", ())))
+    listed = []
+    for name in dict.fromkeys([*names, *required]):
+        node = Node.of(*(part for item in plain for part in _of_name(item, name)))
+        must = name in required
+        if False in node.schemas or not _may_be_name(document, plain, name):
+            if must:
+                return None
+            continue
+        listed.append(Property(name, node, must))
+    others = _others(document, plain, {*names, *required})
+    least = max((int(item.get("minProperties", 0)) for item in plain), default=0)
+    most = [int(item["maxProperties"]) for item in plain if "maxProperties" in item]
+    if least > len(listed) + bool(others):
+        if not others:
+            return None
+        document.leave_out(
+            plain[0],
+            f"'minProperties' of {least} is more than can be told apart; list at least "
+            f"{least - 1} properties, or leave it out",
+        )
+        least = 0
+    return Object(tuple(listed), tuple(others), least, min(most, default=None))
+
+
+def _of_name(schema: Schema, name: str) -> list[Any]:
+    """Return what one schema says of the property."""
+    found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
+    for pattern, inner in schema.get("patternProperties", {}).items():
+        if re.search(pattern, name):
+            found.append(inner)
+    return found or [schema.get("additionalProperties", True)]
+
+
+def _may_be_name(document: Document, plain: Plain, name: str) -> bool:
+    return all(
+        document.is_valid(name, item["propertyNames"]) for item in plain if "propertyNames" in item
+    )
+
+
+def _others(document: Document, plain: Plain, listed: set[str]) -> list[tuple[Node, Node]]:
+    """Return the names beside the listed ones with their values."""
+    own = [item for item in plain if NEGATIVE not in item]
+    names: list[Any] = [{"type": "string"}]
+    names += [item["propertyNames"] for item in plain if "propertyNames" in item]
+    if listed:
+        names.append({NOT_ONE_OF: sorted(listed)})
+    patterns = list(dict.fromkeys(p for item in own for p in item.get("patternProperties", ())))
+    found = []
+    for pattern in patterns:
+        try:
+            translated(pattern)
+        except InexactError as error:
+            document.leave_out(plain[0], error)
+            continue
+        values = [part for item in plain for part in _of_pattern(item, pattern)]
+        found.append((Node.of(*names, {"pattern": pattern}), Node.of(*values)))
+    closed = any(item.get("properties") or item.get("patternProperties") for item in own) and all(
+        "additionalProperties" not in item for item in own
+    )
+    if not closed:
+        values = [item.get("additionalProperties", True) for item in plain]
+        # A name may match a pattern too: what that asks for is asked for as well.
+        values += [inner for item in plain for inner in item.get("patternProperties", {}).values()]
+        found.append((Node.of(*names), Node.of(*values)))
+    return [(name, value) for name, value in found if False not in value.schemas]
+
+
+def _of_pattern(schema: Schema, pattern: str) -> list[Any]:
+    """Return what one schema says of names that match; of other patterns unless they exclude it."""
+    given = schema.get("patternProperties", {})
+    found = [inner for other, inner in given.items() if not _apart(pattern, other)]
+    return found if pattern in given else [*found, schema.get("additionalProperties", True)]
+
+
+def _apart(one: str, other: str) -> bool:
+    """Whether no name matches both: each begins with a text of its own."""
+    if one == other:
+        return False
+    heads = [re.match(r"\^([\w-]+)", re.sub(r"[\w-][*+?{].*", "", item)) for item in (one, other)]
+    if heads[0] is None or heads[1] is None or "|" in one + other:
+        return False
+    first, second = heads[0][1], heads[1][1]
+    return not first.startswith(second) and not second.startswith(first)

@@ -1,0 +1,144 @@
+"""Regular expressions as the grammar backend reads them, from ECMA-262's as JSON Schema has them.
+
+Where ECMA-262 and Python's `re`, with which most validators judge, differ about a class (`\\d`,
+`\\w`, `\\s`), the text is in it by both.
+"""
+
+from __future__ import annotations
+
+import re
+from re import _constants as code  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from server.structured_outputs.rewriting.document import InexactError
+
+_SPACE = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
+_WIDE_SPACE = rf"{_SPACE}\x1c-\x1f\x{{85}}\x{{feff}}"
+# What is surely in the class, and what may be.
+_CLASSES = {
+    code.CATEGORY_DIGIT: ("0-9", r"\p{Nd}"),
+    code.CATEGORY_NOT_DIGIT: (r"[^\p{Nd}]", "[^0-9]"),
+    code.CATEGORY_WORD: ("0-9A-Za-z_", r"\p{L}\p{M}\p{N}_"),
+    code.CATEGORY_NOT_WORD: (r"[^\p{L}\p{M}\p{N}_]", "[^0-9A-Za-z_]"),
+    code.CATEGORY_SPACE: (_SPACE, _WIDE_SPACE),
+    code.CATEGORY_NOT_SPACE: (f"[^{_WIDE_SPACE}]", f"[^{_SPACE}]"),
+}
+_NO_LINE_END = r"[^\n\r\x{2028}\x{2029}]"
+_MAX_WORD = 200
+
+
+def translated(pattern: str) -> str:
+    """Return the pattern in the backend's syntax; it still matches anywhere in a text.
+
+    Raises `InexactError` for what no automaton follows, and for what is no regular expression.
+    """
+    try:
+        tree = parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", pattern))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise InexactError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+    if tree.state.flags & ~re.UNICODE:
+        raise InexactError(f"the pattern {pattern!r} has flags; spell both cases out")
+    return _sequence(tree, pattern, first=True, last=True)
+
+
+def whole(pattern: str) -> str:
+    """Return a pattern of the backend's syntax that matches whole texts alone."""
+    return f"^(?:{pattern})$"
+
+
+def other_than(words: set[str]) -> str:
+    """Return a pattern, of the backend's syntax, of all texts but these."""
+    longest = max(map(len, words))
+    if longest > _MAX_WORD:
+        raise InexactError(
+            f"a text of {longest} characters is excluded; the limit is {_MAX_WORD} characters"
+        )
+    return whole(_others(words))
+
+
+def _others(words: set[str]) -> str:
+    heads: dict[str, set[str]] = {}
+    for word in words:
+        if word:
+            heads.setdefault(word[0], set()).add(word[1:])
+    options = [] if "" in words else [""]
+    options.append(f"[^{''.join(map(_literal, heads))}](?s:.*)" if heads else "(?s:.+)")
+    options += [f"{_literal(head)}(?:{_others(tails)})" for head, tails in heads.items()]
+    return "|".join(options)
+
+
+def _literal(character: str | int) -> str:
+    point = character if isinstance(character, int) else ord(character)
+    return chr(point) if chr(point).isalnum() and point < 128 else f"\\x{{{point:x}}}"
+
+
+def _sequence(items: Any, pattern: str, *, first: bool, last: bool) -> str:
+    found, items = [], list(items)
+    for index, (kind, value) in enumerate(items):
+        begins = first and all(_is_anchor(item) for item in items[:index])
+        ends = last and all(_is_anchor(item) for item in items[index + 1 :])
+        found.append(_item(kind, value, pattern, begins, ends))
+    return "".join(found)
+
+
+def _is_anchor(item: Any) -> bool:
+    return bool(item[0] is code.AT)
+
+
+def _item(kind: Any, value: Any, pattern: str, begins: bool, ends: bool) -> str:
+    if kind is code.LITERAL:
+        return _literal(value)
+    if kind is code.NOT_LITERAL:
+        return f"[^{_literal(value)}]"
+    if kind is code.ANY:
+        return _NO_LINE_END
+    if kind is code.IN:
+        return _class(value)
+    if kind is code.AT:
+        return _anchor(value, pattern, begins, ends)
+    if kind is code.BRANCH:
+        branches = (_sequence(item, pattern, first=begins, last=ends) for item in value[1])
+        return f"(?:{'|'.join(branches)})"
+    if kind is code.SUBPATTERN:
+        _, added, removed, inner = value
+        if not added and not removed:
+            return f"(?:{_sequence(inner, pattern, first=begins, last=ends)})"
+    if kind in (code.MAX_REPEAT, code.MIN_REPEAT):
+        low, high, inner = value
+        most = "" if high is code.MAXREPEAT else high
+        return f"(?:{_sequence(inner, pattern, first=False, last=False)}){{{low},{most}}}"
+    what = _NAMES.get(kind, str(kind).lower())
+    raise InexactError(f"the pattern {pattern!r} has {what}, which no grammar follows")
+
+
+_NAMES = {
+    code.ASSERT: "a look-around",
+    code.ASSERT_NOT: "a look-around",
+    code.GROUPREF: "a back reference",
+    code.GROUPREF_EXISTS: "a back reference",
+    code.SUBPATTERN: "flags inside",
+}
+
+
+def _anchor(value: Any, pattern: str, begins: bool, ends: bool) -> str:
+    if value is code.AT_BEGINNING and begins:
+        return "^"
+    if value is code.AT_END and ends:
+        return "$"
+    if value in (code.AT_BEGINNING, code.AT_END):
+        raise InexactError(f"the pattern {pattern!r} has an anchor inside")
+    raise InexactError(f"the pattern {pattern!r} has a word boundary, which no grammar follows")
+
+
+def _class(items: Any) -> str:
+    negated = items[0][0] is code.NEGATE
+    found = []
+    for kind, value in items[1:] if negated else items:
+        if kind is code.LITERAL:
+            found.append(_literal(value))
+        elif kind is code.RANGE:
+            found.append(f"{_literal(value[0])}-{_literal(value[1])}")
+        else:
+            found.append(_CLASSES[value][negated])
+    return f"[{'^' if negated else ''}{''.join(found)}]"

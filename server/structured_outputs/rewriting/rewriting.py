@@ -1,0 +1,122 @@
+"""A schema as a grammar, and what of the schema the grammar does not follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.document import Document, Node
+from server.structured_outputs.rewriting.drafts import modern
+from server.structured_outputs.rewriting.nodes import Nodes
+from server.structured_outputs.rewriting.rules import Rules
+from server.structured_outputs.rewriting.shapes import Array, Object, Shape
+
+MAX_NODES = 4000
+"""How many places of its values a schema may tell apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """The grammar of a schema; `left_out` has a line for each part that it does not follow."""
+
+    grammar: str
+    left_out: tuple[str, ...]
+
+
+def rewrite(schema: Any, *, compact: bool) -> Rewriting:
+    """Return the grammar of a schema; `compact` for JSON without whitespace.
+
+    Raises `UnusableError` if no value satisfies it, or its combinations are too many.
+    """
+    document = Document(modern(schema))
+    nodes = Nodes(document)
+    root = Node.of(document.root)
+    found = _reached(nodes, root)
+    possible = _possible(found)
+    if root not in possible:
+        raise UnusableError("$: no value satisfies it")
+    rules = Rules(compact=compact)
+    names = {node: f"node_{index}" for index, node in enumerate(found) if node in possible}
+    for node, name in names.items():
+        options = [option for shape in found[node] for option in rules.of_shape(shape, names.get)]
+        rules.define(name, *dict.fromkeys(options))
+    return Rewriting(rules.text(names[root]), tuple(document.left_out))
+
+
+def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:
+    """Return the shapes of the root and of every node that they lead to."""
+    found: dict[Node, tuple[Shape, ...]] = {}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        if len(found) >= MAX_NODES:
+            raise UnusableError(
+                f"it tells more than {MAX_NODES} places of its values apart, the limit of this "
+                "server"
+            )
+        found[node] = nodes.shapes(node)
+        waiting += [part for shape in found[node] for part in _parts(shape)]
+    return found
+
+
+def _parts(shape: Shape) -> list[Node]:
+    if isinstance(shape, Object):
+        pairs = [node for pair in shape.others for node in pair]
+        return [*(item.node for item in shape.properties), *pairs]
+    if isinstance(shape, Array):
+        rest = [shape.rest] if shape.rest is not None else []
+        held = [shape.contained.node, shape.contained.other] if shape.contained else []
+        return [*shape.first, *rest, *held]
+    return []
+
+
+def _possible(found: dict[Node, tuple[Shape, ...]]) -> set[Node]:
+    """Return the nodes that some finite value satisfies."""
+    possible: set[Node] = set()
+    grown = True
+    while grown:
+        grown = False
+        for node, shapes in found.items():
+            if node not in possible and any(_is_possible(shape, possible) for shape in shapes):
+                possible.add(node)
+                grown = True
+    return possible
+
+
+def _is_possible(shape: Shape, possible: set[Node]) -> bool:
+    if isinstance(shape, Object):
+        return _is_possible_object(shape, possible)
+    if isinstance(shape, Array):
+        return _is_possible_array(shape, possible)
+    return True
+
+
+def _is_possible_object(shape: Object, possible: set[Node]) -> bool:
+    have = [item for item in shape.properties if item.node in possible]
+    needed = sum(item.required for item in shape.properties)
+    if sum(item.required for item in have) < needed:
+        return False
+    others = any(name in possible and value in possible for name, value in shape.others)
+    return shape.least <= len(have) + others and (shape.most is None or needed <= shape.most)
+
+
+def _is_possible_array(shape: Array, possible: set[Node]) -> bool:
+    if shape.chosen is not None:
+        return shape.least <= len(shape.chosen)
+    if shape.contained is not None:
+        wanted = shape.contained
+        if wanted.least and wanted.node not in possible:
+            return False
+        if shape.most is not None and wanted.least > shape.most:
+            return False
+        enough = wanted.most is None or wanted.most >= shape.least
+        return (enough and wanted.node in possible) or shape.least == 0 or wanted.other in possible
+    needed = list(shape.first[: shape.least])
+    if shape.least > len(shape.first):
+        if shape.rest is None:
+            return False
+        needed.append(shape.rest)
+    return all(node in possible for node in needed)

@@ -1,0 +1,339 @@
+"""The grammar's text: a rule for each node, in the dialect of Lark that llguidance 1.7 reads.
+
+Its `%json` takes strings and numbers, whose lengths, patterns and ranges it counts and intersects
+without unrolling them; everything around them is written here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.document import Node
+from server.structured_outputs.rewriting.numbers import NumberRange, signed_schemas
+from server.structured_outputs.rewriting.shapes import (
+    AnyValue,
+    Array,
+    Contained,
+    FixedValue,
+    Number,
+    Object,
+    Shape,
+    Text,
+)
+from server.structured_outputs.schema_walk import Schema
+
+MARK = "%llguidance {}\n"
+"""Begins a grammar that the engine gives to llguidance."""
+MAX_INDENT = 32
+"""Blanks after a line end between two parts of JSON: 8 levels of 4. Otherwise there is at most
+one blank, so that no model fills its context with them."""
+MAX_RULES = 20_000
+MAX_STATES = 10_000
+_BLANK = rf"( |\n {{0,{MAX_INDENT}}})?"
+
+NameOf = Callable[[Node], str | None]
+"""Returns the rule of a node, or None if no value satisfies it."""
+
+
+class Rules:
+    """Collects the rules of one grammar; `compact` allows no whitespace."""
+
+    def __init__(self, *, compact: bool) -> None:
+        blank = "" if compact else _BLANK
+        self._marks = [
+            *(rf"{name}: /{sign}{blank}/" for name, sign in (("OPEN", r"\{"), ("BEGIN", r"\["))),
+            *(rf"{name}: /{blank}{sign}/" for name, sign in (("CLOSE", r"\}"), ("END", r"\]"))),
+            *(
+                rf"{name}: /{blank}{sign}{blank}/"
+                for name, sign in (("COLON", ":"), ("COMMA", ","))
+            ),
+        ]
+        self._compact = compact
+        self._lines: list[str] = []
+        self._any: str | None = None
+
+    def add(self, stem: str, *options: str, counts: bool = False) -> str:
+        """Add a rule of these options and return its name; `counts`: it takes a number."""
+        if len(self._lines) >= MAX_RULES:
+            raise UnusableError(
+                f"its grammar has more than {MAX_RULES} rules, the limit of this server"
+            )
+        name = f"{stem}_{len(self._lines)}"
+        self.define(name, *options, counts=counts)
+        return name
+
+    def define(self, name: str, *options: str, counts: bool = False) -> None:
+        """Add a rule whose name is known already."""
+        parameter = "::_" if counts else ""
+        self._lines.append(
+            f"{name}{parameter}: " + "\n  | ".join(option or '""' for option in options)
+        )
+
+    def text(self, start: str) -> str:
+        """Return the grammar that begins with the rule `start`."""
+        return "\n".join([f"{MARK}start: {start}", *self._marks, *self._lines, ""])
+
+    def of_shape(self, shape: Shape, name_of: NameOf) -> list[str]:
+        """Return the options of a rule for the shape; none if no value has it."""
+        match shape:
+            case AnyValue():
+                return [self.anything()]
+            case FixedValue(value):
+                return [self.fixed(value)]
+            case Text(schema):
+                return [scalar(schema)]
+            case Number(range):
+                return _number(range)
+            case Array():
+                return self._array(shape, name_of)
+            case Object():
+                return self._object(shape, name_of)
+
+    def anything(self) -> str:
+        """Return the rule of every JSON value."""
+        if self._any is None:
+            self._any = "anything"
+            text, any_ = scalar({"type": "string"}), self._any
+            self.define(
+                any_,
+                *('"null"', '"true"', '"false"', text, *_number(_ANY_NUMBER)),
+                f"BEGIN ({any_} (COMMA {any_})*)? END",
+                f"OPEN ({text} COLON {any_} (COMMA {text} COLON {any_})*)? CLOSE",
+            )
+        return self._any
+
+    def fixed(self, value: Any) -> str:
+        """Return the literal of a value."""
+        separators = (",", ":") if self._compact else (", ", ": ")
+        return quoted(json.dumps(value, ensure_ascii=False, separators=separators))
+
+    def _array(self, shape: Array, name_of: NameOf) -> list[str]:
+        if shape.chosen is not None:
+            return self._chosen(shape, shape.chosen)
+        if shape.contained is not None:
+            return self._contained(shape, shape.contained, name_of)
+        first = [name_of(node) for node in shape.first]
+        rest = None if shape.rest is None else name_of(shape.rest)
+        if None in first:
+            # What no item can be ends the array before it.
+            first, rest = first[: first.index(None)], None
+        most = shape.most if rest is not None else min(shape.most or len(first), len(first))
+        if most is not None and shape.least > most:
+            return []
+        return [f"BEGIN {self._items(first, rest, shape.least, most)} END"]
+
+    def _items(self, first: list[Any], rest: str | None, least: int, most: int | None) -> str:
+        """Return what stands between the brackets, from the last item to the first."""
+        count = len(first) if most is None else min(len(first), most)
+        tail = '""'
+        if rest is not None and (most is None or most > count):
+            before = max(count, 1)
+            tail = _several(
+                f"COMMA {rest}", least - before, None if most is None else most - before
+            )
+            if count == 0:
+                return f"{rest} {tail}" if least else f"({rest} {tail})?"
+        for index in range(count - 1, -1, -1):
+            comma = "COMMA " if index else ""
+            part = f"{comma}{first[index]} {tail}"
+            tail = part if index < least else f"({part})?"
+        return tail
+
+    def _chosen(self, shape: Array, values: tuple[Any, ...]) -> list[str]:
+        """Items that differ: a bit for each value that is taken."""
+        most = len(values) if shape.most is None else min(shape.most, len(values))
+        if shape.least > most:
+            return []
+        stem = f"unique_{len(self._lines)}"
+        bits = f"[0:{len(values)}]"
+        self.define(
+            f"{stem}i",
+            *(f"{self.fixed(value)} {stem}n::set_bit({index}) %if bit_clear({index})"
+              for index, value in enumerate(values)),
+            counts=True,
+        )  # fmt: skip
+        self.define(
+            f"{stem}n",
+            f'"" %if bit_count_ge({bits}, {shape.least})',
+            f"COMMA {stem}i::_ %if bit_count_lt({bits}, {most})",
+            counts=True,
+        )
+        found = [f"BEGIN {stem}i::0 END"] if most else []
+        return found if shape.least else [*found, "BEGIN END"]
+
+    def _contained(self, shape: Array, wanted: Contained, name_of: NameOf) -> list[str]:
+        """Items of which some are wanted: a rule for each pair of numbers, if it has an end."""
+        node, other = name_of(wanted.node), name_of(wanted.other)
+        items = Tally(shape.least, shape.most), Tally(wanted.least, wanted.most)
+        states = items[0].size * items[1].size
+        if states > MAX_STATES:
+            raise UnusableError(
+                f"counting the items of 'contains' takes {states} rules; the limit is {MAX_STATES}"
+            )
+        stem = f"contains_{len(self._lines)}"
+        live = _ways(items, node, other)
+        for (count, held), steps in live.items():
+            comma = "COMMA " if count else ""
+            options = [f"{comma}{item} {stem}_{to[0]}_{to[1]}" for item, to in steps]
+            ends = items[0].is_enough(count) and items[1].is_enough(held)
+            self.define(f"{stem}_{count}_{held}", *options, *([""] if ends else []))
+        return [f"BEGIN {stem}_0_0 END"] if (0, 0) in live else []
+
+    def _object(self, shape: Object, name_of: NameOf) -> list[str]:
+        listed = []
+        for item in shape.properties:
+            value = name_of(item.node)
+            if value is not None:
+                listed.append(
+                    (
+                        f"{quoted(json.dumps(item.name, ensure_ascii=False))} COLON {value}",
+                        item.required,
+                    )
+                )
+            elif item.required:
+                return []
+        pairs = [(name_of(name), name_of(value)) for name, value in shape.others]
+        others = [f"{name} COLON {value}" for name, value in pairs if name and value]
+        other = self.add("other", *others) if others else None
+        if shape.least == 0 and shape.most is None:
+            return [f"OPEN {self._members(listed, other)} CLOSE"]
+        return self._counted(listed, other, shape.least, shape.most)
+
+    def _members(self, listed: list[tuple[str, bool]], other: str | None) -> str:
+        """Return what stands between the braces: `fresh` before the first member, `rest` after."""
+        fresh = f"({other} (COMMA {other})*)?" if other else '""'
+        rest = f"(COMMA {other})*" if other else '""'
+        for index in range(len(listed) - 1, -1, -1):
+            member, required = listed[index]
+            after = f"COMMA {member} {rest}"
+            first = f"{member} {rest}"
+            if index:
+                rest = self.add("rest", after) if required else self.add("rest", after, rest)
+            fresh = first if required else self.add("fresh", first, fresh)
+        return fresh
+
+    def _counted(
+        self, listed: list[tuple[str, bool]], other: str | None, least: int, most: int | None
+    ) -> list[str]:
+        """The members with their number: a rule for each place and number, if it has an end."""
+        if other is None and most is not None and most >= len(listed):
+            most = None
+        tally = Tally(least, most)
+        if len(listed) * tally.size > MAX_STATES:
+            raise UnusableError(
+                f"counting its properties takes {len(listed) * tally.size} rules; the limit is "
+                f"{MAX_STATES}"
+            )
+        counts = range(min(tally.size, len(listed) + 1))
+        ends = {count: _others(other, tally, count) for count in counts}
+        for member, required in reversed(listed):
+            places: dict[int, str | None] = {}
+            for count in counts:
+                comma = "COMMA " if count else ""
+                after = tally.after(count)
+                taken = ends.get(after) if after is not None else None
+                options = [f"{comma}{member} {taken}"] if taken is not None else []
+                skipped = ends[count]
+                if not required and skipped is not None:
+                    options.append(skipped)
+                places[count] = self.add("members", *options) if options else None
+            ends = places
+        start = ends[0]
+        return [] if start is None else [f"OPEN {start} CLOSE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A count from `least` to `most`, as far as it must be told."""
+
+    least: int
+    most: int | None
+
+    @property
+    def size(self) -> int:
+        """How many counts are told apart; without a bound above, all from `least` are one.
+
+        One and none differ all the same: before the first stands no comma.
+        """
+        return (max(1, self.least) if self.most is None else self.most) + 1
+
+    def after(self, count: int) -> int | None:
+        """Return the count after one more, or None if there may be no more."""
+        if count + 1 < self.size:
+            return count + 1
+        return count if self.most is None else None
+
+    def is_enough(self, count: int) -> bool:
+        """Whether it may end here."""
+        return count >= self.least
+
+
+def _ways(
+    items: tuple[Tally, Tally], node: str | None, other: str | None
+) -> dict[tuple[int, int], list[tuple[str, tuple[int, int]]]]:
+    """Return the pairs of counts from which there is an end, with what leads on from each."""
+    pairs = [(n, held) for n in range(items[0].size) for held in range(items[1].size)]
+    live = {pair for pair in pairs if all(map(Tally.is_enough, items, pair))}
+    steps: dict[tuple[int, int], list[tuple[str, tuple[int, int]]]] = {pair: [] for pair in pairs}
+    for count, held in pairs:
+        more, also = items[0].after(count), items[1].after(held)
+        if more is not None and other is not None:
+            steps[count, held].append((other, (more, held)))
+        if more is not None and also is not None and node is not None:
+            steps[count, held].append((node, (more, also)))
+    grown = True
+    while grown:
+        reach = {pair for pair in pairs if any(to in live for _, to in steps[pair])}
+        grown = not reach <= live
+        live |= reach
+    return {p: [(item, to) for item, to in steps[p] if to in live] for p in pairs if p in live}
+
+
+def _others(other: str | None, tally: Tally, count: int) -> str | None:
+    """Return the unlisted members after `count` listed ones, or None if that has no end.
+
+    A further one may repeat the name of the first, so that they count once below.
+    """
+    missing = tally.least - count
+    room = None if tally.most is None else tally.most - count
+    if missing > (other is not None and room != 0):
+        return None
+    if other is None or room == 0:
+        return '""'
+    low = max(0, missing)
+    if count:
+        return _several(f"COMMA {other}", low, room)
+    some = f"{other} {_several(f'COMMA {other}', 0, None if room is None else room - 1)}"
+    return some if low else f"({some})?"
+
+
+def quoted(text: str) -> str:
+    """Return a text as a literal of the grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def scalar(schema: Schema) -> str:
+    """Return the strings or numbers of one of the backend's schemas."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
+
+
+_ANY_NUMBER = NumberRange.any()
+
+
+def _number(item: NumberRange) -> list[str]:
+    return [
+        f"{quoted(sign)} {scalar(schema)}" if sign else scalar(schema)
+        for sign, schema in signed_schemas(item)
+    ]
+
+
+def _several(item: str, least: int, most: int | None) -> str:
+    """Return so many of an item as the dialect writes it: it has no `{0,0}`."""
+    low = max(0, least)
+    if most is None:
+        return f"({item}){{{low},}}" if low else f"({item})*"
+    return f"({item}){{{low},{most}}}" if most else '""'

@@ -1,0 +1,18 @@
+"""Whether a schema is one at all, by the meta-schema of the draft that it names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from server.structured_outputs.constraint import UnusableError
+
+
+def check_form(schema: Any) -> None:
+    """Raise `UnusableError` for a schema that its draft's meta-schema refuses."""
+    try:
+        validator_for(schema, Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        raise UnusableError(f"{error.json_path}: {error.message}") from None

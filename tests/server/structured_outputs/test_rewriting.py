@@ -1,0 +1,195 @@
+"""The rewriting of schemas, judged by jsonschema over random walks; what it leaves out."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from server.settings import ServerSettings
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.inspection import inspect
+from server.structured_outputs.rewriting.rewriting import rewrite
+from server.structured_outputs.schema_exactness import check_exact
+from server.structured_outputs.schema_refs import check_refs
+from server.structured_outputs.trial_job import do_job, job_bytes
+from tests.schema_corpus import BAD, BAD_IN_TAGS, GOOD
+from tests.schema_generator import SchemaGenerator
+from tests.server.structured_outputs.walks import accepts, documents, faults
+
+LIMITS = SchemaLimits.of(ServerSettings())
+
+
+def verdict(schema: Any, *, exact: bool = True) -> str | None:
+    job = job_bytes([Constraint(Kind.JSON, json.dumps(schema), "json", exact)], LIMITS)
+    return do_job(job, lambda _kind, _text: [], compact=False).reason
+
+
+@pytest.mark.parametrize("schema", GOOD, ids=json.dumps)
+def test_a_good_schema_is_followed(schema: dict[str, Any]) -> None:
+    assert verdict(schema) is None
+    for text in documents(rewrite(schema, compact=False).grammar, 6):
+        assert faults(schema, text) == []
+
+
+@pytest.mark.parametrize(("schema", "words"), BAD, ids=lambda value: str(value)[:60])
+def test_a_bad_schema_is_refused_in_our_words(schema: dict[str, Any], words: str) -> None:
+    reason = verdict(schema)
+    assert reason is not None
+    assert words in reason
+
+
+@pytest.mark.parametrize(("schema", "words"), BAD_IN_TAGS, ids=lambda value: str(value)[:60])
+def test_what_a_tag_cannot_hold_is_refused(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnusableError) as caught:
+        check_refs(schema)
+        check_exact(schema)
+    assert words in str(caught.value)
+
+
+YES_AND_NO: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
+    # What the schema allows is allowed: the rewriting loses nothing that is not documented.
+    ({"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True},
+     ("[]", "[3, 1, 2]", "[2]"), ("[1, 1]", "[4]")),
+    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 5}},
+     ("[5]", "[1, 5]", "[5, 5, 7]"), ("[]", "[1, 2]")),
+    ({"type": "array", "items": {"enum": [1, 5]}, "contains": {"const": 5}, "minContains": 2,
+      "maxContains": 3, "maxItems": 4}, ("[5, 5]", "[1, 5, 1, 5]"), ("[5]", "[5, 5, 5, 5]")),
+    ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2,
+      "maxProperties": 2}, ('{"a": 1, "c": []}', '{"b": "x", "c": null}'),
+     ("{}", '{"c": 1}', '{"a": 1, "b": 1, "c": 1}')),
+    ({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}},
+      "dependentRequired": {"a": ["b"]}}, ("{}", '{"b": 2}', '{"a": 1, "b": 2}'), ('{"a": 1}',)),
+    ({"type": "object", "properties": {"c": {"enum": ["US", "CA"]}, "z": {"type": "string"}},
+      "required": ["c", "z"], "if": {"properties": {"c": {"const": "US"}}},
+      "then": {"properties": {"z": {"pattern": "^[0-9]{5}$"}}},
+      "else": {"properties": {"z": {"maxLength": 3}}}},
+     ('{"c": "US", "z": "12345"}', '{"c": "CA", "z": "K1A"}'),
+     ('{"c": "US", "z": "K1A"}', '{"c": "CA", "z": "12345"}')),
+    ({"type": "string", "not": {"enum": ["no", "n"]}}, ('""', '"nope"', '"yes"', '"é"'),
+     ('"no"', '"n"')),
+    ({"type": "number", "not": {"const": 0}}, ("1", "-0.5", "0.000000001"), ("0", "0.0", "-0")),
+    ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]},
+     ('"a"', '"abcd"'), ('"ab"', '"abc"')),
+    ({"type": "object", "patternProperties": {"^s_": {"type": "string"}, "^i_": {"const": 1}},
+      "properties": {"id": {"const": 0}}}, ('{"id": 0, "i_a": 1, "s_b": "x"}',),
+     ('{"i_a": "x"}', '{"other": 1}')),
+    ({"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}},
+     ('{"a": 1, "b": 2}', '{"é": 2}'), ('{"a": 2}', '{"b": 1}')),
+    ({"type": "string", "pattern": "b"}, ('"abc"', '"b"'), ('"a"',)),
+    ({"type": "string", "format": "date"}, ('"2024-02-29"', '"1999-12-31"'),
+     ('"2023-02-29"', '"2024-13-01"')),
+    ({"type": "string", "maxLength": 2}, ('"\\n😀"',), ('"\n"', '"abc"')),
+    ({"type": "number", "minimum": 0.25, "exclusiveMaximum": 1}, ("0.25", "0.999"), ("1", "0.2")),
+    ({"type": "integer", "multipleOf": 5}, ("-15", "0", "20"), ("7", "5.0")),
+    ({"type": ["object", "null"], "required": ["a"]}, ("null", '{"a": [1]}'), ("{}", "[]")),
+    ({"prefixItems": [{"const": 1}, {"const": 2}]}, ("[]", "[1]", "[1, 2]"), ("[2]", "[1, 2, 3]")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "yes", "no"), YES_AND_NO, ids=lambda value: str(value)[:60])
+def test_what_a_grammar_takes_and_what_not(
+    schema: Any, yes: tuple[str, ...], no: tuple[str, ...]
+) -> None:
+    assert verdict(schema) is None
+    grammar = rewrite(schema, compact=False).grammar
+    assert [text for text in yes if not accepts(grammar, text)] == []
+    assert [text for text in no if accepts(grammar, text)] == []
+
+
+def test_blanks_and_digits_have_a_bound() -> None:
+    grammar = rewrite({"type": "object"}, compact=False).grammar
+    assert accepts(grammar, '{\n  "a": {"b" : [1, 2]\n  }}')
+    assert accepts(grammar, '{"a": 123456789012345.123456789}')
+    for text in ('{  "a": 1}', '{"a":\n\n1}', '{"a": 1\t}', '{"a": 0.1234567891}', '{"a": 1e5}',
+                 '{"a": 1234567890123456}', "{" + "\n" + " " * 70 + "}"):  # fmt: skip
+        assert not accepts(grammar, text), text
+    compact = rewrite({"type": "object"}, compact=True).grammar
+    assert accepts(compact, '{"a":[1,2]}')
+    assert not accepts(compact, '{"a": 1}')
+
+
+def test_older_drafts_mean_what_they_meant() -> None:
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    listed = draft | {"items": [{"const": 1}], "additionalItems": {"const": 2}}
+    grammar = rewrite(listed, compact=False).grammar
+    assert accepts(grammar, "[1, 2, 2]") and not accepts(grammar, "[2]")
+    beside = draft | {
+        "$ref": "#/definitions/a",
+        "maxLength": 1,
+        "definitions": {"a": {"const": "xy"}},
+    }
+    assert accepts(rewrite(beside, compact=False).grammar, '"xy"')
+    bound = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer",
+             "minimum": 3, "exclusiveMinimum": True}  # fmt: skip
+    grammar = rewrite(bound, compact=False).grammar
+    assert accepts(grammar, "4") and not accepts(grammar, "3")
+
+
+def test_best_effort_leaves_out_what_it_cannot_follow() -> None:
+    schema = {"type": "string", "pattern": "(?=a)", "maxLength": 3}
+    assert verdict(schema) is not None
+    assert verdict(schema, exact=False) is None
+    found = rewrite(schema, compact=False)
+    assert len(found.left_out) == 1
+    assert accepts(found.grammar, '"bcd"') and not accepts(found.grammar, '"bcde"')
+
+
+def test_a_bounded_string_costs_no_more_for_its_length() -> None:
+    def cost(length: int) -> float:
+        schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": length}}}
+        started = time.thread_time()
+        documents(rewrite(schema, compact=False).grammar, 1)
+        return time.thread_time() - started
+
+    cost(5)
+    assert cost(50_000) < 5 * cost(5) + 0.2
+
+
+def test_what_comes_to_too_much_is_counted() -> None:
+    many = [{"anyOf": [{"required": [f"{a}{b}"]} for b in "xyz"]} for a in "abcdefgh"]
+    with pytest.raises(UnusableError, match="more than 256 alternatives"):
+        rewrite({"type": "object", "allOf": many}, compact=False)
+    wide = {"type": "object", "minProperties": 150,
+            "properties": {f"p{index}": {"const": index} for index in range(300)}}  # fmt: skip
+    with pytest.raises(UnusableError, match="the limit is 10000"):
+        rewrite(wide, compact=False)
+
+
+def outcomes_of(seed: int, count: int) -> tuple[Counter[str], list[Any]]:
+    """Judge generated schemas; return how many are followed, and what is wrong."""
+    made, outcomes = SchemaGenerator(seed), Counter[str]()
+    wrong: list[Any] = []
+    for index in range(count):
+        make = (made.plain, made.wild, made.combined, made.combined)[index % 4]
+        schema = make(1 + index % 3)
+        try:
+            inspect(Constraint(Kind.JSON, json.dumps(schema), ""), LIMITS)
+            found = rewrite(schema, compact=False)
+        except UnusableError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["left out" if found.left_out else "followed"] += 1
+        if not found.left_out:
+            texts = documents(found.grammar, 3, seed=index, must_end=False)
+            wrong += [(schema, t, bad) for t in texts if (bad := faults(schema, t, formats=False))]
+    return outcomes, wrong
+
+
+def test_generated_schemas_are_followed_or_refused() -> None:
+    outcomes, wrong = outcomes_of(seed=1, count=120)
+    assert wrong == []
+    assert outcomes["followed"] > 60
+    assert outcomes["refused"] > 10
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+def test_generated_schemas_are_followed_or_refused_widely() -> None:
+    outcomes, wrong = outcomes_of(seed=2, count=10_000)
+    print(outcomes)  # noqa: T201
+    assert wrong == []
+    assert outcomes["followed"] > 5_000
