@@ -113,6 +113,8 @@ export class Chart {
       entry.textContent = `${name ? `${name} ` : ""}${values[index] === null ? "–" : this.show(values[index])}`;
       return entry;
     });
+    // The latest values change every two seconds: only what is asked for is said aloud.
+    this.readout.setAttribute("aria-live", this.cursor === null ? "off" : "polite");
     this.readout.replaceChildren(...worded, ` ${when}`);
     const highest = this.series.map(([, name], index) =>
       `${name} ${this.show(Math.max(0, ...this.samples.map((sample) => Number(sample.values[index]))))}`);

@@ -75,12 +75,8 @@ def measure_trace(
 
 def compare_trace(player: Player, sets: Sequence[Tables], periods: Periods) -> list[float]:
     """Return the seconds of all steps of the trace with either set."""
-    groups = [[Round(period, tables) for tables in sets] for period in periods]
-    seconds = [0.0] * len(sets)
-    for (_, which), repeats in player.run(groups, _REPEATS).items():
-        for same in zip(*repeats, strict=True):
-            seconds[which] += median(step.seconds for step in same)
-    return seconds
+    ran = _compared(player, sets, periods)
+    return [sum(itertools.chain(*taken.values())) for taken in ran]
 
 
 def compare_sizes(
@@ -91,17 +87,15 @@ def compare_sizes(
     The sizes that ran most stand for the others in proportion.
     """
     few = {p: sorted(counts[p], key=lambda n: -counts[p][n])[:_MOST_COMPARED] for p in PHASES}
-    groups = [[Round(period, tables) for tables in sets] for period in periods_of(few)]
-    found, seconds = list(_ran(player, groups, _REPEATS)), []
-    for which, tables in enumerate(sets):
-        ran, total = ran_of(found[which :: len(sets)]), 0.0
-        for phase, sizes in few.items():
-            share = sum(counts[phase].values()) / max(sum(counts[phase][n] for n in sizes), 1)
-            for size in sizes:
-                taken = ran[phase].get((tables[phase].find(size), size), [0.0])
-                total += share * counts[phase][size] * median(taken)
-        seconds.append(total)
-    return seconds
+    share = {p: sum(counts[p].values()) / max(sum(counts[p][n] for n in few[p]), 1) for p in PHASES}
+    return [
+        sum(
+            share[phase] * counts[phase][size] * median(taken)
+            for (phase, size), taken in ran.items()
+            if size in few[phase]
+        )
+        for ran in _compared(player, sets, list(periods_of(few)))
+    ]
 
 
 def periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
@@ -176,6 +170,19 @@ def times_in_trace(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
     more = median(seconds / alone.of(bucket, bucket) for bucket, seconds in full.items())
     often = {key: median(taken) for key, taken in ran.items() if len(taken) >= LEAST_STEPS}
     return MeasuredTimes({b: more * s for b, s in alone.full.items()} | full, row, often)
+
+
+def _compared(
+    player: Player, sets: Sequence[Tables], periods: Periods
+) -> list[dict[tuple[str, int], list[float]]]:
+    """For each set by phase and size the seconds of every step, medians of its repeats."""
+    found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list) for _ in sets]
+    groups = [[Round(period, tables) for tables in sets] for period in periods]
+    for (_, which), repeats in player.run(groups, _REPEATS).items():
+        for same in zip(*repeats, strict=True):
+            taken = median(step.seconds for step in same)
+            found[which][same[0].phase, same[0].size].append(taken)
+    return found
 
 
 def _ran(
