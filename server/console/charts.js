@@ -86,7 +86,7 @@ export class Chart {
       x: this.x(this.now() - 60 * ago),
       y: HEIGHT - 4,
       "text-anchor": ago === this.minutes ? "start" : ago ? "middle" : "end",
-    }, ago ? `${ago} min ago` : "now"));
+    }, ago >= 1 ? `${ago} min ago` : ago ? `${60 * ago} s ago` : "now"));
     return [...across, ...minutes];
   }
 
