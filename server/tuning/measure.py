@@ -43,7 +43,7 @@ def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
     spread = {phase: {*tables[phase].sizes[::-_SPREAD]} for phase in PHASES}
     full = [[Round(period, tables)] for period in periods_of(tables)]
     padded = [[Round(period, largest)] for period in periods_of(spread)]
-    found = list(_ran(player, [*full, *padded], _REPEATS))
+    found = list(_ran(player, "step times", [*full, *padded], _REPEATS))
     times = {}
     for phase, table in tables.items():
         seconds = bucket_seconds(ran_of(found[: len(full)])[phase])
@@ -69,7 +69,7 @@ def measure_trace(
     """Return step times by phase from replays with half of the buckets each, or the present."""
     sets = [*_halves(tables), present, present]
     groups = [[Round(period, chosen) for chosen in sets] for period in periods]
-    ran = ran_of(_ran(player, groups, 1), in_trace=True)
+    ran = ran_of(_ran(player, "within the trace", groups, 1), in_trace=True)
     return {phase: times_in_trace(ran[phase], alone[phase]) for phase in PHASES}
 
 
@@ -178,7 +178,7 @@ def _compared(
     """For each set by phase and size the seconds of every step, medians of its repeats."""
     found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list) for _ in sets]
     groups = [[Round(period, tables) for tables in sets] for period in periods]
-    for (_, which), repeats in player.run(groups, _REPEATS).items():
+    for (_, which), repeats in player.run("comparing", groups, _REPEATS).items():
         for same in zip(*repeats, strict=True):
             taken = median(step.seconds for step in same)
             found[which][same[0].phase, same[0].size].append(taken)
@@ -186,10 +186,10 @@ def _compared(
 
 
 def _ran(
-    player: Player, groups: Sequence[Sequence[Round]], repeats: int
+    player: Player, what: str, groups: Sequence[Sequence[Round]], repeats: int
 ) -> Iterator[tuple[Tables, Sequence[Sequence[Step]]]]:
     """The buckets of each round in turn, and what it was every time."""
-    for (n, which), steps in player.run(groups, repeats).items():
+    for (n, which), steps in player.run(what, groups, repeats).items():
         yield groups[n][which].tables, steps
 
 
