@@ -7,6 +7,7 @@ A step counts as the median of its repeats: what interrupts one counts for nothi
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -25,7 +26,7 @@ Periods = Sequence[Sequence[Request]]
 # How often a round runs, and of a size how many steps in it.
 _REPEATS = 8
 _PROMPT_TOKENS = 32
-# Every so manieth bucket's size runs in the largest one, to tell what a real row takes more.
+# So many sizes or a few more run in the largest bucket, to tell what a real row takes more.
 _SPREAD = 6
 # Of a record's sizes: enough to stand for all, few enough for a large model.
 _MOST_COMPARED = 16
@@ -40,7 +41,7 @@ def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
     Raises `BucketError` where the model's context is too short for a bucket.
     """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
-    spread = {phase: {*tables[phase].sizes[::-_SPREAD]} for phase in PHASES}
+    spread = {p: {*t.sizes[:: -max(1, len(t) // _SPREAD)]} for p, t in tables.items()}
     full = [[Round(period, tables)] for period in periods_of(tables)]
     padded = [[Round(period, largest)] for period in periods_of(spread)]
     found = list(_ran(player, "step times", [*full, *padded], _REPEATS))
@@ -204,15 +205,18 @@ def _delay(after: Ran, otherwise: Ran) -> float:
 
 
 def _halves(tables: Tables) -> Iterator[Tables]:
-    """Both halves of a division of the buckets, and so on; the largest are in each."""
-    for digit, wanted in itertools.product(range(_DIVISIONS), (0, 1)):
-        yield {
-            phase: BucketTable(
-                tuple(
-                    size
-                    for place, size in enumerate(table)
-                    if place >> digit & 1 == wanted or size == table.largest
-                )
-            )
+    """Both halves of a division of the buckets, and so on; the largest are in each.
+
+    Drawn, so that most buckets meet the sizes right below them.
+    """
+    drawn = random.Random(0)
+    for _ in range(_DIVISIONS):
+        taken = {
+            phase: {bucket for bucket in table if drawn.random() < 0.5}
             for phase, table in tables.items()
         }
+        for half in (taken, {phase: {*table} - taken[phase] for phase, table in tables.items()}):
+            yield {
+                phase: BucketTable(tuple(sorted({*half[phase], table.largest})))
+                for phase, table in tables.items()
+            }
