@@ -86,7 +86,7 @@ export class Chart {
       x: this.x(this.now() - 60 * ago),
       y: HEIGHT - 4,
       "text-anchor": ago === this.minutes ? "start" : ago ? "middle" : "end",
-    }, ago ? `${ago} min ago` : "now"));
+    }, ago >= 1 ? `${ago} min ago` : ago ? `${60 * ago} s ago` : "now"));
     return [...across, ...minutes];
   }
 
@@ -113,6 +113,8 @@ export class Chart {
       entry.textContent = `${name ? `${name} ` : ""}${values[index] === null ? "–" : this.show(values[index])}`;
       return entry;
     });
+    // The latest values change every two seconds: only what is asked for is said aloud.
+    this.readout.setAttribute("aria-live", this.cursor === null ? "off" : "polite");
     this.readout.replaceChildren(...worded, ` ${when}`);
     const highest = this.series.map(([, name], index) =>
       `${name} ${this.show(Math.max(0, ...this.samples.map((sample) => Number(sample.values[index]))))}`);

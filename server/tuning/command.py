@@ -19,7 +19,7 @@ from server.tuning.batchsize_log import read_log
 from server.tuning.measured import Measuring
 from server.tuning.output import FORMATS
 from server.tuning.plot import to_svg
-from server.tuning.prometheus_range import Range
+from server.tuning.prometheus_range import read_range
 from server.tuning.sources import Work, present_tables, recorded_work, work_of
 from server.tuning.study import study
 from server.tuning.trace import read_trace
@@ -69,8 +69,9 @@ def tune(argv: Sequence[str]) -> int:
 def _works(args: argparse.Namespace) -> list[Work]:
     if args.prometheus is not None:
         end = time.time() if args.until is None else args.until.timestamp()
-        asked = Range(args.prometheus, end - args.since, end, args.resolution, args.selector)
-        return work_of(f"{asked.url} {asked.selector}".strip(), asked.read())
+        span = end - args.since, end, args.resolution
+        name = f"{args.prometheus} {args.selector}".strip()
+        return work_of(name, read_range(args.prometheus, args.selector, *span))
     if args.trace is None and args.batchsize_log is None:
         return recorded_work(args.cache_root, args.model)
     name = str(args.trace or args.batchsize_log)

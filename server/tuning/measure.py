@@ -7,6 +7,7 @@ A step counts as the median of its repeats: what interrupts one counts for nothi
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
@@ -25,7 +26,7 @@ Periods = Sequence[Sequence[Request]]
 # How often a round runs, and of a size how many steps in it.
 _REPEATS = 8
 _PROMPT_TOKENS = 32
-# Every so manieth bucket's size runs in the largest one, to tell what a real row takes more.
+# So many sizes or a few more run in the largest bucket, to tell what a real row takes more.
 _SPREAD = 6
 # Of a record's sizes: enough to stand for all, few enough for a large model.
 _MOST_COMPARED = 16
@@ -40,10 +41,10 @@ def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
     Raises `BucketError` where the model's context is too short for a bucket.
     """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
-    spread = {phase: {*tables[phase].sizes[::-_SPREAD]} for phase in PHASES}
+    spread = {p: {*t.sizes[:: -max(1, len(t) // _SPREAD)]} for p, t in tables.items()}
     full = [[Round(period, tables)] for period in periods_of(tables)]
     padded = [[Round(period, largest)] for period in periods_of(spread)]
-    found = list(_ran(player, [*full, *padded], _REPEATS))
+    found = list(_ran(player, "step times", [*full, *padded], _REPEATS))
     times = {}
     for phase, table in tables.items():
         seconds = bucket_seconds(ran_of(found[: len(full)])[phase])
@@ -69,18 +70,14 @@ def measure_trace(
     """Return step times by phase from replays with half of the buckets each, or the present."""
     sets = [*_halves(tables), present, present]
     groups = [[Round(period, chosen) for chosen in sets] for period in periods]
-    ran = ran_of(_ran(player, groups, 1), in_trace=True)
+    ran = ran_of(_ran(player, "within the trace", groups, 1), in_trace=True)
     return {phase: times_in_trace(ran[phase], alone[phase]) for phase in PHASES}
 
 
 def compare_trace(player: Player, sets: Sequence[Tables], periods: Periods) -> list[float]:
     """Return the seconds of all steps of the trace with either set."""
-    groups = [[Round(period, tables) for tables in sets] for period in periods]
-    seconds = [0.0] * len(sets)
-    for (_, which), repeats in player.run(groups, _REPEATS).items():
-        for same in zip(*repeats, strict=True):
-            seconds[which] += median(step.seconds for step in same)
-    return seconds
+    ran = _compared(player, sets, periods)
+    return [sum(itertools.chain(*taken.values())) for taken in ran]
 
 
 def compare_sizes(
@@ -91,17 +88,15 @@ def compare_sizes(
     The sizes that ran most stand for the others in proportion.
     """
     few = {p: sorted(counts[p], key=lambda n: -counts[p][n])[:_MOST_COMPARED] for p in PHASES}
-    groups = [[Round(period, tables) for tables in sets] for period in periods_of(few)]
-    found, seconds = list(_ran(player, groups, _REPEATS)), []
-    for which, tables in enumerate(sets):
-        ran, total = ran_of(found[which :: len(sets)]), 0.0
-        for phase, sizes in few.items():
-            share = sum(counts[phase].values()) / max(sum(counts[phase][n] for n in sizes), 1)
-            for size in sizes:
-                taken = ran[phase].get((tables[phase].find(size), size), [0.0])
-                total += share * counts[phase][size] * median(taken)
-        seconds.append(total)
-    return seconds
+    share = {p: sum(counts[p].values()) / max(sum(counts[p][n] for n in few[p]), 1) for p in PHASES}
+    return [
+        sum(
+            share[phase] * counts[phase][size] * median(taken)
+            for (phase, size), taken in ran.items()
+            if size in few[phase]
+        )
+        for ran in _compared(player, sets, list(periods_of(few)))
+    ]
 
 
 def periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
@@ -178,11 +173,24 @@ def times_in_trace(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
     return MeasuredTimes({b: more * s for b, s in alone.full.items()} | full, row, often)
 
 
+def _compared(
+    player: Player, sets: Sequence[Tables], periods: Periods
+) -> list[dict[tuple[str, int], list[float]]]:
+    """For each set by phase and size the seconds of every step, medians of its repeats."""
+    found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list) for _ in sets]
+    groups = [[Round(period, tables) for tables in sets] for period in periods]
+    for (_, which), repeats in player.run("comparing", groups, _REPEATS).items():
+        for same in zip(*repeats, strict=True):
+            taken = median(step.seconds for step in same)
+            found[which][same[0].phase, same[0].size].append(taken)
+    return found
+
+
 def _ran(
-    player: Player, groups: Sequence[Sequence[Round]], repeats: int
+    player: Player, what: str, groups: Sequence[Sequence[Round]], repeats: int
 ) -> Iterator[tuple[Tables, Sequence[Sequence[Step]]]]:
     """The buckets of each round in turn, and what it was every time."""
-    for (n, which), steps in player.run(groups, repeats).items():
+    for (n, which), steps in player.run(what, groups, repeats).items():
         yield groups[n][which].tables, steps
 
 
@@ -197,15 +205,18 @@ def _delay(after: Ran, otherwise: Ran) -> float:
 
 
 def _halves(tables: Tables) -> Iterator[Tables]:
-    """Both halves of a division of the buckets, and so on; the largest are in each."""
-    for digit, wanted in itertools.product(range(_DIVISIONS), (0, 1)):
-        yield {
-            phase: BucketTable(
-                tuple(
-                    size
-                    for place, size in enumerate(table)
-                    if place >> digit & 1 == wanted or size == table.largest
-                )
-            )
+    """Both halves of a division of the buckets, and so on; the largest are in each.
+
+    Drawn, so that most buckets meet the sizes right below them.
+    """
+    drawn = random.Random(0)
+    for _ in range(_DIVISIONS):
+        taken = {
+            phase: {bucket for bucket in table if drawn.random() < 0.5}
             for phase, table in tables.items()
         }
+        for half in (taken, {phase: {*table} - taken[phase] for phase, table in tables.items()}):
+            yield {
+                phase: BucketTable(tuple(sorted({*half[phase], table.largest})))
+                for phase, table in tables.items()
+            }

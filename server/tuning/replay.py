@@ -62,21 +62,21 @@ class Player:
         self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens)
 
     def run(
-        self, groups: Sequence[Sequence[Round]], repeats: int
+        self, what: str, groups: Sequence[Sequence[Round]], repeats: int
     ) -> dict[tuple[int, int], list[list[Step]]]:
         """Return by place, of the group and in it, what each round was every time.
 
-        Rounds of a group run one right after the other.
+        Rounds of a group run one right after the other; `what` names the progress.
         """
         ran: dict[tuple[int, int], list[list[Step]]] = {
             (n, which): [] for n, group in enumerate(groups) for which in range(len(group))
         }
         order = list(_order([len(group) for group in groups], repeats))
         for number, (n, which) in enumerate(order):
-            report("rounds", number, len(order))
             steps = self.play(groups[n][which])
             # One round of each group warms up.
             ran[n, which] += [steps] if number >= len(groups) else []
+            report(what, number + 1, len(order))
         return ran
 
     def play(self, played: Round) -> list[Step]:

@@ -55,10 +55,14 @@ def present_tables(
 
 
 def recorded_work(cache_root: Path | None, model: str | None) -> list[Work]:
-    """The records of servers in the cache root; one that cannot be read is told and left out."""
+    """The records of servers in the cache root, the latest first.
+
+    One that cannot be read is told and left out.
+    """
     root = cache_root or Path(resolve(None).config.cache_root)
     found = []
-    for path in sorted((root / _FOLDER).glob("*.json")):
+    paths = (root / _FOLDER).glob("*.json")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             usage = UsageFile(path).read()
         except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.tuning.prometheus_range import Range
+from server.tuning.prometheus_range import read_range
 from tests.operators.prometheus_process import Prometheus, tool
 
 STEP_S, SAMPLES = 15, 9
@@ -19,6 +19,8 @@ ADDED = {
     'rbln_bucket_useful_rows_total{phase="decode",bucket="4"}': 90,
     'rbln_bucket_steps_total{phase="decode",bucket="8"}': 0,
     'rbln_bucket_steps_total{phase="prefill",bucket="32"}': 10,
+    'rbln_bucket_useful_rows_total{phase="prefill",bucket="32"}': 10,
+    'rbln_bucket_steps_total{phase="pooling",bucket="32"}': 10,
     'rbln_bucket_step_seconds_sum{phase="prefill",bucket="32"}': 0.5,
     'rbln_prefill_useful_tokens_total{chunk="32"}': 200,
 }
@@ -51,7 +53,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
 def test_counters_become_steps_by_their_mean_size(prometheus: tuple[str, float]) -> None:
     url, first = prometheus
     end = first + (SAMPLES - 1) * STEP_S
-    usage = Range(url, first, end, STEP_S, 'job="rbln-serve"').read()
+    usage = read_range(url, 'job="rbln-serve"', first, end, STEP_S)
     intervals = SAMPLES - 1
     decode, prefill = usage.phases["decode"], usage.phases["prefill"]
     assert decode.steps_by_size == {3: 30 * intervals}
@@ -64,6 +66,6 @@ def test_counters_become_steps_by_their_mean_size(prometheus: tuple[str, float])
 def test_a_server_that_is_not_there_is_said(prometheus: tuple[str, float]) -> None:
     url, first = prometheus
     with pytest.raises(ValueError, match="has no steps of a server with"):
-        Range(url, first, first + 60, STEP_S, 'job="other"').read()
+        read_range(url, 'job="other"', first, first + 60, STEP_S)
     with pytest.raises(ValueError, match="refuses"):
-        Range(url, first, first + 60, STEP_S, "job=").read()
+        read_range(url, "job=", first, first + 60, STEP_S)

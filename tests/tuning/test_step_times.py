@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import MeasuredTimes
-from server.tuning.measure import ran_of, times_in_trace
-from server.tuning.replay import Step
+from rbln_backend.scheduler.simulator import Request
+from server.tuning.measure import (
+    compare_sizes,
+    compare_trace,
+    measure_alone,
+    ran_of,
+    times_in_trace,
+)
+from server.tuning.replay import Round, Step
 
 # Alone a full bucket takes 10 ms and 1 ms a row.
 ALONE = MeasuredTimes({bucket: 0.010 + 0.001 * bucket for bucket in (2, 4, 8, 16)}, 0.001)
@@ -68,3 +78,50 @@ def test_what_a_step_takes_more_after_a_chunk_is_the_chunks() -> None:
     alone = ran_of([(tables, [steps])])
     assert alone["prefill"][16, 9] == [0.5]
     assert sorted(alone["decode"][4, 3]) == [0.1, 0.1, 0.3]
+
+
+class _Steady:
+    """An engine whose steps take 10 ms, 1 ms for a row of the bucket and 2 ms for a real one."""
+
+    max_model_len = 128
+
+    def run(
+        self, _: str, groups: Sequence[Sequence[Round]], repeats: int
+    ) -> dict[tuple[int, int], list[list[Step]]]:
+        return {
+            (n, which): [[self._step(one)] * 3] * repeats
+            for n, group in enumerate(groups)
+            for which, one in enumerate(group)
+        }
+
+    def _step(self, played: Round) -> Step:
+        first = played.requests[0]
+        decodes = first.output_tokens > 1
+        phase, size = (
+            ("decode", len(played.requests)) if decodes else ("prefill", first.prompt_tokens)
+        )
+        bucket = played.tables[phase].find(size)
+        return Step(phase, size, 0.010 + 0.001 * bucket + 0.002 * size)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 8), tuple(range(1, 33))])
+def test_a_real_row_is_told_from_a_padded_one_with_few_buckets_and_many(
+    sizes: tuple[int, ...],
+) -> None:
+    tables = {"prefill": BucketTable((16, 64)), "decode": BucketTable(sizes)}
+    player: Any = _Steady()
+    times = measure_alone(player, tables)["decode"]
+    assert times.row == pytest.approx(0.002)
+    assert times.of(8, 3) == pytest.approx(0.010 + 0.008 + 0.006)
+
+
+def test_both_sets_are_compared_at_the_same_steps() -> None:
+    now = {"prefill": BucketTable((64,)), "decode": BucketTable((8,))}
+    then = {"prefill": BucketTable((64,)), "decode": BucketTable((3, 8))}
+    player: Any = _Steady()
+    before, after = compare_sizes(player, [now, then], {"prefill": {}, "decode": {3: 100}})
+    assert before == pytest.approx(100 * (0.010 + 0.008 + 0.006))
+    assert after == pytest.approx(100 * (0.010 + 0.003 + 0.006))
+    periods = [[Request(0, 32, 9)] * 3]
+    traced = compare_trace(player, [now, then], periods)
+    assert traced == pytest.approx([before * 3 / 100, after * 3 / 100])
