@@ -121,7 +121,10 @@ class _ObjectCalls:
             return []
         self._calls[call.index] = None
         self._any_call = True
-        return held
+        # As one piece, as clients expect it: the first has the name.
+        first = next(piece for piece in held if piece.function)
+        first.function.arguments = text
+        return [first]
 
     def _with_the_rest(self, delta: Any, request: Any) -> Any:
         """Return the last delta with all of the text that was held back for a call."""

@@ -52,6 +52,8 @@ def streamed(text: str, asked: ChatCompletionRequest, size: int = 3) -> tuple[st
         delta = one.parse_delta(piece, [5], asked, [1], finished=last)
         if delta is not None:
             content += delta.content or ""
+            indices = [found.index for found in delta.tool_calls]
+            assert len(set(indices)) == len(indices), "a client looks at one piece of each call"
             for found in delta.tool_calls:
                 calls.setdefault(found.index, []).append(found.function)
     names = [[f.name for f in found if f.name] for found in calls.values()]
