@@ -153,7 +153,7 @@ class GrammarGate:
                 f"The grammar in '{job[0].param}' could not be tried within {limit_s:g} s, for "
                 "the machine is busy. This says nothing of the grammar; try again.",
                 param=job[0].param,
-                retry_after_s=limit_s,
+                retry_after_s=self._cpu_s,
             ) from None
         except JobSpentError:
             self._counts.note("spent", self._cpu_s)
