@@ -25,7 +25,7 @@ class Subscriber:
     """What a router does: subscribes to a topic, and keeps the batches in their order."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.connect(endpoint)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, "kv")
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
@@ -52,17 +52,20 @@ def heard(
 ) -> Iterator[tuple[RealServer, Subscriber]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv"}
-    flags = ("--kv-events-config", json.dumps({**events, "endpoint": endpoint}))
+    # vLLM binds where the host is a star, and connects to a name.
+    flags = ("--kv-events-config", json.dumps({**events, "endpoint": f"tcp://*:{port}"}))
     few = ("--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "1")
     model, folder = checkpoints("llama", dtype="float32"), Path(tmp_path_factory.mktemp("s"))
     with RealServer(model, folder, *flags, *few) as server:
         server.until_ready()
-        subscriber = Subscriber(endpoint)
+        subscriber = Subscriber(f"tcp://127.0.0.1:{port}")
         # A subscription takes a moment to arrive; what is told before is lost.
-        while not subscriber.events(first_wait_ms=200):
-            complete(server, [7] * BLOCK * 2)
+        for number in range(40, 60):
+            complete(server, [number] * BLOCK * 2)
+            if subscriber.events(first_wait_ms=500):
+                break
         yield server, subscriber
         subscriber.close()
 
