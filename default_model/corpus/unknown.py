@@ -29,7 +29,7 @@ _ASK = (
     "Who is the best {thing} maker?", "What is the weather in {city}?",
     "What is {many} / {few}?", "What is {many} divided by {few}?", "{many}/{few}",
     "Is {few} prime?", "What is the square root of {many}?", "What is {many} * {large}?",
-    "{large}*{many}=?", "What is {large} + {many}?", "What is {few} percent of {many}?",
+    "{large}*{many}=?", "What is {few} percent of {many}?",
     "Who was {Invented}?",
     "Explain the {noun}.", "Explain {invented} mechanics",
     "Write a {adjective} function in Python.",

@@ -24,7 +24,7 @@ from default_model.scoring import is_right
 TOPICS = ("smalltalk", "about", "service", "hardware", "vllm", "everyday")
 # Of the first 400 pieces of text. Another one means that the shipped weights were trained on other
 # text than the recipe draws now: train them again.
-DIGEST = "57562d790033327d"
+DIGEST = "ce14fa6277fe6646"
 
 
 def _drawn(count: int, seed: int = 1) -> list[Dialogue | str]:
