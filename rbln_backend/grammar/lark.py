@@ -75,8 +75,8 @@ class LarkGrammar(StructuredOutputGrammar):
         if num_tokens:
             self._matcher.rollback(num_tokens)
 
-    def fill_bitmask(self, bitmask: Tensor, idx: int) -> None:
-        """Write the mask of the next token into row ``idx`` of ``bitmask`` ([rows, V/32] int32)."""
+    def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
+        """Write the mask of the next token into that row of ``bitmask`` ([rows, V/32] int32)."""
         row = self._row
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         _set(row, self._ends, on=False)
@@ -84,7 +84,7 @@ class LarkGrammar(StructuredOutputGrammar):
             # After an error, which is logged, an answer ends rather than runs on.
             _set(row, self._stop, on=True)
         width = min(bitmask.shape[1], row.size)
-        target = bitmask[idx].numpy()
+        target = bitmask[batch_index].numpy()
         target[:width] = row[:width]
         target[width:] = 0
         if problem := self.problem():

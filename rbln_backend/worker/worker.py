@@ -15,17 +15,14 @@ import torch
 from torch import nn
 
 from rbln_backend.compiler.device import (
-    builds_kernels,
     choose_device,
     find_npu,
     installed_sdk,
-    make_emulated_compiler,
     make_rebel_compiler,
 )
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks
-from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
@@ -67,6 +64,7 @@ from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 from rbln_backend.worker.startup.estimate import StartEstimate
+from rbln_backend.worker.startup.kernel_start import start_kernels
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
@@ -355,11 +353,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             return self._make_rebel_compiler(root)
-        builds = builds_kernels(self._rbln)
-        self._progress.expect(self._estimate.phases_s(builds_kernels=builds))
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
-        compiler, kernels = self._load_kernels(builds)
+        compiler, kernels = start_kernels(self._rbln, self._progress, self._estimate)
         place = self._place
         runtime = set_up_runtime(self._rbln, place.local_number, place.local_ranks)
         self._description.has_kernels(compiler, kernels, runtime)
@@ -372,19 +368,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
         )
         install_layers()
         return compiler
-
-    def _load_kernels(self, builds: bool) -> tuple[Compiler, KernelSet]:
-        if not builds:
-            return make_emulated_compiler(self._rbln)
-        expected = self._estimate.costs.kernels_s()
-        what = f"building the kernels for this CPU, about {expected:.0f} s, once"
-        self._progress.phase("init", what)
-        started = time.perf_counter()
-        made = make_emulated_compiler(
-            self._rbln, functools.partial(self._progress.step, "building the kernels: files")
-        )
-        self._estimate.costs.keep_kernels(time.perf_counter() - started)
-        return made
 
     def _make_rebel_compiler(self, root: Path) -> Compiler:
         place, parallel = self._place, self.parallel_config
