@@ -1,0 +1,1 @@
+"""What clients of other projects make of this server."""
