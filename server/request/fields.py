@@ -61,9 +61,12 @@ def treat(endpoint: Endpoint, body: JsonObject) -> list[str]:
     return sorted(ignored)
 
 
-def accepted_fields(body: JsonObject, known: Collection[str], policy: UnknownPolicy) -> JsonObject:
+def accepted_fields(
+    body: JsonObject, known: Collection[str], policy: UnknownPolicy, endpoint: Endpoint
+) -> JsonObject:
     """Return what a treated body has of the model's fields, `known`.
 
+    A misspelt name may have meant any documented field, also one that was taken off the body.
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
     accepted: JsonObject = {}
@@ -71,7 +74,7 @@ def accepted_fields(body: JsonObject, known: Collection[str], policy: UnknownPol
         if name in known:
             accepted[name] = value
         else:
-            _refuse(unknown_field(name, known), policy)
+            _refuse(unknown_field(name, {*known, *_tree(endpoint).within}), policy)
     _check_length_penalty(body)
     if not body.get("stream"):
         for name in _STREAM_ONLY:

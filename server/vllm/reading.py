@@ -112,7 +112,7 @@ class BodyReader:
         ignored += settle_thinking(endpoint, body, rules.thinker)
         known = model_field_names(self._models[form])
         body, old = without_guided_fields(body, known)
-        fields = accepted_fields(body, known, rules.unknown_fields)
+        fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
         constraints = constraints_of(endpoint, fields) if rules.guided else []
         told = Told(

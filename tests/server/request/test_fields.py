@@ -19,6 +19,7 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
+from server.frontend import Endpoint
 from server.request.fields import accepted_fields, check_nested
 from server.request.limits import Limits, check_limits, check_priority_header
 
@@ -38,7 +39,7 @@ MESSAGE = {"role": "user", "content": "hi"}
 
 
 def accept(**body: Any) -> dict[str, Any]:
-    return accepted_fields(body, KNOWN, "reject")
+    return accepted_fields(body, KNOWN, "reject", Endpoint.CHAT)
 
 
 def test_known_fields_pass_unchanged() -> None:
@@ -49,6 +50,7 @@ def test_known_fields_pass_unchanged() -> None:
     ("field", "value", "words"),
     [
         ("temprature", 1, "did you mean 'temperature'?"),
+        ("verbosit", 1, "did you mean 'verbosity'?"),
         ("xyz", None, "Unknown field 'xyz'."),
         ("guided_json", {}, "json_schema"),
         ("guided_regex", "a", "structured_outputs.regex"),
@@ -66,7 +68,9 @@ def test_unknown_fields_are_refused_by_name(field: str, value: object, words: st
 
 
 def test_unknown_fields_can_be_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    assert accepted_fields({"xyz": 1, "stream": True}, KNOWN, "warn") == {"stream": True}
+    assert accepted_fields({"xyz": 1, "stream": True}, KNOWN, "warn", Endpoint.CHAT) == {
+        "stream": True
+    }
 
 
 def test_fields_without_effect_are_refused() -> None:
