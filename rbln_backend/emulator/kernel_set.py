@@ -140,7 +140,7 @@ def _build_into(stores: Sequence[Path], tell: Tell) -> tuple[Path, str]:
     raise OSError("; ".join(reasons))
 
 
-def _build_for_process(why: str, tell: Tell) -> KernelSet:
+def _build_for_process(why: str, tell: Tell = unheard) -> KernelSet:
     """A private copy serves this process; the loaded library outlives its file."""
     try:
         with claimed_folder(Path(tempfile.gettempdir()), _PRIVATE, f"{_PRIVATE}*/") as private:

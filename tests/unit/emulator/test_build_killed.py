@@ -17,7 +17,7 @@ from rbln_backend.errors import CompileError
 from rbln_backend.host.file_locks import claimed_folder
 
 REPOSITORY = Path(__file__).parents[3]
-# Takes g++ -O3 far longer than this test waits.
+# Takes g++ -O2 far longer than this test waits.
 _FUNCTION = """
 double f{n}(double *x, int n) {{
     double sum = {n};
@@ -89,7 +89,7 @@ def test_its_compilers_end_and_the_next_start_removes_its_folder(
     kill_in_the_middle(tmp_path, f"build.find_or_build(Path({str(other)!r}))")
     assert len(leftovers(store)) == 1
 
-    def look_around(directory: Path, target: build.Target) -> float:
+    def look_around(directory: Path, target: build.Target, tell: build.Tell) -> float:
         assert leftovers(store) == [directory]
         return 0.0
 
