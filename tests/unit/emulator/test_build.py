@@ -202,9 +202,17 @@ def test_other_users_can_read_what_was_built(compiler: Path, tmp_path: Path) -> 
     assert entry.stat().st_mode & 0o777 == 0o755
 
 
+def test_a_build_tells_how_many_of_its_sources_are_compiled(compiler: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    build.find_or_build(tmp_path / "key", tell=lambda done, of: told.append((done, of)))
+    total = told[0][1]
+    assert total > 5
+    assert told == [(done, total) for done in range(total + 1)]
+
+
 def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     key = build.build_key()
-    monkeypatch.setattr(build, "_TORCH_DIR", Path("/elsewhere/torch"))
+    monkeypatch.setattr(build, "_torch_folder", lambda: Path("/elsewhere/torch"))
     assert build.build_key() == key
 
 
