@@ -13,7 +13,7 @@ TESTS ?= tests
 python := $(VENV)/bin/python
 stamps := $(VENV)/.stamps
 scripts := deploy/scripts
-kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py
+kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
 # The default model answers to a name without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
 # Tests and tools never report usage or ask a model hub.
@@ -27,7 +27,8 @@ help: ## List the targets
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
 
-dev: install $(stamps)/dev
+# Without kernels: tests build theirs into a cache of their own.
+dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
 serve: install ## Serve MODEL on HOST:PORT; ARGS go to the server unchanged
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
