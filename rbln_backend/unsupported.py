@@ -99,11 +99,11 @@ MICRO_BATCHES = Feature(
     "whose graphs take a whole batch",
     "drop the flag",
 )
-LORA_RANKS = Feature(
-    "LoRA adapters on several ranks",
-    "--enable-lora with any parallelism",
-    "whose slots hold whole adapters of one rank",
-    "drop --enable-lora, run one rank, or merge the adapter into the checkpoint",
+LORA_SHARDS = Feature(
+    "LoRA adapters that are split twice",
+    "--fully-sharded-loras",
+    "whose ranks split an adapter as they split the layer that it changes",
+    "drop --fully-sharded-loras",
 )
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
@@ -251,7 +251,7 @@ FEATURES: tuple[Feature, ...] = (
     HOSTS,
     OWN_LAUNCHER,
     MICRO_BATCHES,
-    LORA_RANKS,
+    LORA_SHARDS,
     LORA_ON_NPU,
     LORA_POOLING,
     LORA_MODEL,

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.unsupported import HOSTS, LORA_RANKS, MICRO_BATCHES, OWN_LAUNCHER
+from rbln_backend.unsupported import HOSTS, LORA_SHARDS, MICRO_BATCHES, OWN_LAUNCHER
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -30,12 +30,12 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
         raise RuntimeError(
             "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
         )
-    ranks = parallel.world_size * parallel.data_parallel_size
+    lora = config.lora_config
     refusals = {
         OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
         HOSTS: _spans_hosts_by_itself(parallel),
         MICRO_BATCHES: parallel.use_ubatching,
-        LORA_RANKS: config.lora_config is not None and ranks > 1,
+        LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
     }
     for feature, is_present in refusals.items():
         if is_present:
