@@ -18,7 +18,6 @@ from rbln_backend.settings import resolve
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
-    LORA_POOLING,
     LORA_TARGET,
     MLA,
     SPARSE_ATTENTION,
@@ -232,7 +231,6 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     refuse_first(
         {
             LORA_ON_NPU: choose_device(rbln) == "rebel",
-            LORA_POOLING: model.runner_type == "pooling",
             LORA_TARGET: bool(asked),
             LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
         }

@@ -111,12 +111,6 @@ LORA_ON_NPU = Feature(
     "whose op for adapters belongs to the emulated device; vllm-rbln 0.12 refuses them as well",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
-LORA_POOLING = Feature(
-    "LoRA adapters of models that pool",
-    "--enable-lora with an embedding or reranking model",
-    "whose adapters are those of models that generate",
-    "drop --enable-lora, or merge the adapter into the checkpoint",
-)
 LORA_MODEL = Feature(
     "LoRA adapters of models that vLLM does not adapt",
     "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM",
@@ -253,7 +247,6 @@ FEATURES: tuple[Feature, ...] = (
     MICRO_BATCHES,
     LORA_SHARDS,
     LORA_ON_NPU,
-    LORA_POOLING,
     LORA_MODEL,
     LORA_TARGET,
     LORA_DTYPE,

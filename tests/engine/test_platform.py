@@ -48,7 +48,6 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             "LoRA adapters of embeddings, LM heads and experts",
         ),
         ({"enable_lora": True, "lora_dtype": "bfloat16"}, "another dtype than the model"),
-        ({"enable_lora": True, "runner": "pooling"}, "LoRA adapters of models that pool"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "Disabling chunked prefill is not supported",
