@@ -57,12 +57,6 @@ QUANTIZED_EMBEDDING = Feature(
     "which quantises linear layers and LM heads",
     "serve a checkpoint that leaves its input embeddings alone",
 )
-EXPERT_PARALLEL_TP_DP = Feature(
-    "expert parallelism over tensor-parallel and data-parallel ranks at once",
-    "--enable-expert-parallel with --tensor-parallel-size and --data-parallel-size above 1",
-    "for which vLLM's models split the rows of a batch, which graphs here do not",
-    "drop --enable-expert-parallel, which splits every expert among all ranks, or use one of both",
-)
 EXPERT_EXCHANGE = Feature(
     "another exchange of experts' tokens",
     "--all2all-backend other than allgather_reducescatter",
@@ -238,7 +232,6 @@ FEATURES: tuple[Feature, ...] = (
     QUANTIZED_EXPERTS,
     QUANTIZATION,
     QUANTIZED_EMBEDDING,
-    EXPERT_PARALLEL_TP_DP,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.unsupported import HOSTS, LORA_SHARDS, MICRO_BATCHES, OWN_LAUNCHER
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
+
+_WHOLE_ROWS: Final = "flashinfer_nvlink_two_sided"
+"""The exchange with which vLLM's models leave every tensor-parallel rank all rows of a batch."""
 
 
 def is_parallel(parallel: ParallelConfig) -> bool:
@@ -73,3 +76,13 @@ def _check_stages(config: VllmConfig) -> None:
             "requests, so %d of them never run together with the others",
             *(number, stages, number // stages, number % stages),
         )
+
+
+def keep_rows_whole(parallel: ParallelConfig) -> None:
+    """Have tensor-parallel ranks that share experts with other engines see the same rows.
+
+    vLLM would split the rows among them: less to gather, but a batch of a size of its own for every
+    number of ranks. What is exchanged is up to our layers; the name decides nothing else here.
+    """
+    if parallel.use_sequence_parallel_moe:
+        parallel.all2all_backend = _WHOLE_ROWS
