@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rbln_backend.reporting.store_report import CompileReport, StoreReport
 
 
+BACKGROUND_PRIORITY = 1 << 30
+"""Requests of this priority, or a lower one (in vLLM a larger number), take what others leave: the
+scheduler's background, under any policy."""
+
 _PLUGIN = "rbln"
 _REGISTER = "rbln_backend:register"
 
@@ -75,6 +79,16 @@ def profiles(config: VllmConfig) -> bool:
 
     settled = config.additional_config
     return isinstance(settled, Settled) and settled.rbln.profiler
+
+
+def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
+    """Return the sizes of a step's decode graphs, rising. Raises ``PlatformError``."""
+    _require_platform()
+    from rbln_backend.bucketing.table import decode_bucket_table
+    from rbln_backend.vllm_compat.surface import configured
+    from rbln_backend.worker.startup.preflight import largest_decode
+
+    return decode_bucket_table(configured(config), largest_decode(config)).sizes
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:

@@ -6,7 +6,7 @@ Importing this module loads no torch, vllm or transformers: the process listens 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -16,9 +16,16 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
+from server.batches.service import BatchService
 from server.edge.auth import Access
 from server.edge.middleware import EdgeMiddleware, GateMiddleware
-from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundError, describe
+from server.errors import (
+    MethodNotAllowedError,
+    NotEnabledError,
+    RequestError,
+    RouteNotFoundError,
+    describe,
+)
 from server.frontend import Frontend
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
@@ -27,7 +34,9 @@ from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router
+from server.routes.batches import batches_router
 from server.routes.console import console_router
+from server.routes.files import files_router
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
@@ -54,15 +63,27 @@ def create_app(
 
     `frontend` is only called once `lifecycle` is ready. The engine describes itself in `run_dir`.
     `background` is entered before the first request and left after the last: what brings the
-    service up runs in it.
+    service up runs in it. Raises `SettingsError` where `--data-dir` cannot be used.
     """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        async with access.following_files(), lag, background():
+        batches = nullcontext() if store is None else store.working(app.build_middleware_stack())
+        async with access.following_files(), lag, batches, background():
             yield
 
+    def required_store() -> BatchService:
+        if store is None:
+            raise NotEnabledError(
+                "Files and batches are off: this server was started without --data-dir, the "
+                "directory that they are kept in."
+            )
+        return store
+
+    store = None
+    if settings.data_dir is not None:
+        store = BatchService(settings, lifecycle, admission)
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
@@ -74,9 +95,13 @@ def create_app(
         redirect_slashes=False,
     )
     app.include_router(health_router(lifecycle, versions))
-    app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend, advice))
+    app.include_router(
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, store)
+    )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
+    app.include_router(files_router(required_store, settings))
+    app.include_router(batches_router(required_store, settings))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))

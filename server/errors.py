@@ -28,6 +28,8 @@
     |   +-- ModelNotFoundError
     |   +-- NotFoundError
     |   +-- UnsupportedOperationError
+    |   +-- StorageFullError         a quota of what is stored, or the disk
+    +-- NotEnabledError              this server was started without it
     +-- OverloadedError              try again later, or elsewhere
     +-- ClientConnectionsError       too many connections from one address
     +-- TooManyConnectionsError      too many connections in all
@@ -252,6 +254,14 @@ class UnsupportedOperationError(RequestError):
     """The served model or engine cannot do this."""
 
 
+class StorageFullError(RequestError):
+    """There is no room for what is to be stored."""
+
+
+class NotEnabledError(ServerError):
+    """This server was started without what the route is for."""
+
+
 class OverloadedError(ServerError):
     """More work waits than is allowed to; `rejection` is one of `REJECTIONS`."""
 
@@ -343,6 +353,8 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
     NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
     UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
+    StorageFullError: ErrorRow(507, _INVALID, "storage_full", "client_error"),
+    NotEnabledError: ErrorRow(501, _INVALID, "not_enabled", "client_error"),
     OverloadedError: ErrorRow(429, "rate_limit_error", "overloaded", "rejected"),
     ClientConnectionsError: ErrorRow(
         429, "rate_limit_error", "too_many_client_connections", "rejected"

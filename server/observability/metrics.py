@@ -29,6 +29,7 @@ from server.host.job_counts import JobCounts
 from server.lifecycle import Lifecycle, Phase
 from server.lora.adapter import State
 from server.observability.declarations import (
+    BATCH_STATUSES,
     CLOSED_LABELS,
     CONNECTION_ENDS,
     MAX_ADAPTERS_SHOWN,
@@ -39,6 +40,7 @@ from server.settings import ServerSettings
 from server.structured_outputs.request_constraints import GUIDES
 
 if TYPE_CHECKING:
+    from server.batches.service import BatchService
     from server.lora.registry import AdapterRegistry
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -165,6 +167,25 @@ class ServerMetrics:
         padding.labels(phase, "current").set(told["padding_now"])
         padding.labels(phase, "suggested").set(told["padding_then"])
         steps.labels(phase).set(told["steps"])
+
+    def observe_batches(self, store: BatchService) -> None:
+        """Publish what is stored, and how far batches are."""
+        seen, tally = store.seen, store.take_tally()
+        for status in BATCH_STATUSES:
+            self._gauges["rbln_batches"].labels(status).set(seen.batches.get(status, 0))
+        for name, value in (
+            ("rbln_batch_lines_to_do", seen.lines_to_do),
+            ("rbln_batch_lines_running", store.running),
+            ("rbln_stored_files", seen.files),
+            ("rbln_stored_bytes", seen.stored_bytes),
+            ("rbln_storage_free_bytes", seen.free_bytes),
+            ("rbln_storage_full", store.is_full),
+        ):
+            self._gauges[name].set(value)
+        for result, count in tally.lines.items():
+            self._counters["rbln_batch_lines_total"].labels(result).inc(count)
+        for kind, count in tally.tokens.items():
+            self._counters["rbln_batch_tokens_total"].labels(kind).inc(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish which LoRA adapters there are, and how many are in each state."""
