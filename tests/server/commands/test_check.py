@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
+from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
 from tests.server.commands.warm_cli import WarmCli
@@ -242,3 +243,16 @@ def test_a_gguf_file_is_checked_as_what_it_holds(
     assert not found["ok"]
     assert found["reason"].startswith("model.gguf: its last 10 bytes are missing")
     assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
+
+
+def test_the_text_of_a_multimodal_checkpoint_is_asked_for(
+    verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_multimodal_checkpoint("gemma3", tmp_path)
+    refused = verdict(checkpoint, *FLAGS)["reason"]
+    assert "multimodal inputs" in refused
+    assert "--language-model-only" in refused
+    flagged = verdict(checkpoint, *FLAGS, "--language-model-only")
+    assert (flagged["ok"], flagged["num_layers"]) == (True, 4)
+    monkeypatch.setenv("VLLM_RBLN_DISABLE_MM", "1")
+    assert verdict(checkpoint, *FLAGS)["kv_groups"] == flagged["kv_groups"]
