@@ -39,6 +39,7 @@ from rbln_backend.parallel.collectives import groups
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -162,6 +163,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
+            register_text_models()
             register_quantization(self.vllm_config)
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)

@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.gguf_files import write_gguf
+from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
 from tests.server.commands.warm_cli import WarmCli
@@ -227,3 +229,30 @@ def test_serve_refuses_for_the_same_reason(
         assert server.client.get("/livez").status_code == 503
         assert server.process.wait(30) == 1
         assert f"start-up failed: {reason}" in server.log.read_text()
+
+
+def test_a_gguf_file_is_checked_as_what_it_holds(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    file = write_gguf(checkpoints("llama", num_hidden_layers=1), tmp_path / "model.gguf")
+    found = verdict(file, *FLAGS)
+    assert (found["ok"], found["num_layers"]) == (True, 1)
+    file.write_bytes(file.read_bytes()[:-10])
+    found = verdict(file, *FLAGS)
+    assert not found["ok"]
+    assert found["reason"].startswith("model.gguf: its last 10 bytes are missing")
+    assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
+
+
+def test_the_text_of_a_multimodal_checkpoint_is_asked_for(
+    verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_multimodal_checkpoint("gemma3", tmp_path)
+    refused = verdict(checkpoint, *FLAGS)["reason"]
+    assert "multimodal inputs" in refused
+    assert "--language-model-only" in refused
+    flagged = verdict(checkpoint, *FLAGS, "--language-model-only")
+    assert (flagged["ok"], flagged["num_layers"]) == (True, 4)
+    monkeypatch.setenv("VLLM_RBLN_DISABLE_MM", "1")
+    assert verdict(checkpoint, *FLAGS)["kv_groups"] == flagged["kv_groups"]
