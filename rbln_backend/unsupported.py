@@ -107,7 +107,7 @@ LORA_ON_NPU = Feature(
 )
 LORA_MODEL = Feature(
     "LoRA adapters of models that vLLM does not adapt",
-    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM",
+    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM, DeepSeek-V2, V3",
     "which takes over the layers that vLLM wraps",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
@@ -162,9 +162,9 @@ STATE_SPACE = Feature(
 )
 MLA = Feature(
     "multi-head latent attention (MLA)",
-    "DeepSeek-V2, V3, R1, Kimi-K2",
-    "which has no op over a compressed KV cache",
-    "serve a model with ordinary, multi-query or grouped-query attention",
+    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
+    "whose op over a compressed KV cache belongs to the emulated device and is causal",
+    "run it on the emulated device, or serve a model with grouped-query attention",
 )
 SPARSE_ATTENTION = Feature(
     "sparse attention",
@@ -192,9 +192,9 @@ PREFIX_LM = Feature(
 )
 ALIBI = Feature(
     "ALiBi position biases",
-    "BLOOM, Falcon-RW",
-    "whose attention ops take no biases",
-    "serve a model with rotary or learned positions",
+    "BLOOM, Falcon-RW on an NPU; encoders",
+    "whose SDK's attention ops and attention in both directions take no biases",
+    "run it on the emulated device, or serve a model with rotary or learned positions",
 )
 KV_SHARING = Feature(
     "KV sharing between layers",

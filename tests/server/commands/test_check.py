@@ -160,10 +160,10 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 
 def test_a_refusal_is_one_line(check: Check, folder: Any) -> None:
-    done = check(folder(CANNOT_RUN["MLA"][0]))
+    done = check(folder(CANNOT_RUN["dual chunk attention"][0]))
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith("This model cannot run: multi-head latent attention (MLA): ")
+    assert line.startswith("This model cannot run: dual chunk attention: ")
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:
