@@ -41,15 +41,22 @@ EXPERT_ACTIVATION = Feature(
 )
 QUANTIZED_EXPERTS = Feature(
     "quantised experts in this form",
-    "mixtures whose projections differ in their format or have no whole groups; any on an NPU",
-    "whose emulated device alone multiplies by them, in one format and whole groups",
+    "mixtures whose gate and up projections differ in their format or have no whole groups; any "
+    "on an NPU",
+    "whose emulated device alone multiplies by them, in whole groups",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8, MXFP4 (openai/gpt-oss-20b as published) and AWQ checkpoints, vLLM's own at load",
-    "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
+    "bitsandbytes, NVFP4, MXFP8, GGUF by name, vLLM's own at load",
+    "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
+)
+QUANTIZATION_ON_NPU = Feature(
+    "weights in this quantised format on an NPU",
+    "FP8, W8A8, AWQ and other zero points, MXFP4",
+    "which knows of the SDK's forms symmetric integers of 4 and 8 bits alone",
+    "serve a GPTQ or pack-quantized checkpoint, a bfloat16 copy, or run it on the emulated device",
 )
 QUANTIZED_EMBEDDING = Feature(
     "quantised input embeddings",
@@ -232,6 +239,7 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
+    QUANTIZATION_ON_NPU,
     QUANTIZED_EMBEDDING,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,

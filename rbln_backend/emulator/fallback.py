@@ -46,9 +46,15 @@ def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
 
 
 def quantized_linear(
-    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    format: str,
 ) -> Tensor:
-    weight = dequantize(words, scales, out_features, bits)
+    weight = dequantize(words, scales, zeros, out_features, format)
     bias = None if bias is None else bias.float()
     return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
 

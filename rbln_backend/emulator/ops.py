@@ -24,8 +24,9 @@ _EXPERTS = (
     " str activation) -> Tensor"
 )
 _QUANTIZED_EXPERTS = (
-    "Tensor w13, Tensor w13_scales, Tensor? w13_bias, Tensor w2, Tensor w2_scales,"
-    " Tensor? w2_bias, int bits, int intermediate_size, str activation) -> Tensor"
+    "Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor? w13_bias, str w13_format, Tensor w2,"
+    " Tensor w2_scales, Tensor? w2_zeros, Tensor? w2_bias, str w2_format, int intermediate_size,"
+    " str activation) -> Tensor"
 )
 _Shapes = TypeVar("_Shapes", bound=Callable[..., Any])
 
@@ -68,8 +69,19 @@ def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
 
 # As linear, over a weight of 4 or 8 bits: quantized_packing says how words and scales lie.
 @_op("(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features, int bits) -> Tensor")
+# As linear, over a weight of 4 or 8 bits: quantized_packing says how its parts lie.
+@_op(
+    "(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int out_features,"
+    " str format) -> Tensor"
+)
 def quantized_linear(
-    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    *_: object,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -172,7 +184,7 @@ def moe_masked(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-# Both over weights of 4 or 8 bits: stacked words and scales, as quantized_linear has them.
+# Both over weights of 4 or 8 bits: their parts stacked, as quantized_linear has them.
 @_op("(Tensor x, Tensor weights, Tensor ids, " + _QUANTIZED_EXPERTS)
 def quantized_moe(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)

@@ -158,25 +158,26 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "model_type": "gpt_oss",
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+            # Not whole blocks of 32.
+            "intermediate_size": 80,
             "quantization_config": {"quant_method": "mxfp4"},
         },
-        ("gpt_oss_mxfp4", "bfloat16 copy"),
+        ("quantised experts", "W4A16 MXFP4 group 32 experts", "sizes 128 and 80", "bfloat16 copy"),
     ),
     "quantised weights": (
-        {**LLAMA, "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
-        ("quantization 'fp8'", "bfloat16 copy"),
+        {**LLAMA, "quantization_config": {"quant_method": "mxfp4"}},
+        ("quantization 'mxfp4'", "bfloat16 copy"),
     ),
-    # vLLM changes its compilation for it, which nobody has asked for.
-    "weights quantised in blocks": (
+    "weights quantised in odd blocks": (
         LLAMA
         | {
             "quantization_config": {
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128],
+                "weight_block_size": [128, 32],
             }
         },
-        ("quantization 'fp8'", "bfloat16 copy"),
+        ("weight_block_size is [128, 32]", "bfloat16 copy"),
     ),
     "impossible sizes": (
         {**LLAMA, "num_attention_heads": 3},

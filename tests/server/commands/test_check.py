@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
+from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
 from tests.server.commands.warm_cli import WarmCli
@@ -145,6 +146,23 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
     assert told["weight_bytes"] > 700 * 2**30
     assert "without any KV cache it needs about" in told["reason"]
     assert "--tensor-parallel-size" in told["reason"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (Recipe(format="fp8", block=(64, 128)), "W8A16 FP8 group 128 (published as FP8 W8A8)"),
+        (Recipe(format="awq"), "W4A16 group 64 with zero points"),
+    ],
+    ids=["fp8", "awq"],
+)
+def test_how_weights_are_quantised_is_told(
+    check: Check, folder: Any, recipe: Recipe, told: str
+) -> None:
+    path = folder({**LLAMA, "quantization_config": quantization_config(recipe)})
+    done = check(path, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert f": 16 layers {told}" in done.stdout
 
 
 @pytest.mark.parametrize("feature", CANNOT_RUN)

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "bindings/packed.h"
@@ -90,7 +91,8 @@ Tensor linear_heads(const Tensor& x, const Tensor& packed, int64_t out_features)
 }
 
 Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scales,
-                        const std::optional<Tensor>& bias, int64_t out_features, int64_t bits) {
+                        const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
+                        int64_t out_features, std::string_view format) {
   const Rows rows(x);
   const void* const offsets = checked_bias(bias, out_features, x);
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -99,7 +101,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scal
   const QuantizedLinearArgs args{
       {dtype_of(x, "x"), rows.data(), rows.count, rows.width, rows.stride, nullptr, offsets,
        out_features, out.mutable_data_ptr()},
-      quantized_weight(words, scales, out_features, rows.width, bits)};
+      quantized_weight(words, scales, zeros, out_features, rows.width, format)};
   launch([args] { rbln::quantized_linear(args); });
   return out;
 }
