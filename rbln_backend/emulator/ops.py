@@ -67,8 +67,6 @@ def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
     return x.new_empty(*x.shape[:2], out_features)
 
 
-# As linear, over a weight of 4 or 8 bits: quantized_packing says how words and scales lie.
-@_op("(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features, int bits) -> Tensor")
 # As linear, over a weight of 4 or 8 bits: quantized_packing says how its parts lie.
 @_op(
     "(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int out_features,"
