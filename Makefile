@@ -16,6 +16,8 @@ scripts := deploy/scripts
 kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
 # The default model answers to a name without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
+# What is downloaded first: rbln_backend/checkpoints/catalogue.py.
+fetched := smollm2
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
@@ -30,7 +32,8 @@ install: $(stamps)/torch ## Locked environment, this project, its kernels, a def
 # Without kernels: tests build theirs into a cache of their own.
 dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
-serve: install ## Serve MODEL on HOST:PORT; ARGS go to the server unchanged
+serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; ARGS go to the server unchanged
+	$(if $(filter $(fetched),$(MODEL)),$(VENV)/bin/rbln-serve fetch $(MODEL))
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytest

@@ -221,6 +221,10 @@ class RblnConfig(BaseModel):
     """
     disable_compile_cache: Annotated[Switch, Env("VLLM_DISABLE_COMPILE_CACHE")] = False
     """Neither read nor write compiled artifacts."""
+    disable_mm: Annotated[Switch, Env("VLLM_RBLN_DISABLE_MM")] = False
+    """Serve the text of a multimodal checkpoint: its vision tower is neither loaded nor compiled.
+    `--language-model-only` is the same; without either, such a checkpoint is refused.
+    """
     use_vllm_model: Switch = True
     """Run vLLM's own model code; the optimum path (false) is not part of this backend."""
     sampler: Switch = True

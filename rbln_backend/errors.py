@@ -4,6 +4,7 @@
     |-- ConfigError            (ValueError)    a setting is unknown, malformed or impossible
     |-- BucketError            (ValueError)    a bucket table is invalid, or no bucket fits
     |-- UnsupportedModelError  (ValueError)    the model cannot run here, with the reason
+    |-- CheckpointError        (ValueError)    a file or download cannot be made a checkpoint
     |-- AdapterError           (ValueError)    a LoRA adapter does not fit the model or has no slot
     |-- PlatformError          (RuntimeError)  vLLM runs on another platform than this one
     |-- DeviceMemoryError      (MemoryError)   weights or KV cache do not fit on the device
@@ -35,6 +36,10 @@ class BucketError(RblnError, ValueError):
 
 class UnsupportedModelError(RblnError, ValueError):
     """The model, its quantisation or its layers cannot run on this device."""
+
+
+class CheckpointError(RblnError, ValueError):
+    """A file cannot be read, or a download not be had, as the checkpoint that was asked for."""
 
 
 class AdapterError(RblnError, ValueError):

@@ -16,6 +16,7 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.parallel.rules import keep_rows_whole
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import resolve
+from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
@@ -148,6 +149,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        register_text_models()
         inspect_models_here()
         if parser is not None:
             parser.set_defaults(

@@ -10,6 +10,7 @@ from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
+from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
     DATA_PARALLEL_STAGES,
@@ -51,6 +52,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     model = model_config(vllm_config)
     if model is not None:
         refuse_model(model)
+        _check_text_alone(model, rbln)
         _check_kv_dtype(vllm_config.cache_config.cache_dtype, model)
         if model.is_moe:
             is_asked = not isinstance(vllm_config.additional_config, Settled)
@@ -60,6 +62,12 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
+    """A checkpoint with images is served without them where that was asked for."""
+    if model.architecture in TEXT_MODELS and not rbln.disable_mm:
+        raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
 
 
 def _check_kv_dtype(cache_dtype: str, model: ModelConfig) -> None:

@@ -41,15 +41,22 @@ EXPERT_ACTIVATION = Feature(
 )
 QUANTIZED_EXPERTS = Feature(
     "quantised experts in this form",
-    "mixtures whose projections differ in their format or have no whole groups; any on an NPU",
-    "whose emulated device alone multiplies by them, in one format and whole groups",
+    "mixtures whose gate and up projections differ in their format or have no whole groups; any "
+    "on an NPU",
+    "whose emulated device alone multiplies by them, in whole groups",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8, MXFP4 (openai/gpt-oss-20b as published) and AWQ checkpoints, vLLM's own at load",
-    "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
+    "bitsandbytes, NVFP4, MXFP8, GGUF by name, vLLM's own at load",
+    "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
+)
+QUANTIZATION_ON_NPU = Feature(
+    "weights in this quantised format on an NPU",
+    "FP8, W8A8, AWQ and other zero points, MXFP4",
+    "which knows of the SDK's forms symmetric integers of 4 and 8 bits alone",
+    "serve a GPTQ or pack-quantized checkpoint, a bfloat16 copy, or run it on the emulated device",
 )
 QUANTIZED_EMBEDDING = Feature(
     "quantised input embeddings",
@@ -107,7 +114,7 @@ LORA_ON_NPU = Feature(
 )
 LORA_MODEL = Feature(
     "LoRA adapters of models that vLLM does not adapt",
-    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM",
+    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM, DeepSeek-V2, V3",
     "which takes over the layers that vLLM wraps",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
@@ -143,9 +150,10 @@ KV_DTYPE = Feature(
 )
 MULTIMODAL = Feature(
     "multimodal inputs",
-    "Llava, Qwen-VL, Gemma-3 with its vision tower, Pixtral",
+    "Gemma-3 with its vision tower, Mistral-Small-3.x, Qwen-VL, Llava, Pixtral",
     "whose graphs take token ids alone",
-    "serve a text-only checkpoint of the family",
+    "serve a text-only checkpoint, or with VLLM_RBLN_DISABLE_MM=1 or --language-model-only the "
+    "text of Gemma-3, Mistral-Small-3.1 and 3.2, Qwen2-VL, Qwen2.5-VL and Qwen3-VL",
 )
 ENCODER_DECODER = Feature(
     "encoder-decoder models",
@@ -161,9 +169,9 @@ STATE_SPACE = Feature(
 )
 MLA = Feature(
     "multi-head latent attention (MLA)",
-    "DeepSeek-V2, V3, R1, Kimi-K2",
-    "which has no op over a compressed KV cache",
-    "serve a model with ordinary, multi-query or grouped-query attention",
+    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
+    "whose op over a compressed KV cache belongs to the emulated device and is causal",
+    "run it on the emulated device, or serve a model with grouped-query attention",
 )
 SPARSE_ATTENTION = Feature(
     "sparse attention",
@@ -191,9 +199,9 @@ PREFIX_LM = Feature(
 )
 ALIBI = Feature(
     "ALiBi position biases",
-    "BLOOM, Falcon-RW",
-    "whose attention ops take no biases",
-    "serve a model with rotary or learned positions",
+    "BLOOM, Falcon-RW on an NPU; encoders",
+    "whose SDK's attention ops and attention in both directions take no biases",
+    "run it on the emulated device, or serve a model with rotary or learned positions",
 )
 KV_SHARING = Feature(
     "KV sharing between layers",
@@ -231,6 +239,7 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
+    QUANTIZATION_ON_NPU,
     QUANTIZED_EMBEDDING,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,

@@ -93,7 +93,6 @@ _TRITON = Form("", "`triton`", _read_triton)
 
 _NO_OPTIMUM = "This backend runs vLLM's own model code and has no optimum path."
 _ONE_OP = "The op follows from whether a sequence fits in one block."
-_TEXT_ALONE = "Inputs are text alone, and multimodal checkpoints are refused with it as without."
 _NO_MOE = "Tokens of experts are always gathered, and their sums scattered."
 _NO_ALL2ALL = "Every rank is given all tokens and adds up its experts' part of them."
 
@@ -148,7 +147,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("VLLM_RBLN_BATCH_ATTN_OPT", _IDLE, "One attention op serves every batch."),
     Variable("VLLM_RBLN_AUTO_PORT", _IDLE, "Ports are vLLM's."),
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
-    Variable("VLLM_RBLN_DISABLE_MM", _IDLE, _TEXT_ALONE),
     Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),
     Variable(
         "VLLM_RBLN_BACKFILL_TRACE_REQS", _IDLE, "Tracing follows vLLM's flags.", type=_AnyText

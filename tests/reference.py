@@ -13,7 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class Reference:
 
 @lru_cache(maxsize=4)
 def _load(path: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    # The class that the checkpoint names: one with images has no class for text alone.
+    name = AutoConfig.from_pretrained(path).architectures[0]
+    model: PreTrainedModel = getattr(transformers, name).from_pretrained(path, dtype=torch.float32)
     return model.eval()
 
 

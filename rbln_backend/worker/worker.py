@@ -39,6 +39,7 @@ from rbln_backend.parallel.collectives import groups
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -65,6 +66,7 @@ from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.kernel_start import start_kernels
+from rbln_backend.worker.startup.latent_model import install_latent_layers
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
@@ -162,6 +164,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
+            register_text_models()
             register_quantization(self.vllm_config)
             # Whatever makes the model unfit is said now, not after its weights were read.
             check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
@@ -350,6 +353,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()
+        install_latent_layers(self.vllm_config)
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             return self._make_rebel_compiler(root)

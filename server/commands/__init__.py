@@ -1,1 +1,1 @@
-"""The command line: `rbln-serve serve|check|compile|cache|tune`."""
+"""The command line: `rbln-serve serve|check|compile|fetch|cache|tune`."""

@@ -1,6 +1,6 @@
 """The command line: `rbln-serve serve|check|compile MODEL [our flags] [vLLM's flags, verbatim]`.
 
-`tune` and `cache` (`server.commands.cache_cli`) need no model.
+`fetch`, `tune` and `cache` (`server.commands.cache_cli`) need no model.
 
 Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
 is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
@@ -29,7 +29,8 @@ from server.settings import (
 
 _PROG = "rbln-serve"
 _ABOUT = {
-    "serve": "Serve MODEL, a directory or a name on the Hugging Face hub, over HTTP.",
+    "serve": "Serve MODEL over HTTP: a directory, a .gguf file, a name that `fetch` has brought or "
+    "one on the Hugging Face hub.",
     "check": "Say whether MODEL can be served, and how, without reading its weights.",
     "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
 }
@@ -56,7 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _top_parser()
     if args[:1] == ["serve"]:
         return _serve(args[1:], started_at)
-    commands = {"check": _check, "compile": _compile, "tune": _tune, "cache": _cache}
+    commands = {
+        "check": _check,
+        "compile": _compile,
+        "fetch": _fetch,
+        "tune": _tune,
+        "cache": _cache,
+    }
     if args and args[0] in commands:
         return commands[args[0]](args[1:])
     parser.parse_args(args)
@@ -73,6 +80,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
     commands.add_parser("check", help="say whether a model can be served", add_help=False)
     commands.add_parser("compile", help="fill the compile cache ahead of time", add_help=False)
+    commands.add_parser("fetch", help="download a small model by name", add_help=False)
     commands.add_parser("cache", help="list, check and move the compile cache", add_help=False)
     commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
     return parser
@@ -201,6 +209,14 @@ def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
 
     configure(settings.log_level, settings.log_format)
     return rest, settings
+
+
+def _fetch(argv: Sequence[str]) -> int:
+    from server.commands.fetch import fetch
+    from server.observability.logging import configure
+
+    configure("info", "text")
+    return fetch(argv)
 
 
 def _tune(argv: Sequence[str]) -> int:

@@ -37,8 +37,14 @@ def engine_config(
     from vllm.usage.usage_lib import UsageContext
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    ours: dict[str, Any] = {}
+    if engine_args.language_model_only:
+        # vLLM forgets the flag where a model takes text alone, as they all do here.
+        ours["disable_mm"] = True
     if run_dir is not None:
-        ours = {"run_dir": str(run_dir), "max_queue_ms": math.ceil(settings.max_queue_s * 1000)}
+        ours["run_dir"] = str(run_dir)
+        ours["max_queue_ms"] = math.ceil(settings.max_queue_s * 1000)
+    if ours:
         engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
     if engine_args.async_scheduling and api.is_active():
         raise LaunchError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,8 +19,13 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend import api
+from rbln_backend.checkpoints.folders import checkpoint_of, is_made_here
+from rbln_backend.errors import CheckpointError, ConfigError
+from rbln_backend.settings import resolve
 from server.frontend import LaunchError
 from server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
 
 _USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
 _OURS = "this server has its own: see `rbln-serve serve --help`"
@@ -93,6 +99,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
+    _use_made_checkpoint(args)
     if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
         raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
     _check_device(args.device)
@@ -111,6 +118,23 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         )
     args.host, args.port = settings.host, settings.port
     return args
+
+
+def _use_made_checkpoint(args: Namespace) -> None:
+    """Let MODEL be the folder that it stands for; towards clients its name stays as it was given.
+
+    Raises `LaunchError` where a GGUF file cannot be converted, or a model was not fetched.
+    """
+    if not is_made_here(args.model):
+        return
+    try:
+        root = Path(resolve(args.additional_config).config.cache_root)
+        folder = str(checkpoint_of(args.model, root))
+    except (CheckpointError, ConfigError) as error:
+        raise LaunchError(str(error)) from error
+    logger.info("MODEL %s is the checkpoint %s", args.model, folder)
+    args.served_model_name = args.served_model_name or [args.model]
+    args.model = args.model_tag = folder
 
 
 def _as_today(argv: Sequence[str]) -> Iterator[str]:

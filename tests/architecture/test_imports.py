@@ -73,8 +73,8 @@ def test_the_server_knows_these_rooms_of_the_backend() -> None:
     names = {name for path in python_files("server") for name in _imported_modules(path)}
     rooms = {name.split(".")[1] for name in names if name.startswith("rbln_backend.")}
     assert rooms == {
-        *("api", "bucketing", "config", "errors", "host", "reporting", "settings", "store"),
-        *("unsupported", "lora", "scheduler"),
+        *("api", "bucketing", "checkpoints", "config", "errors", "host", "reporting", "settings"),
+        *("store", "unsupported", "lora", "scheduler"),
     }
 
 

@@ -34,6 +34,7 @@ FIELDS = [
     "cache_read_only",
     "cache_bundles",
     "disable_compile_cache",
+    "disable_mm",
     "use_vllm_model",
     "sampler",
     "flash_causal_attn",

@@ -183,6 +183,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("VLLM_RBLN_CACHE_READ_ONLY", "yes", "cache_read_only", True),
         ("VLLM_RBLN_CACHE_BUNDLES", "/a:/b:", "cache_bundles", ("/a", "/b")),
         ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
+        ("VLLM_RBLN_DISABLE_MM", "1", "disable_mm", True),
         ("VLLM_RBLN_SAMPLER", "no", "sampler", False),
         ("VLLM_RBLN_FLASH_CAUSAL_ATTN", "off", "flash_causal_attn", False),
         ("RBLN_USE_CUSTOM_KERNEL", "1", "use_custom_kernel", True),

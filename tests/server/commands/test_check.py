@@ -14,6 +14,9 @@ import psutil
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.gguf_files import write_gguf
+from tests.multimodal_checkpoints import make_multimodal_checkpoint
+from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
 from tests.server.commands.warm_cli import WarmCli
@@ -145,6 +148,23 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
     assert "--tensor-parallel-size" in told["reason"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (Recipe(format="fp8", block=(64, 128)), "W8A16 FP8 group 128 (published as FP8 W8A8)"),
+        (Recipe(format="awq"), "W4A16 group 64 with zero points"),
+    ],
+    ids=["fp8", "awq"],
+)
+def test_how_weights_are_quantised_is_told(
+    check: Check, folder: Any, recipe: Recipe, told: str
+) -> None:
+    path = folder({**LLAMA, "quantization_config": quantization_config(recipe)})
+    done = check(path, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert f": 16 layers {told}" in done.stdout
+
+
 @pytest.mark.parametrize("feature", CANNOT_RUN)
 def test_what_cannot_run_is_refused_with_the_reason(
     verdict: Verdict, folder: Any, feature: str
@@ -158,10 +178,10 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 
 def test_a_refusal_is_one_line(check: Check, folder: Any) -> None:
-    done = check(folder(CANNOT_RUN["MLA"][0]))
+    done = check(folder(CANNOT_RUN["dual chunk attention"][0]))
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith("This model cannot run: multi-head latent attention (MLA): ")
+    assert line.startswith("This model cannot run: dual chunk attention: ")
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:
@@ -227,3 +247,30 @@ def test_serve_refuses_for_the_same_reason(
         assert server.client.get("/livez").status_code == 503
         assert server.process.wait(30) == 1
         assert f"start-up failed: {reason}" in server.log.read_text()
+
+
+def test_a_gguf_file_is_checked_as_what_it_holds(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    file = write_gguf(checkpoints("llama", num_hidden_layers=1), tmp_path / "model.gguf")
+    found = verdict(file, *FLAGS)
+    assert (found["ok"], found["num_layers"]) == (True, 1)
+    file.write_bytes(file.read_bytes()[:-10])
+    found = verdict(file, *FLAGS)
+    assert not found["ok"]
+    assert found["reason"].startswith("model.gguf: its last 10 bytes are missing")
+    assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
+
+
+def test_the_text_of_a_multimodal_checkpoint_is_asked_for(
+    verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_multimodal_checkpoint("gemma3", tmp_path)
+    refused = verdict(checkpoint, *FLAGS)["reason"]
+    assert "multimodal inputs" in refused
+    assert "--language-model-only" in refused
+    flagged = verdict(checkpoint, *FLAGS, "--language-model-only")
+    assert (flagged["ok"], flagged["num_layers"]) == (True, 4)
+    monkeypatch.setenv("VLLM_RBLN_DISABLE_MM", "1")
+    assert verdict(checkpoint, *FLAGS)["kv_groups"] == flagged["kv_groups"]

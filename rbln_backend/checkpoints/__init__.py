@@ -1,0 +1,1 @@
+"""Checkpoints that are made here: of GGUF files, and of what `rbln-serve fetch` downloads."""

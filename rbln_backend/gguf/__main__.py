@@ -1,0 +1,30 @@
+"""`python -m rbln_backend.gguf JOB RESULT`: the job of `rbln_backend.checkpoints.conversion`.
+
+A process of its own, for what it imports and allocates is nobody's afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.checkpoint import write_checkpoint
+from rbln_backend.reporting.child_process import report
+
+
+def main() -> None:
+    """Convert the file that the job names; the result says what was done, or why not."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    told = partial(report, "tensors")
+    try:
+        result = {"done": write_checkpoint(Path(job["file"]), Path(job["folder"]), told)}
+    except CheckpointError as error:
+        result = {"refused": str(error)}
+    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Writes a GGUF file as a checkpoint folder: configuration, tokenizer, safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, GenerationConfig
+
+from rbln_backend.gguf.families import family_of
+from rbln_backend.gguf.keys import ModelKeys
+from rbln_backend.gguf.reader import GgufFile
+from rbln_backend.gguf.tokenizer import make_tokenizer, special_tokens
+from rbln_backend.gguf.weights import Weights
+
+_SHARD_BYTES = 2 << 30
+_INDEX = "model.safetensors.index.json"
+
+Report = Callable[[int, int], None]
+"""Tensors that are written, of how many."""
+
+
+def write_checkpoint(path: Path, folder: Path, report: Report = lambda _done, _total: None) -> str:
+    """Write `path` into the empty `folder`; return in words what became of its weights.
+
+    Holds one shard of 2 GiB and one tensor in memory. Raises `CheckpointError` for a file that is
+    damaged or has anything that is not read, before a weight is written.
+    """
+    file = GgufFile.open(path)
+    family = family_of(file)
+    keys = ModelKeys(file.metadata, file.architecture)
+    fields = family.config(file, keys)
+    keys.refuse_unread()
+    tokens = special_tokens(file)
+    config = CONFIG_MAPPING[family.model_type](**fields, **tokens, dtype=file.dtype)
+    weights = Weights.of(file, family, config)
+    config.architectures = [weights.architecture]
+    tokenizer = make_tokenizer(file, config.max_position_embeddings)
+    config.save_pretrained(folder)
+    GenerationConfig(**tokens).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _write_weights(weights, folder, report)
+    dtype = str(file.dtype).removeprefix("torch.")
+    if not file.block_types:
+        return f"weights in {dtype}, as in the file"
+    return f"weights of {', '.join(file.block_types)} expanded to {dtype}"
+
+
+def _write_weights(weights: Weights, folder: Path, report: Report) -> None:
+    shards = _shards(weights)
+    total, done = len(weights.names), 0
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for name in names:
+            report(done, total)
+            tensors[name] = weights.read(name)
+            places[name] = shard
+            done += 1
+        save_file(tensors, folder / shard, {"format": "pt"})
+    size = sum(map(weights.num_bytes, weights.names))
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    report(total, total)
+
+
+def _shards(weights: Weights) -> list[list[str]]:
+    """Group the model's names into files of a bounded size."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(weights.names):
+        size += weights.num_bytes(name)
+        if shards[-1] and size > _SHARD_BYTES:
+            shards.append([])
+            size = weights.num_bytes(name)
+        shards[-1].append(name)
+    return shards

@@ -1,0 +1,95 @@
+"""One GGUF file: its metadata, and its tensors one at a time."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.integrations.gguf.dequant import GGML_BLOCK, GGML_NAME, dequantize
+from transformers.integrations.gguf.reader import (
+    GgufHeader,
+    LazyGgufTensor,
+    load_gguf_state_dict,
+    read_gguf_metadata,
+)
+
+from rbln_backend.errors import CheckpointError
+
+_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+# Elements that are expanded at a time, which bounds the float32 beside the result.
+_PIECE = 1 << 24
+# Whatever bytes that are no such file make of a parser.
+_DAMAGE = (struct.error, ValueError, LookupError, OverflowError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """An open file; `metadata` has its keys, token and merge lists in full.
+
+    Invariant: every tensor lies within the file and is of a type that can be expanded.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    header: GgufHeader
+    tensors: Mapping[str, LazyGgufTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Read all but the tensors. Raises `CheckpointError` for a damaged or partial file."""
+        try:
+            header = GgufHeader.from_file(str(path))
+            metadata, _ = read_gguf_metadata(str(path), _ARRAYS)
+            missing = _missing_bytes(header, path.stat().st_size)
+            tensors = {} if missing else load_gguf_state_dict(header)
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}") from error
+        except _DAMAGE as error:
+            raise CheckpointError(f"it cannot be read as GGUF: {error}") from error
+        if missing:
+            raise CheckpointError(f"its last {missing:,} bytes are missing; fetch it again")
+        if (parts := metadata.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"it is one of {parts} parts; join them with llama-gguf-split --merge"
+            )
+        return cls(path, metadata, header, tensors)
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the model's family."""
+        return self.header.architecture
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are written out as: the file's own type, bfloat16 for its blocks."""
+        return self.header.dtype or torch.bfloat16
+
+    @property
+    def block_types(self) -> list[str]:
+        """The names of the quantised types in the file, e.g. Q4_K."""
+        return sorted({GGML_NAME[t] for t in self.header.ggml_types.values() if t in GGML_BLOCK})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape in elements, outputs first."""
+        return next(tuple(info.shape) for info in self.header.tensors if info.name == name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor: matrices in `dtype`, what has one dimension in float32."""
+        shape, stored = self.shape(name), self.tensors[name]
+        dtype = self.dtype if len(shape) > 1 else torch.float32
+        if stored.ggml_type not in GGML_BLOCK:
+            return stored[...].to(dtype)
+        elements, num_bytes = GGML_BLOCK[stored.ggml_type]
+        packed = stored[...].reshape(-1, num_bytes)
+        pieces = packed.split(max(1, _PIECE // elements))
+        expanded = [dequantize(piece, stored.ggml_type).to(dtype) for piece in pieces]
+        return torch.cat(expanded).reshape(shape)
+
+
+def _missing_bytes(header: GgufHeader, size: int) -> int:
+    ends = (header.data_start + info.offset + info.nbytes for info in header.tensors)
+    return max(0, max(ends, default=0) - size)

@@ -1,0 +1,1 @@
+"""The language models inside multimodal checkpoints, as models of their own."""

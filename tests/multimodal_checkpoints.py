@@ -1,0 +1,105 @@
+"""Tiny multimodal checkpoints, written by transformers' own multimodal classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint_families import FAMILIES, SIZES, Family
+from tests.checkpoint_tokenizer import tokenizer_files, train_tokenizer
+from tests.checkpoint_weights import randomise
+
+_TEXT = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
+_TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+_HEADS = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_VL_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": SIZES["hidden_size"],
+}
+_VL_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7}
+# Half the pairs of a head of 32: as Qwen2-VL's proportions, 16, 24 and 24 of 64.
+_MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
+
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**_TEXT, **FAMILIES["gemma3_text"].fields},
+        "vision_config": {"model_type": "siglip_vision_model", **_TOWER, **_HEADS},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 5,
+        "tie_word_embeddings": True,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **_TOWER, **_HEADS, "head_dim": 16},
+        "image_token_index": 5,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "hidden_size": SIZES["hidden_size"],
+        },
+        **_VL_TOKENS,
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_VL_TOWER, "fullatt_block_indexes": [0]},
+        **_VL_TOKENS,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {**_VL_TOWER, "deepstack_visual_indexes": [0]},
+        **_VL_TOKENS,
+        "tie_word_embeddings": False,
+    },
+}
+_FAMILY_OF = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3"}
+
+
+def make_multimodal_checkpoint(model_type: str, path: Path, **fields: Any) -> Path:
+    """Write a member of `model_type` into `path`, which is returned; `fields` replace its own."""
+    config = transformers.CONFIG_MAPPING[model_type](**{**CONFIGS[model_type], **fields})
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    family: Family = FAMILIES[_FAMILY_OF.get(model_type, "llama")]
+    # What the weights are scaled by is the text's.
+    for name in ("hidden_size", "num_hidden_layers"):
+        setattr(model.config, name, getattr(config.get_text_config(), name))
+    randomise(model, family, seed=0)
+    for name in ("hidden_size", "num_hidden_layers"):
+        delattr(model.config, name)
+    model.save_pretrained(path)
+    for name, content in tokenizer_files(
+        train_tokenizer(), SIZES["max_position_embeddings"]
+    ).items():
+        (path / name).write_bytes(content)
+    return path
+
+
+def name_as_in_memory(path: Path) -> None:
+    """Rename the weights as transformers has them in memory, and as some tools save them."""
+    (file,) = path.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({_new(name): weight for name, weight in weights.items()}, file, {"format": "pt"})
+
+
+def _new(name: str) -> str:
+    if name.startswith("language_model."):
+        inner = name.removeprefix("language_model.")
+        return inner.replace("model.", "model.language_model.", 1)
+    return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"

