@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from rbln_backend.reporting.store_report import CompileReport, StoreReport
 
 
-BACKGROUND_PRIORITY = 1 << 30
-"""Requests of this priority, or a lower one (in vLLM a larger number), take what others leave: the
-scheduler's background, under any policy."""
-
 _PLUGIN = "rbln"
 _REGISTER = "rbln_backend:register"
 

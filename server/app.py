@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -73,14 +74,6 @@ def create_app(
         async with access.following_files(), lag, batches, background():
             yield
 
-    def required_store() -> BatchService:
-        if store is None:
-            raise NotEnabledError(
-                "Files and batches are off: this server was started without --data-dir, the "
-                "directory that they are kept in."
-            )
-        return store
-
     store = None
     if settings.data_dir is not None:
         store = BatchService(settings, lifecycle, admission)
@@ -100,8 +93,8 @@ def create_app(
     )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
-    app.include_router(files_router(required_store, settings))
-    app.include_router(batches_router(required_store, settings))
+    app.include_router(files_router(partial(_required, store), settings))
+    app.include_router(batches_router(partial(_required, store), settings))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
@@ -122,6 +115,15 @@ def create_app(
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
     return app
+
+
+def _required(store: BatchService | None) -> BatchService:
+    if store is None:
+        raise NotEnabledError(
+            "Files and batches are off: this server was started without --data-dir, the directory "
+            "that they are kept in."
+        )
+    return store
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:

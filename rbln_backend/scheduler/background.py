@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rbln_backend.api import BACKGROUND_PRIORITY
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.config import BACKGROUND_PRIORITY
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,21 +71,28 @@ class BatchService:
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
         spare = SpareRows(lifecycle, admission)
         self._feeder = Feeder(self._database, self.files, self._results, rules, spare)
-        self.seen = Seen()
+        self._seen = Seen()
 
     @property
-    def is_full(self) -> bool:
-        """Whether answers wait for room on the disk."""
-        return self._results.full
+    def statuses(self) -> Mapping[str, int]:
+        """How many batches there are by status, a few seconds ago."""
+        return self._seen.batches
+
+    def gauges(self) -> dict[str, float]:
+        """Return what there is, by the names of metrics."""
+        seen = self._seen
+        return {
+            "rbln_batch_lines_to_do": seen.lines_to_do,
+            "rbln_batch_lines_running": self._feeder.running,
+            "rbln_stored_files": seen.files,
+            "rbln_stored_bytes": seen.stored_bytes,
+            "rbln_storage_free_bytes": seen.free_bytes,
+            "rbln_storage_full": self._results.full,
+        }
 
     def take_tally(self) -> Tally:
         """Return what was done since the last call."""
         return self._feeder.take_tally()
-
-    @property
-    def running(self) -> int:
-        """How many lines are being answered."""
-        return self._feeder.running
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
@@ -149,7 +156,7 @@ class BatchService:
 
     async def _look(self) -> None:
         files, stored = await self.files.usage()
-        self.seen = Seen(
+        self._seen = Seen(
             await self._database.run(table.counts),
             await self._database.run(table.lines_to_do),
             files,

@@ -40,7 +40,6 @@ from server.settings import ServerSettings
 from server.structured_outputs.request_constraints import GUIDES
 
 if TYPE_CHECKING:
-    from server.batches.service import BatchService
     from server.lora.registry import AdapterRegistry
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -168,23 +167,24 @@ class ServerMetrics:
         padding.labels(phase, "suggested").set(told["padding_then"])
         steps.labels(phase).set(told["steps"])
 
-    def observe_batches(self, store: BatchService) -> None:
-        """Publish what is stored, and how far batches are."""
-        seen, tally = store.seen, store.take_tally()
+    def observe_batches(
+        self,
+        statuses: Mapping[str, int],
+        values: Mapping[str, float],
+        lines: Mapping[str, int],
+        tokens: Mapping[str, int],
+    ) -> None:
+        """Publish batches by status and other values by the metric's name; add what was done.
+
+        `lines` are counted by result, `tokens` by kind.
+        """
         for status in BATCH_STATUSES:
-            self._gauges["rbln_batches"].labels(status).set(seen.batches.get(status, 0))
-        for name, value in (
-            ("rbln_batch_lines_to_do", seen.lines_to_do),
-            ("rbln_batch_lines_running", store.running),
-            ("rbln_stored_files", seen.files),
-            ("rbln_stored_bytes", seen.stored_bytes),
-            ("rbln_storage_free_bytes", seen.free_bytes),
-            ("rbln_storage_full", store.is_full),
-        ):
+            self._gauges["rbln_batches"].labels(status).set(statuses.get(status, 0))
+        for name, value in values.items():
             self._gauges[name].set(value)
-        for result, count in tally.lines.items():
+        for result, count in lines.items():
             self._counters["rbln_batch_lines_total"].labels(result).inc(count)
-        for kind, count in tally.tokens.items():
+        for kind, count in tokens.items():
             self._counters["rbln_batch_tokens_total"].labels(kind).inc(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:

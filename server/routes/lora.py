@@ -63,11 +63,7 @@ def lora_router(
         """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
         wish = parse_body(LoadAdapterBody, body, settings.unknown_fields)
-        if wish.is_3d_lora_weight:
-            raise UnsupportedFieldError(
-                "'is_3d_lora_weight' is for experts, which adapters cannot change here; remove it.",
-                param="is_3d_lora_weight",
-            )
+        _refuse_experts(wish)
         name, path = wish.lora_name, wish.lora_path
         with _counted(metrics):
             await _registry(frontend()).load(name, path, replace=wish.load_inplace)
@@ -112,6 +108,14 @@ def lora_router(
         return JSONResponse({"object": "lora_adapter", "name": name, "deleted": True})
 
     return router
+
+
+def _refuse_experts(wish: LoadAdapterBody) -> None:
+    if wish.is_3d_lora_weight:
+        raise UnsupportedFieldError(
+            "'is_3d_lora_weight' is for experts, which adapters cannot change here; remove it.",
+            param="is_3d_lora_weight",
+        )
 
 
 def _registry(frontend: Frontend) -> AdapterRegistry:

@@ -45,7 +45,8 @@ def metrics_router(
             if lifecycle.started and (grammars := frontend().grammars) is not None:
                 metrics.observe_grammars(grammars.take_counts())
             if store is not None:
-                metrics.observe_batches(store)
+                done = store.take_tally()
+                metrics.observe_batches(store.statuses, store.gauges(), done.lines, done.tokens)
             metrics.observe_advice(latest)
             # Many milliseconds, for which no stream should wait.
             text = await asyncio.to_thread(metrics.render)

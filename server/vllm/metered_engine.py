@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from rbln_backend.api import BACKGROUND_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY
 from server.request.record import record_var
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from rbln_backend.api import BACKGROUND_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate

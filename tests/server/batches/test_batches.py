@@ -47,7 +47,10 @@ async def test_every_line_has_its_answer(tmp_path: Path) -> None:
         assert await service.metric('rbln_batch_lines_total{result="completed"}') == 90
         # None of it is a request of a client's.
         page = (await service.client.get("/metrics")).text
-        assert f'rbln_http_requests_total{{code="200",method="POST",outcome="ok",route="{CHAT}' not in page
+        assert (
+            f'rbln_http_requests_total{{code="200",method="POST",outcome="ok",route="{CHAT}'
+            not in page
+        )
 
 
 async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.settings import SettingsError
+from server.admission import Admission
+from server.batches.service import BatchService
+from server.lifecycle import Lifecycle
+from server.settings import ServerSettings, SettingsError
 from tests.server.batches.clients import create, line, results, shown, until_ended
 from tests.server.scripted import running
 
@@ -81,20 +84,21 @@ async def test_a_stop_puts_lines_back(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
+def opened(data: Path) -> BatchService:
+    return BatchService(ServerSettings(data_dir=data), Lifecycle(0.0), Admission(None))
+
+
 async def test_a_folder_has_one_server(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    async with running(tmp_path, data_dir=data):
+    async with running(tmp_path, data_dir=tmp_path / "data"):
         with pytest.raises(SettingsError, match="belongs to another server"):
-            async with running(tmp_path, data_dir=data) as second:
-                await second.exit_code
+            opened(tmp_path / "data")
 
 
-async def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.touch()
     with pytest.raises(SettingsError, match="cannot be written"):
-        async with running(tmp_path, data_dir=place / "data") as service:
-            await service.exit_code
+        opened(place / "data")
 
 
 @pytest.mark.parametrize("damage", ["garbage", "later"])
@@ -109,8 +113,7 @@ async def test_a_damaged_database_is_told(tmp_path: Path, damage: str) -> None:
         with sqlite3.connect(data / "store.sqlite") as connection:
             connection.execute("PRAGMA user_version = 99")
     with pytest.raises(SettingsError, match=r"store\.sqlite cannot be used"):
-        async with running(tmp_path, data_dir=data) as service:
-            await service.exit_code
+        opened(data)
 
 
 async def test_what_no_name_leads_to_goes(tmp_path: Path) -> None:

@@ -178,13 +178,13 @@ async def test_quotas(tmp_path: Path, settings: dict[str, Any], words: str) -> N
 async def test_answers_wait_for_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("server.batches.results._PAUSE_S", 0.1)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [line(n, "wait") for n in range(12)])
         while await service.metric("rbln_batch_lines_running") < 8:
             await asyncio.sleep(0.01)
         with monkeypatch.context() as patched:
             patched.setattr(DataFolder, "free_bytes", lambda _self: 0)
-            patched.setattr("server.batches.results._PAUSE_S", 0.1)
             service.frontend.go_on.set()
             while not await service.metric("rbln_storage_full"):
                 await asyncio.sleep(0.01)
