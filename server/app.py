@@ -70,13 +70,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        batches = nullcontext() if store is None else store.working(app.build_middleware_stack())
+        batches = nullcontext() if store is None else store.working(app)
         async with access.following_files(), lag, batches, background():
             yield
 
-    store = None
-    if settings.data_dir is not None:
-        store = BatchService(settings, lifecycle, admission)
+    store = BatchService(settings, lifecycle, admission) if settings.data_dir else None
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
@@ -93,8 +91,8 @@ def create_app(
     )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
-    app.include_router(files_router(partial(_required, store), settings))
-    app.include_router(batches_router(partial(_required, store), settings))
+    for store_router in (files_router, batches_router):
+        app.include_router(store_router(partial(_required, store), settings))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
@@ -106,8 +104,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _raise_ours)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
-    if settings.allowed_origins:
-        _allow_origins(app, settings)
+    _allow_origins(app, settings)
     app.add_middleware(
         EdgeMiddleware,
         lifecycle=lifecycle,
@@ -128,6 +125,8 @@ def _required(store: BatchService | None) -> BatchService:
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
     """Let pages of other origins call, and read the errors that the gate answers with."""
+    if not settings.allowed_origins:
+        return
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,

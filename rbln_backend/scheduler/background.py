@@ -44,6 +44,7 @@ class Background:
             for kind in ("padding", "alone")
         }
         self._parked = board.gauge("rbln_background_parked")
+        self._parked.set(0)
         self._preempted = board.counter("rbln_background_preemptions_total")
 
     def add(self, request: Request) -> None:
