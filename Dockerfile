@@ -43,7 +43,7 @@ ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     DO_NOT_TRACK=1
 WORKDIR /home/rbln
 USER 10001:0
-VOLUME ["/models", "/cache", "/adapters"]
+VOLUME ["/models", "/cache", "/adapters", "/data"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # Ready means that every graph is compiled, which a cold NPU may take an hour for; a server that

@@ -77,6 +77,16 @@ def profiles(config: VllmConfig) -> bool:
     return isinstance(settled, Settled) and settled.rbln.profiler
 
 
+def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
+    """Return the sizes of a step's decode graphs, rising. Raises ``PlatformError``."""
+    _require_platform()
+    from rbln_backend.bucketing.table import decode_bucket_table
+    from rbln_backend.vllm_compat.surface import configured
+    from rbln_backend.worker.startup.preflight import largest_decode
+
+    return decode_bucket_table(configured(config), largest_decode(config)).sizes
+
+
 def inspect_model(config: VllmConfig) -> ModelReport:
     """Describe a model that can run; raises the reason why it cannot, or ``PlatformError``."""
     _require_platform()

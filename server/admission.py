@@ -38,6 +38,7 @@ class Admission:
         self.in_flight = 0
         self.limit = 0
         self.max_queued_tokens: int | None = None
+        self.rows: tuple[int, ...] = ()
         self._wanted = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
@@ -48,6 +49,7 @@ class Admission:
         runs = capacity.max_num_seqs
         self.limit = self._wanted or runs + max(runs, MIN_WAITING)
         self.max_queued_tokens = capacity.max_queued_tokens
+        self.rows = capacity.decode_buckets or (runs,)
 
     def check(self) -> None:
         """Raise `OverloadedError` if no permit is free: the cheap question, asked first."""

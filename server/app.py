@@ -6,7 +6,8 @@ Importing this module loads no torch, vllm or transformers: the process listens 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -16,9 +17,16 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
+from server.batches.service import BatchService
 from server.edge.auth import Access
 from server.edge.middleware import EdgeMiddleware, GateMiddleware
-from server.errors import MethodNotAllowedError, RequestError, RouteNotFoundError, describe
+from server.errors import (
+    MethodNotAllowedError,
+    NotEnabledError,
+    RequestError,
+    RouteNotFoundError,
+    describe,
+)
 from server.frontend import Frontend
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
@@ -27,7 +35,9 @@ from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router
+from server.routes.batches import batches_router
 from server.routes.console import console_router
+from server.routes.files import files_router
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
@@ -54,15 +64,17 @@ def create_app(
 
     `frontend` is only called once `lifecycle` is ready. The engine describes itself in `run_dir`.
     `background` is entered before the first request and left after the last: what brings the
-    service up runs in it.
+    service up runs in it. Raises `SettingsError` where `--data-dir` cannot be used.
     """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        async with access.following_files(), lag, background():
+        batches = nullcontext() if store is None else store.working(app)
+        async with access.following_files(), lag, batches, background():
             yield
 
+    store = BatchService(settings, lifecycle, admission) if settings.data_dir else None
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
@@ -74,9 +86,13 @@ def create_app(
         redirect_slashes=False,
     )
     app.include_router(health_router(lifecycle, versions))
-    app.include_router(metrics_router(metrics, settings, lifecycle, admission, frontend, advice))
+    app.include_router(
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, store)
+    )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
+    for store_router in (files_router, batches_router):
+        app.include_router(store_router(partial(_required, store), settings))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
@@ -88,8 +104,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _raise_ours)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
-    if settings.allowed_origins:
-        _allow_origins(app, settings)
+    _allow_origins(app, settings)
     app.add_middleware(
         EdgeMiddleware,
         lifecycle=lifecycle,
@@ -99,8 +114,19 @@ def create_app(
     return app
 
 
+def _required(store: BatchService | None) -> BatchService:
+    if store is None:
+        raise NotEnabledError(
+            "Files and batches are off: this server was started without --data-dir, the directory "
+            "that they are kept in."
+        )
+    return store
+
+
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
     """Let pages of other origins call, and read the errors that the gate answers with."""
+    if not settings.allowed_origins:
+        return
     app.add_middleware(
         CORSMiddleware,
         allow_origins=settings.allowed_origins,

@@ -28,6 +28,8 @@
     |   +-- ModelNotFoundError
     |   +-- NotFoundError
     |   +-- UnsupportedOperationError
+    |   +-- StorageFullError         a quota of what is stored, or the disk
+    +-- NotEnabledError              this server was started without it
     +-- OverloadedError              try again later, or elsewhere
     +-- ClientConnectionsError       too many connections from one address
     +-- TooManyConnectionsError      too many connections in all
@@ -252,6 +254,14 @@ class UnsupportedOperationError(RequestError):
     """The served model or engine cannot do this."""
 
 
+class StorageFullError(RequestError):
+    """There is no room for what is to be stored."""
+
+
+class NotEnabledError(ServerError):
+    """This server was started without what the route is for."""
+
+
 class OverloadedError(ServerError):
     """More work waits than is allowed to; `rejection` is one of `REJECTIONS`."""
 
@@ -312,7 +322,7 @@ REJECTIONS = (
 """What work is refused for: permits, vLLM's two limits, the grammar gate's queue, that
 of large bodies, vLLM without saying which, time in queue."""
 
-_INVALID = "invalid_request_error"
+_INVALID, _LIMIT, _AWAY = "invalid_request_error", "rate_limit_error", "service_unavailable"
 
 TABLE: dict[type[ServerError], ErrorRow] = {
     ServerError: ErrorRow(500, "server_error", "internal_error", "server_error"),
@@ -343,19 +353,17 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
     NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
     UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
-    OverloadedError: ErrorRow(429, "rate_limit_error", "overloaded", "rejected"),
-    ClientConnectionsError: ErrorRow(
-        429, "rate_limit_error", "too_many_client_connections", "rejected"
-    ),
-    TooManyConnectionsError: ErrorRow(
-        503, "service_unavailable", "too_many_connections", "rejected"
-    ),
-    QueueTimeoutError: ErrorRow(503, "service_unavailable", "queue_timeout", "timeout"),
-    NotTriedError: ErrorRow(503, "service_unavailable", "grammar_not_tried", "timeout"),
+    StorageFullError: ErrorRow(507, _INVALID, "storage_full", "client_error"),
+    NotEnabledError: ErrorRow(501, _INVALID, "not_enabled", "client_error"),
+    OverloadedError: ErrorRow(429, _LIMIT, "overloaded", "rejected"),
+    ClientConnectionsError: ErrorRow(429, _LIMIT, "too_many_client_connections", "rejected"),
+    TooManyConnectionsError: ErrorRow(503, _AWAY, "too_many_connections", "rejected"),
+    QueueTimeoutError: ErrorRow(503, _AWAY, "queue_timeout", "timeout"),
+    NotTriedError: ErrorRow(503, _AWAY, "grammar_not_tried", "timeout"),
     DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
-    NotReadyError: ErrorRow(503, "service_unavailable", "not_ready", "rejected"),
-    DrainingError: ErrorRow(503, "service_unavailable", "draining", "rejected"),
-    EngineFailedError: ErrorRow(503, "service_unavailable", "engine_failed", "server_error"),
+    NotReadyError: ErrorRow(503, _AWAY, "not_ready", "rejected"),
+    DrainingError: ErrorRow(503, _AWAY, "draining", "rejected"),
+    EngineFailedError: ErrorRow(503, _AWAY, "engine_failed", "server_error"),
     InternalError: ErrorRow(500, "server_error", "internal_error", "server_error"),
 }
 

@@ -25,10 +25,14 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine takes: sequences in one step, and prompt tokens that wait (None: any)."""
+    """What an engine takes: sequences in one step, and prompt tokens that wait (None: any).
+
+    `decode_buckets` are the rows of its decode graphs, rising; none where it pools.
+    """
 
     max_num_seqs: int
     max_queued_tokens: int | None
+    decode_buckets: tuple[int, ...] = ()
 
 
 class Endpoint(enum.Enum):

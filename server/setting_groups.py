@@ -318,6 +318,44 @@ class AdapterSettings(BaseModel):
     )
 
 
+class StorageSettings(BaseModel):
+    """Files and batches that clients leave here."""
+
+    data_dir: OptionalPath = Field(
+        None,
+        description="Directory for files and batches, this server's alone. Unset: /v1/files and "
+        "/v1/batches answer 501.",
+    )
+    max_file_bytes: int = Field(
+        200 * 1024 * 1024, ge=1024, description="Largest file that may be uploaded, in bytes."
+    )
+    upload_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds that a client may take to upload a file."
+    )
+    max_stored_bytes: int = Field(
+        20 * 1024 * 1024 * 1024, ge=1024, description="Bytes that all files together may have."
+    )
+    max_files_per_key: int = Field(
+        1000, ge=1, description="Most files of one API key; without keys, of all clients."
+    )
+    max_batch_lines: int = Field(50_000, ge=1, description="Most lines of one batch.")
+    max_batches_per_key: int = Field(
+        100, ge=1, description="Most batches of one API key that are not at their end."
+    )
+    file_retention_s: int = Field(
+        30 * 24 * 3600,
+        ge=0,
+        description="Seconds after which files are deleted, and batches that ended forgotten, "
+        "unless a client asked for another time. 0: never.",
+    )
+    min_free_bytes: int = Field(
+        1024 * 1024 * 1024,
+        ge=0,
+        description="Bytes that stay free on the disk of --data-dir; uploads get 507, batches "
+        "wait.",
+    )
+
+
 class LifeSettings(BaseModel):
     """Start, stop, failure, logs."""
 

@@ -23,6 +23,7 @@ from server.setting_groups import (
     LifeSettings,
     ListenSettings,
     SchemaSettings,
+    StorageSettings,
 )
 
 ENV_PREFIX = "RBLN_SERVE_"
@@ -40,6 +41,7 @@ class SettingsError(ValueError):
 class ServerSettings(
     LifeSettings,
     AdapterSettings,
+    StorageSettings,
     SchemaSettings,
     AdmissionSettings,
     AccessSettings,

@@ -166,10 +166,70 @@ _STRUCTURED = (
     ),
 )
 
+_BATCHES = (
+    Panel(
+        "What the padding earned",
+        "timeseries",
+        (Query(rate("rbln_background_rows_total", by="kind"), "{{kind}}"),),
+        "Rows of decode steps that lines of batches had, each a token: padding of the buckets of "
+        "clients (padding), or steps of their own (alone).",
+        "short",
+        stack=True,
+    ),
+    Panel(
+        "Lines answered",
+        "timeseries",
+        (Query(rate("rbln_batch_lines_total", by="result"), "{{result}}"),),
+        "failed: with another status than 200, in the batch's error file.",
+        "short",
+        stack=True,
+    ),
+    Panel(
+        "Tokens of lines",
+        "timeseries",
+        (Query(rate("rbln_batch_tokens_total", by="kind"), "{{kind}}"),),
+        "Of lines that are answered, when they are.",
+        "short",
+    ),
+    Panel(
+        "Lines to do, running, parked",
+        "timeseries",
+        (
+            Query(f"sum(rbln_batch_lines_to_do{{{OURS}}})", "to do"),
+            Query(f"sum(rbln_batch_lines_running{{{OURS}}})", "running"),
+            Query(f"sum(rbln_background_parked{{{OURS}}})", "parked"),
+        ),
+        "Parked ones hold their KV blocks and no row: clients have the device.",
+        "short",
+    ),
+    Panel(
+        "Batches by status",
+        "timeseries",
+        (Query(f"sum by (status) (rbln_batches{{{OURS}}})", "{{status}}"),),
+        "Those that are remembered.",
+        "short",
+        stack=True,
+    ),
+    Panel(
+        "Stored files",
+        "timeseries",
+        (
+            Query(f"sum(rbln_stored_bytes{{{OURS}}})", "stored"),
+            Query(f"min(rbln_storage_free_bytes{{{OURS}}})", "free above the floor"),
+        ),
+        "Bytes in --data-dir, and what its disk has above --min-free-bytes; below it answers wait.",
+        "bytes",
+    ),
+)
+
 FEATURES = Dashboard(
     "rbln-features",
-    "rbln-serve / LoRA and structured output",
-    "Adapters in their slots, grammars at the gate.",
-    (Row("LoRA", _ADAPTERS), Row("Structured output", _STRUCTURED)),
+    "rbln-serve / LoRA, structured output and batches",
+    "Adapters in their slots, grammars at the gate, lines of batches in the padding.",
+    (
+        Row("LoRA", _ADAPTERS),
+        Row("Structured output", _STRUCTURED),
+        Row("Batches", _BATCHES),
+    ),
     (*PLACE, MODEL),
 )

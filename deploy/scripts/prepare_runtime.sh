@@ -11,7 +11,7 @@ user=10001
 if ! grep -q '^rbln:' "$root/etc/passwd"; then
     echo "rbln:x:$user:0:rbln-serve:/home/rbln:/usr/sbin/nologin" >>"$root/etc/passwd"
 fi
-for folder in home/rbln cache models adapters; do
+for folder in home/rbln cache models adapters data; do
     mkdir -p "$root/$folder"
     chown "$user:0" "$root/$folder"
     # Files made below belong to group 0 too, whatever the first group of their maker is.

@@ -140,6 +140,23 @@ METRICS: tuple[MetricDecl, ...] = (
         ("kind",),
     ),
     MetricDecl(
+        "rbln_background_rows_total",
+        "counter",
+        "Rows of decode steps that the background had: padding of the foreground's bucket "
+        "(padding), or steps of its own (alone).",
+        ("kind",),
+    ),
+    MetricDecl(
+        "rbln_background_parked",
+        "gauge",
+        "Requests of the background that hold their KV blocks and no row.",
+    ),
+    MetricDecl(
+        "rbln_background_preemptions_total",
+        "counter",
+        "Requests of the background that lost their KV blocks to the foreground.",
+    ),
+    MetricDecl(
         "rbln_kv_blocks",
         "gauge",
         "KV blocks that requests can have, by KV cache group and its kind (paged, window).",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.bucketing.table import prefill_chunk_table
+from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.scheduler.background import Background, background_last, is_background
 from rbln_backend.scheduler.constraints import (
     adapter_fits,
     decode_share,
@@ -47,7 +48,8 @@ class RblnScheduler(Scheduler):
     * a prefill step sees no decoding request, and admits at most one waiting request;
     * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
     * a decode step admits nobody, and leaves the other stages of a pipeline their share;
-    * all running requests together use at most ``max_loras`` adapters.
+    * all running requests together use at most ``max_loras`` adapters;
+    * the background (``background.py``) runs in rows and steps that nobody else would use.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
     only hides requests from, or caps, one call of ``Scheduler.schedule``.
@@ -72,13 +74,16 @@ class RblnScheduler(Scheduler):
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._chunks = _chunk_plan(vllm_config)
+        self._background = Background(_decode_buckets(vllm_config), board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
         super().add_request(request)
-        self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
+        self._background.add(request)
+        if not is_background(request):
+            self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
@@ -112,8 +117,44 @@ class RblnScheduler(Scheduler):
             self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
-        prefilling = self._prefilling()
-        if self._prefill_block_reason(len(prefilling)) is None:
+        if not self._background.is_there(self.requests):
+            return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
+        front = [request for request in self.running if not is_background(request)]
+        waiting = list(chain(self.skipped_waiting, self.waiting))
+        prompts = [r for r in chain(waiting, front) if not is_background(r) and _is_prefill(r)]
+        taken = self._make_room(front, prompts)
+        if taken or not self._background.may_prefill(beside=bool(front), prompts=bool(prompts)):
+            prefilling = [request for request in front if _is_prefill(request)]
+            with self._held_back([*taken, *(r for r in waiting if is_background(r))]):
+                return self._schedule_among(prefilling, front, throttle_prefills)
+        return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
+
+    def _make_room(self, front: Sequence[Request], prompts: Sequence[Request]) -> list[Request]:
+        """Preempt the background, the newest first, where the foreground lacks a place or blocks.
+
+        What its next step could take: a block in each group for a token, and a whole prompt.
+        Returns those that were preempted.
+        """
+        taken: list[Request] = []
+        wanted = len(front) * len(self.kv_cache_config.kv_cache_groups)
+        wanted += -(-prompts[0].num_tokens // self.block_size) if prompts else 0
+        comes = bool(prompts) and prompts[0] not in front
+        pool = self.kv_cache_manager.block_pool
+        for request in [r for r in reversed(self.running) if is_background(r)]:
+            lacks_place = comes and len(self.running) >= self.max_num_running_reqs
+            if not lacks_place and pool.get_num_free_blocks() >= wanted:
+                break
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            self._background.preempted()
+            taken.append(request)
+        return taken
+
+    def _schedule_among(
+        self, prefilling: list[Request], decoding: Sequence[Request], throttle_prefills: bool
+    ) -> SchedulerOutput:
+        """A chunk of ``prefilling`` or of who waits, unless ``decoding`` is owed the step."""
+        if self._prefill_block_reason(len(prefilling), decoding) is None:
             output = self._schedule_prefill(prefilling[:1], throttle_prefills)
             if output.total_num_scheduled_tokens > 0:
                 self._decodes_owed = self._decode_steps_per_chunk
@@ -122,22 +163,20 @@ class RblnScheduler(Scheduler):
                 return output
             # Nothing could be admitted (no KV blocks, or grammars still compiling): the step
             # belongs to the decodes, and what the first attempt reported must not be lost.
-            # The attempt may have preempted a request that was in its prefill.
-            later = self._schedule_decode(self._prefilling(), throttle_prefills)
-            return _merge_reports(output, later)
+            return _merge_reports(output, self._schedule_decode(throttle_prefills))
         self._decodes_owed = max(0, self._decodes_owed - 1)
-        return self._schedule_decode(prefilling, throttle_prefills)
+        return self._schedule_decode(throttle_prefills)
 
     def _prefilling(self) -> list[Request]:
         return [request for request in self.running if _is_prefill(request)]
 
-    def _prefill_block_reason(self, num_prefilling: int) -> str | None:
+    def _prefill_block_reason(self, num_prefilling: int, decoding: Sequence[Request]) -> str | None:
         return prefill_block_reason(
             num_prefilling=num_prefilling,
             num_waiting=len(self.waiting) + len(self.skipped_waiting),
             num_running=len(self.running),
             max_num_seqs=self.max_num_running_reqs,
-            decodes_owed=self._decodes_owed > 0 and any(map(_can_decode, self.running)),
+            decodes_owed=self._decodes_owed > 0 and any(map(_can_decode, decoding)),
         )
 
     def _schedule_prefill(
@@ -154,15 +193,16 @@ class RblnScheduler(Scheduler):
         assert admitted <= 1, "vLLM's Scheduler.schedule does not heed max_num_running_reqs"
         return output
 
-    def _schedule_decode(
-        self, prefilling: list[Request], throttle_prefills: bool
-    ) -> SchedulerOutput:
-        decoding = self.running
-        if prefilling:
-            decoding = [request for request in self.running if request not in prefilling]
+    def _schedule_decode(self, throttle_prefills: bool) -> SchedulerOutput:
+        decoding, hidden = self.running, self._prefilling()
+        if hidden:
+            decoding = [request for request in self.running if request not in hidden]
+        if self._background.is_there(self.requests):
+            decoding, parked = self._background.rows(decoding)
+            hidden = parked + hidden
         share = decode_share(len(decoding), self.max_num_running_reqs, self._stages)
         with (
-            self._narrowed(decoding, prefilling, max_running=len(decoding)),
+            self._narrowed(decoding, hidden, max_running=len(decoding)),
             self._at_most(share if self._stages > 1 else None),
         ):
             return super().schedule(throttle_prefills)
@@ -228,7 +268,7 @@ class RblnScheduler(Scheduler):
         self, visible: list[Request], hidden: list[Request], *, max_running: int
     ) -> Iterator[None]:
         """Let upstream see only ``visible``; hidden requests come back whatever happens."""
-        full_capacity = self.max_num_running_reqs
+        full_capacity, before = self.max_num_running_reqs, self.running
         before_prefill = hidden and not _is_prefill(hidden[0])
         self.running, self.max_num_running_reqs = visible, max_running
         try:
@@ -237,6 +277,8 @@ class RblnScheduler(Scheduler):
             self.max_num_running_reqs = full_capacity
             # The newest request stays last: upstream preempts from the end.
             self.running = hidden + self.running if before_prefill else self.running + hidden
+            if self._background.is_there(self.requests):
+                self.running = background_last(self.running, before)
 
 
 def _board(config: VllmConfig) -> MetricsBoard:
@@ -244,6 +286,15 @@ def _board(config: VllmConfig) -> MetricsBoard:
     run_dir = configured(config).run_dir
     name = f"scheduler{config.parallel_config.data_parallel_index}"
     return MetricsBoard(Path(run_dir) if run_dir else None, name)
+
+
+def _decode_buckets(config: VllmConfig) -> BucketTable | None:
+    """None for models that pool, which never decode."""
+    if config.model_config.runner_type == "pooling":
+        return None
+    stages = config.parallel_config.pipeline_parallel_size
+    largest = config.scheduler_config.max_num_seqs // stages
+    return decode_bucket_table(configured(config), largest)
 
 
 def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:

@@ -312,7 +312,11 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         # Conversations are rendered in threads; the event loop gets its turn a millisecond later.
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
+            try:
+                code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
+            except SettingsError as error:
+                # What is only known once a file or a folder was opened.
+                raise SystemExit(f"{_PROG}: {error}") from None
     if launcher.building:
         # A thread is still deep in imports or waits for an engine that will not come; the
         # interpreter's own end would run under its feet.

@@ -23,7 +23,7 @@ from server.errors import InternalError, ServerError
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
-from server.request.record import RequestRecord, record_of, record_var
+from server.request.record import INSIDER, RequestRecord, record_of, record_var
 from server.request.request_id import HEADER, request_id_of, with_request_id
 from server.request.route_table import Scope as KeyScope
 from server.request.route_table import route_of, route_path
@@ -64,7 +64,9 @@ class EdgeMiddleware:
         request_id = request_id_of(scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], request_id)
         record = RequestRecord(route_of(route_path(scope)), scope["method"], time.perf_counter())
-        scope.setdefault("state", {})["record"] = record
+        state = scope.setdefault("state", {})
+        record.insider = state.get(INSIDER)
+        state["record"] = record
         # Until the task ends, which is this request's alone.
         request_id_var.set(request_id)
         record_var.set(record)
@@ -109,14 +111,16 @@ class EdgeMiddleware:
         outcome = record.final_outcome()
         code = record.status or _CLIENT_GONE
         route = record.route.template
-        self._metrics.observe_request(
-            route=route,
-            method=record.method if record.method in _METHODS else "other",
-            code=code,
-            outcome=outcome,
-            stream=record.stream,
-            seconds=seconds,
-        )
+        # What the service asks itself is no HTTP request, and in nobody's percentiles.
+        if record.insider is None:
+            self._metrics.observe_request(
+                route=route,
+                method=record.method if record.method in _METHODS else "other",
+                code=code,
+                outcome=outcome,
+                stream=record.stream,
+                seconds=seconds,
+            )
         if record.guide is not None:
             self._metrics.observe_guided(record.guide, outcome)
         if record.rejection is not None:
@@ -124,7 +128,8 @@ class EdgeMiddleware:
         prompt, completion = record.tokens()
         if record.key is not None:
             self._metrics.observe_key(record.key, outcome, prompt, completion)
-        level = logging.DEBUG if record.route.scope in _QUIET else logging.INFO
+        quiet = record.route.scope in _QUIET or record.insider is not None
+        level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
             return
         fields = {
@@ -200,14 +205,17 @@ class GateMiddleware:
     async def _pass(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        caller = self._access.admit(record.route, scope)
-        record.key, record.is_admin = caller.key, caller.is_admin
+        if record.insider is not None:
+            record.key = record.insider.key
+        else:
+            caller = self._access.admit(record.route, scope)
+            record.key, record.is_admin = caller.key, caller.is_admin
         if not record.route.gated:
             await self._app(scope, receive, send)
             return
         if (refusal := self._lifecycle.refusal()) is not None:
             raise refusal
-        if record.route.admitted:
+        if record.route.admitted and record.insider is None:
             # Before the request is routed, read or parsed: most of an overload ends here.
             self._admission.check()
         with self._lifecycle.track():

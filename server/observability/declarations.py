@@ -11,6 +11,13 @@ MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
+BATCH_STATUSES = (
+    *("validating", "in_progress", "finalizing", "cancelling"),
+    *("completed", "failed", "expired", "cancelled"),
+)
+LINE_RESULTS = ("completed", "failed")
+LINE_TOKENS = ("prompt", "completion")
+
 CONNECTION_ENDS = (
     *("too_many_connections", "too_many_client_connections", "headers_too_large"),
     *("header_timeout", "invalid_http", "websocket_unsupported", "unread_body", "write_timeout"),
@@ -57,6 +64,33 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
     ),
     MetricDecl("rbln_http_connections", "gauge", "Open client connections."),
+    MetricDecl("rbln_batches", "gauge", "Batches that are remembered, by status.", ("status",)),
+    MetricDecl(
+        "rbln_batch_lines_total",
+        "counter",
+        "Lines of batches that have an answer: with status 200 (completed) or another (failed).",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_batch_tokens_total",
+        "counter",
+        "Tokens of lines of batches that have an answer, by kind: prompt or completion.",
+        ("kind",),
+    ),
+    MetricDecl(
+        "rbln_batch_lines_to_do", "gauge", "Lines of batches without an answer, those that run too."
+    ),
+    MetricDecl("rbln_batch_lines_running", "gauge", "Lines of batches that the engine has."),
+    MetricDecl("rbln_stored_files", "gauge", "Files in --data-dir."),
+    MetricDecl("rbln_stored_bytes", "gauge", "Bytes of files in --data-dir."),
+    MetricDecl(
+        "rbln_storage_free_bytes",
+        "gauge",
+        "Bytes that the disk of --data-dir has above the floor of --min-free-bytes.",
+    ),
+    MetricDecl(
+        "rbln_storage_full", "gauge", "1 while answers of batches wait for room on the disk."
+    ),
     MetricDecl(
         "rbln_http_connection_refusals_total",
         "counter",
@@ -211,4 +245,6 @@ CLOSED_LABELS = {
     "rbln_grammar_checks_total": GRAMMAR_RESULTS,
     "rbln_large_bodies_total": READING_RESULTS,
     "rbln_lora_loads_total": LOAD_RESULTS,
+    "rbln_batch_lines_total": LINE_RESULTS,
+    "rbln_batch_tokens_total": LINE_TOKENS,
 }

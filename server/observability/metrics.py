@@ -29,6 +29,7 @@ from server.host.job_counts import JobCounts
 from server.lifecycle import Lifecycle, Phase
 from server.lora.adapter import State
 from server.observability.declarations import (
+    BATCH_STATUSES,
     CLOSED_LABELS,
     CONNECTION_ENDS,
     MAX_ADAPTERS_SHOWN,
@@ -165,6 +166,26 @@ class ServerMetrics:
         padding.labels(phase, "current").set(told["padding_now"])
         padding.labels(phase, "suggested").set(told["padding_then"])
         steps.labels(phase).set(told["steps"])
+
+    def observe_batches(
+        self,
+        statuses: Mapping[str, int],
+        values: Mapping[str, float],
+        lines: Mapping[str, int],
+        tokens: Mapping[str, int],
+    ) -> None:
+        """Publish batches by status and other values by the metric's name; add what was done.
+
+        `lines` are counted by result, `tokens` by kind.
+        """
+        for status in BATCH_STATUSES:
+            self._gauges["rbln_batches"].labels(status).set(statuses.get(status, 0))
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        for result, count in lines.items():
+            self._counters["rbln_batch_lines_total"].labels(result).inc(count)
+        for kind, count in tokens.items():
+            self._counters["rbln_batch_tokens_total"].labels(kind).inc(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish which LoRA adapters there are, and how many are in each state."""

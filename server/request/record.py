@@ -18,12 +18,23 @@ PrefixMeter = Callable[[], tuple[int, int]]
 """Tells how many tokens of one's prompt were read from the prefix cache, and written to it."""
 
 
+INSIDER = "insider"
+"""Where the state of a request's scope says that the service itself asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Insider:
+    """The service itself, for whoever left the work here; `key` is the name of his key."""
+
+    key: str | None
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request from its head to the last byte of its answer.
 
     `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys; an
-    admin may see more.
+    admin may see more. `insider` is there where the service asks itself.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
     sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
     `complete` once its last byte was sent. Every request that
@@ -40,6 +51,7 @@ class RequestRecord:
     outcome: str | None = None
     key: str | None = None
     is_admin: bool = False
+    insider: Insider | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
     on_end: list[Callable[[], None]] = field(default_factory=list)
     deadline: Deadline | None = None

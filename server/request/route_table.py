@@ -58,6 +58,8 @@ class Route:
     gated: bool = True
     prefix: str = ""
     """What the paths of a template with a parameter start with."""
+    suffix: str = ""
+    """What they end with."""
     admitted: bool = False
     """Whether it is refused while as many answers run and wait as may."""
 
@@ -69,6 +71,12 @@ ROUTES: tuple[Route, ...] = (
     *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
+    Route("/v1/files", Scope.API, gated=False),
+    Route("/v1/files/{file_id}/content", Scope.API, False, "/v1/files/", suffix="/content"),
+    Route("/v1/files/{file_id}", Scope.API, False, "/v1/files/"),
+    Route("/v1/batches", Scope.API, gated=False),
+    Route("/v1/batches/{batch_id}/cancel", Scope.API, False, "/v1/batches/", suffix="/cancel"),
+    Route("/v1/batches/{batch_id}", Scope.API, False, "/v1/batches/"),
     Route("/v1/models", Scope.API),
     Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),
@@ -92,7 +100,8 @@ def route_of(path: str) -> Route:
     """Return the route of a path; unknown paths share one."""
     found = _BY_PATH.get(path)
     if found is None:
-        found = next((route for route in _BY_PREFIX if path.startswith(route.prefix)), OTHER)
+        fitting = (r for r in _BY_PREFIX if path.startswith(r.prefix) and path.endswith(r.suffix))
+        found = next(fitting, OTHER)
     return found
 
 

@@ -43,14 +43,17 @@ def _handler(
     async def respond(raw: bytes, request: Request) -> Response:
         # From here to the last byte of the answer, whatever it will be. A small body is read at
         # once, so that nobody gets in between one permit and all that it asks for.
-        permit = admission.acquire()
-        record_of(request.scope).on_end.append(permit.release)
+        record = record_of(request.scope)
+        # The service's own requests take what is left, and nobody's permit.
+        permit = admission.acquire() if record.insider is None else None
+        if permit is not None:
+            record.on_end.append(permit.release)
         given = await frontend().read(endpoint, raw)
-        permit.grow(given.answers)
+        if permit is not None:
+            permit.grow(given.answers)
         result = await frontend().handle(endpoint, given, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
-        record = record_of(request.scope)
         record.stream = True
         frames = await commit(result, _is_prelude, settings.stream_commit_s)
         beat = PING if endpoint.anthropic else COMMENT

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
+from server.edge.model_body import parse_body
 from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     AdapterExistsError,
@@ -19,12 +20,13 @@ from server.errors import (
     NoAdapterSlotError,
     NotFoundError,
     RequestError,
+    UnsupportedFieldError,
     UnsupportedOperationError,
     describe,
 )
 from server.frontend import Frontend, JsonObject
 from server.lora.adapter import Adapter, AdapterObject
-from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody, parse_body
+from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
@@ -61,6 +63,7 @@ def lora_router(
         """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
         wish = parse_body(LoadAdapterBody, body, settings.unknown_fields)
+        _refuse_experts(wish)
         name, path = wish.lora_name, wish.lora_path
         with _counted(metrics):
             await _registry(frontend()).load(name, path, replace=wish.load_inplace)
@@ -105,6 +108,14 @@ def lora_router(
         return JSONResponse({"object": "lora_adapter", "name": name, "deleted": True})
 
     return router
+
+
+def _refuse_experts(wish: LoadAdapterBody) -> None:
+    if wish.is_3d_lora_weight:
+        raise UnsupportedFieldError(
+            "'is_3d_lora_weight' is for experts, which adapters cannot change here; remove it.",
+            param="is_3d_lora_weight",
+        )
 
 
 def _registry(frontend: Frontend) -> AdapterRegistry:

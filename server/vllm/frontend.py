@@ -174,8 +174,10 @@ class VllmFrontend:
     @property
     def capacity(self) -> Capacity:
         """What the engine takes."""
-        scheduler = self._engine.vllm_config.scheduler_config
-        return Capacity(scheduler.max_num_seqs, scheduler.max_num_queued_tokens)
+        config = self._engine.vllm_config
+        scheduler = config.scheduler_config
+        buckets = () if config.model_config.runner_type == "pooling" else api.decode_buckets(config)
+        return Capacity(scheduler.max_num_seqs, scheduler.max_num_queued_tokens, buckets)
 
     @property
     def keep_alive_s(self) -> float:

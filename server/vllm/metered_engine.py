@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
+from rbln_backend.config import BACKGROUND_PRIORITY
 from server.request.record import record_var
 
 
@@ -19,9 +20,12 @@ class MeteredLLM(AsyncLLM):
     async def add_request(
         self, request_id: str, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
-        """Add a request to the engine as AsyncLLM does."""
+        """Add a request to the engine as AsyncLLM does, the service's own to its background."""
+        record = record_var.get()
+        if record is not None and record.insider is not None:
+            kwargs["priority"] = BACKGROUND_PRIORITY
         collector = await super().add_request(request_id, *args, **kwargs)
-        if (record := record_var.get()) is not None:
+        if record is not None:
             states = self._states(request_id, collector)
             record.meters.append(lambda: _used(states))
             record.prefix_meter = lambda: _prefix(states)

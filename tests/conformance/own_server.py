@@ -32,7 +32,8 @@ def own_server(checkpoints: CheckpointCache, folder: Path, *flags: str) -> Itera
     admin_keys.write_text(f"operator={ADMIN_KEY}\n", encoding="utf-8")
     access = ("--api-key-file", str(keys), "--admin-key-file", str(admin_keys))
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, folder, *FLAGS, *access, *flags) as server:
+    stored = ("--data-dir", str(folder / "data"), "--min-free-bytes", "0")
+    with RealServer(checkpoint, folder, *FLAGS, *access, *stored, *flags) as server:
         server.until_ready()
         yield Target(server.url, API_KEY, "tiny", ours=True, log=server.log)
 

@@ -157,7 +157,7 @@ def test_it_may_write_into_its_volumes_and_tmp_alone(served: Container) -> None:
     for folder in ("/", "/opt", "/opt/venv/bin", "/home/rbln", "/etc", "/var/tmp"):
         refused = served.run("touch", f"{folder}/file")
         assert "Read-only file system" in refused.stderr, folder
-    for folder in ("/cache", "/models", "/adapters", "/tmp"):
+    for folder in ("/cache", "/models", "/adapters", "/data", "/tmp"):
         assert served.run("touch", f"{folder}/file").returncode == 0, folder
     assert "CapEff:\t0000000000000000" in served.run("cat", "/proc/1/status").stdout
 

@@ -86,6 +86,7 @@ def running_scene(checkpoints: CheckpointCache, folder: Path) -> Iterator[Scene]
     flags = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
     flags += ["--lora-root", str(adapters), "--lora-modules", f"fixed={adapters / 'fixed'}"]
     flags += ["--max-in-flight", str(MAX_IN_FLIGHT)]
+    flags += ["--data-dir", str(folder / "data"), "--min-free-bytes", "0"]
     began = time.time()
     with (
         RealServer(checkpoint, folder, *flags) as server,

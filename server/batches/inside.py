@@ -1,0 +1,69 @@
+"""Requests that the service asks itself, through its own application: every check is that of HTTP.
+
+They take no permit of admission and show no key: who asks was known when the work was left here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Scope
+
+from server.request.body import JSON_TYPE
+from server.request.record import INSIDER, Insider
+
+
+@dataclass(frozen=True, slots=True)
+class InsideAnswer:
+    """What came back."""
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+async def ask(app: ASGIApp, path: str, body: bytes, insider: Insider) -> InsideAnswer:
+    """POST a JSON body to `path` and return the answer; to cancel it aborts the request."""
+    asked = False
+    status, request_id, chunks = 0, "", list[bytes]()
+
+    async def receive() -> Message:
+        nonlocal asked
+        if asked:
+            # A client that never goes away.
+            await asyncio.Event().wait()
+        asked = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            chunks.append(message.get("body", b""))
+
+    await app(_scope(path, len(body), insider), receive, send)
+    return InsideAnswer(status, request_id, b"".join(chunks))
+
+
+def _scope(path: str, size: int, insider: Insider) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"content-type", JSON_TYPE.encode()),
+            (b"content-length", str(size).encode()),
+        ],
+        "client": None,
+        "server": None,
+        "state": {INSIDER: insider},
+    }

@@ -1,0 +1,53 @@
+"""A line's answer as OpenAI's output and error files have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from server.batches.inside import InsideAnswer
+from server.batches.results import Answer
+from server.batches.table import Line
+
+_OK = 200
+_NEVER_RUN = {
+    "expired": ("batch_expired", "This line was not run before the batch expired."),
+    "cancelled": ("batch_cancelled", "This line was not run: the batch was cancelled."),
+}
+
+
+def answered(line: Line, answer: InsideAnswer) -> Answer:
+    """The answer that the service gave."""
+    body = from_json(answer.body)
+    response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
+    usage = body.get("usage") if isinstance(body, dict) else None
+    return Answer(
+        line,
+        answer.status == _OK,
+        _text(line, response=response, error=None),
+        *_tokens(usage if isinstance(usage, dict) else {}),
+    )
+
+
+def never_run(line: Line, why: str) -> Answer:
+    """No answer, for the batch was `expired` or `cancelled` first."""
+    code, message = _NEVER_RUN[why]
+    return Answer(line, False, _text(line, response=None, error={"code": code, "message": message}))
+
+
+def _text(line: Line, *, response: Any, error: Any) -> bytes:
+    name = f"batch_req_{line.batch.removeprefix('batch_')}_{line.number}"
+    told = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+    return to_json(told) + b"\n"
+
+
+def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Tokens of the prompt, those of them from the prefix cache, and of the answer."""
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return (
+        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
+        int(details.get("cached_tokens") or 0),
+        int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
+    )

@@ -1,0 +1,63 @@
+"""`/v1/batches`: files of requests, answered in rows that would be padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from server.batches.bodies import CreateBatchBody, wish_of
+from server.batches.service import BatchService
+from server.edge.model_body import parse_body
+from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
+from server.errors import InvalidValueError, NotEnabledError, NotFoundError, StorageFullError
+from server.frontend import JsonObject
+from server.request.body import read_json_object
+from server.routes.files import listed, owner_of, page_of
+from server.settings import ServerSettings
+
+_MAX_LIMIT = 100
+_CREATE = failing(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError)
+_KNOWN = failing(NotFoundError, NotEnabledError)
+_CHANGED = failing(NotFoundError, InvalidValueError, NotEnabledError)
+
+
+def batches_router(store: Callable[[], BatchService], settings: ServerSettings) -> APIRouter:
+    """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.post(
+        "/v1/batches",
+        response_model=JsonObject,
+        responses=_CREATE,
+        openapi_extra=taking(CreateBatchBody.model_json_schema()),
+    )
+    async def create(request: Request) -> JSONResponse:
+        """Answer the lines of a file; an `Idempotency-Key` makes one batch of several tries."""
+        service = store()
+        body = await read_json_object(request, settings)
+        wish = parse_body(CreateBatchBody, body, settings.unknown_fields)
+        key = request.headers.get("idempotency-key")
+        batch = await service.create(wish_of(wish, owner_of(request), key))
+        return JSONResponse(batch.shown())
+
+    @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED)
+    async def every(request: Request, after: str | None = None, limit: str = "20") -> JSONResponse:
+        """The batches of the key that asks, the newest first."""
+        service = store()
+        page = page_of(limit, _MAX_LIMIT, after, "desc")
+        found, more = await service.every(owner_of(request), page)
+        return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
+
+    @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
+    async def show(batch_id: str, request: Request) -> JSONResponse:
+        """One batch."""
+        return JSONResponse((await store().get(owner_of(request), batch_id)).shown())
+
+    @router.post("/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED)
+    async def cancel(batch_id: str, request: Request) -> JSONResponse:
+        """End a batch; the lines that are answered by then are kept."""
+        return JSONResponse((await store().cancel(owner_of(request), batch_id)).shown())
+
+    return router

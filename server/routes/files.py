@@ -1,0 +1,198 @@
+"""`/v1/files`: what clients leave here for batches, and what batches leave for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from typing_extensions import TypedDict
+
+from server.batches.bodies import LONGEST_S, SHORTEST_S
+from server.batches.service import BatchService
+from server.edge.openapi import DescribedRoute, failing
+from server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    InvalidTypeError,
+    InvalidValueError,
+    MediaTypeError,
+    MissingFieldError,
+    NotEnabledError,
+    NotFoundError,
+    StorageFullError,
+    UnknownFieldError,
+    describe,
+)
+from server.request.body import ClientGoneError
+from server.request.record import record_of
+from server.settings import ServerSettings
+from server.storage.files import INPUT, FileObject, Page
+from server.storage.upload import Upload
+
+_GONE = 499
+_MAX_LIMIT = 10_000
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"const": INPUT},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {"type": "string"},
+                    },
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
+_UPLOAD_FAILURES = (
+    *(MediaTypeError, MissingFieldError, InvalidValueError, UnknownFieldError),
+    *(BodyTooLargeError, BodyTimeoutError, StorageFullError, NotEnabledError),
+)
+_KNOWN = failing(NotEnabledError, NotFoundError)
+_LISTED = failing(NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError)
+_ORDER = Query(
+    description="`asc` or `desc`, by creation.", json_schema_extra={"enum": ["asc", "desc"]}
+)
+
+
+class FileList(TypedDict):
+    """A page of files, the newest first unless asked otherwise."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(TypedDict):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def files_router(store: Callable[[], BatchService], settings: ServerSettings) -> APIRouter:
+    """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.post(
+        "/v1/files",
+        response_model=FileObject,
+        responses=failing(*_UPLOAD_FAILURES),
+        openapi_extra=_UPLOAD,
+    )
+    async def create(request: Request) -> Response:
+        """Store a file, `purpose` batch: lines of requests."""
+        files = store().files
+        upload = Upload(request, settings.upload_timeout_s)
+        owner = owner_of(request)
+        try:
+            file = await files.create(owner, upload, _checked)
+        except ClientGoneError:
+            record_of(request.scope).outcome = "aborted"
+            return Response(status_code=_GONE)
+        return JSONResponse(file.shown())
+
+    @router.get("/v1/files", response_model=FileList, responses=_LISTED)
+    async def every(
+        request: Request,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: str = str(_MAX_LIMIT),
+        order: Annotated[str, _ORDER] = "desc",
+    ) -> JSONResponse:
+        """The files of the key that asks."""
+        files = store().files
+        page = page_of(limit, _MAX_LIMIT, after, order)
+        found, more = await files.every(owner_of(request), page, purpose)
+        return JSONResponse(listed([file.shown() for file in found], has_more=more))
+
+    @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)
+    async def content(file_id: str, request: Request) -> Response:
+        """A file's content."""
+        files = store().files
+        file = await files.get(owner_of(request), file_id)
+        path = files.content_path(file.id)
+        if not path.is_file():
+            raise NotFoundError(f"The content of {describe(file_id)} is gone.", param="file_id")
+        return FileResponse(path, media_type="application/octet-stream", filename=file.name)
+
+    @router.get("/v1/files/{file_id}", response_model=FileObject, responses=_KNOWN)
+    async def show(file_id: str, request: Request) -> JSONResponse:
+        """One file."""
+        return JSONResponse((await store().files.get(owner_of(request), file_id)).shown())
+
+    @router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=_KNOWN)
+    async def delete(file_id: str, request: Request) -> JSONResponse:
+        """Delete a file."""
+        await store().files.delete(owner_of(request), file_id)
+        return JSONResponse(DeletedFile(id=file_id, object="file", deleted=True))
+
+    return router
+
+
+def owner_of(request: Request) -> str:
+    """Return who owns what a request leaves: the name of its key, empty without keys."""
+    return record_of(request.scope).key or ""
+
+
+def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
+    """Return the part of a list that is asked for. Raises `InvalidValueError`."""
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= most):
+        raise InvalidValueError(
+            f"'limit' must be 1 to {most}, got {describe(limit)}.", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise InvalidValueError(
+            f"'order' must be 'asc' or 'desc', got {describe(order)}.", param="order"
+        )
+    return Page(int(limit), after or None, newest_first=order == "desc")
+
+
+def listed(data: list[Any], *, has_more: bool) -> dict[str, Any]:
+    """Return a page as OpenAI's API has it."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
+
+
+def _checked(fields: dict[str, str]) -> tuple[str, int | None]:
+    """Return the purpose and the seconds to keep. Raises a `RequestError`."""
+    for name in fields:
+        if name not in _FIELDS:
+            raise UnknownFieldError(f"Unknown field {describe(name)}.", param=name)
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise MissingFieldError("The field 'purpose' is missing.", param="purpose")
+    if purpose != INPUT:
+        raise InvalidValueError(
+            f"'purpose' must be {INPUT!r}, the only one that is used here, got "
+            f"{describe(purpose)}.",
+            param="purpose",
+        )
+    anchor, seconds = fields.get(_FIELDS[1]), fields.get(_FIELDS[2])
+    if anchor is None and seconds is None:
+        return purpose, None
+    digits = seconds if seconds is not None and seconds.isascii() and seconds.isdigit() else "0"
+    if anchor != "created_at" or not SHORTEST_S <= int(digits[:12]) <= LONGEST_S:
+        raise InvalidValueError(
+            f"'expires_after' must have the anchor 'created_at' and {SHORTEST_S} to {LONGEST_S} "
+            f"seconds, got {describe(anchor)} and {describe(seconds)}.",
+            param="expires_after",
+        )
+    return purpose, int(digits)

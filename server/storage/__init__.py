@@ -1,0 +1,1 @@
+"""What clients leave here: one folder, one database in it, files by id beside it."""

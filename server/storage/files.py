@@ -1,0 +1,291 @@
+"""Files of clients: contents by id, each with an owner, within quotas, until they expire."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NotRequired, Protocol
+
+from typing_extensions import TypedDict
+
+from server.errors import BodyTooLargeError, NotFoundError, StorageFullError, describe
+from server.storage.database import Database
+from server.storage.folder import DataFolder
+
+INPUT, OUTPUT = "batch", "batch_output"
+
+
+class FileObject(TypedDict):
+    """A file as OpenAI's API shows it; times are Unix seconds."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: NotRequired[int]
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file; `owner` is the name of a key, empty without keys."""
+
+    id: str
+    owner: str
+    purpose: str
+    name: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+
+    def shown(self) -> FileObject:
+        """Return it as a client sees it."""
+        told = FileObject(
+            id=self.id,
+            object="file",
+            bytes=self.bytes,
+            created_at=self.created_at,
+            filename=self.name,
+            purpose=self.purpose,
+            status="processed",
+        )
+        if self.expires_at is not None:
+            told["expires_at"] = self.expires_at
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Limits in bytes, files for each owner, and seconds (0: for ever)."""
+
+    file_bytes: int
+    stored_bytes: int
+    files_per_key: int
+    keep_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which part of a list is asked for."""
+
+    limit: int
+    after: str | None = None
+    newest_first: bool = True
+
+
+class Source(Protocol):
+    """An upload; its name and its fields are known once all chunks have come."""
+
+    name: str | None
+    fields: dict[str, str]
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the content."""
+        ...
+
+
+class FileStore:
+    """Every file of the data folder. Raises `NotFoundError` for those of other owners as well."""
+
+    def __init__(self, database: Database, folder: DataFolder, quotas: Quotas) -> None:
+        self._database = database
+        self._folder = folder
+        self.quotas = quotas
+
+    async def create(
+        self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
+    ) -> StoredFile:
+        """Store what `source` yields; `check` makes purpose and seconds to keep of its fields.
+
+        Raises what both raise, `BodyTooLargeError` and `StorageFullError`.
+        """
+        await self._database.run(partial(self._require_place, owner=owner))
+        file_id = new_id("file-")
+        part = self._folder.parts / file_id
+        try:
+            size = await self._write(part, source.chunks())
+            purpose, keep_s = check(source.fields)
+            now = int(time.time())
+            kept = self.quotas.keep_s if keep_s is None else keep_s
+            file = StoredFile(
+                *(file_id, owner, purpose, source.name or "", size),
+                *(now, now + kept if kept else None),
+            )
+            # First the content: a name without one would be an error for whoever reads it.
+            await asyncio.to_thread(self._folder.keep, part, file_id)
+            await self._database.run(partial(insert, file=file))
+        except BaseException:
+            for path in (part, self._folder.files / file_id):
+                path.unlink(missing_ok=True)
+            raise
+        return file
+
+    async def get(self, owner: str, file_id: str) -> StoredFile:
+        """Return a file. Raises `NotFoundError`."""
+        return await self._database.run(partial(find, owner=owner, file_id=file_id))
+
+    async def every(
+        self, owner: str, page: Page, purpose: str | None = None
+    ) -> tuple[list[StoredFile], bool]:
+        """Return a page of the owner's files, and whether there are more."""
+        return await self._database.run(partial(_page, owner=owner, page=page, purpose=purpose))
+
+    def content_path(self, file_id: str) -> Path:
+        """Return where the content of a file that is known to be there lies."""
+        return self._folder.files / file_id
+
+    async def delete(self, owner: str, file_id: str) -> None:
+        """Delete a file. Raises `NotFoundError`."""
+        await self._database.run(partial(_delete, owner=owner, file_id=file_id))
+        (self._folder.files / file_id).unlink(missing_ok=True)
+
+    async def remove_expired(self) -> int:
+        """Delete what has expired; returns how many files that were."""
+        gone = await self._database.run(_expire)
+        for file_id in gone:
+            (self._folder.files / file_id).unlink(missing_ok=True)
+        return len(gone)
+
+    async def remove_unknown(self) -> None:
+        """Delete contents that no name leads to: a crash came before the name."""
+        known = set(await self._database.run(_ids))
+        for path in self._folder.files.iterdir():
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    async def usage(self) -> tuple[int, int]:
+        """Return the number of files and their bytes."""
+        return await self._database.run(_usage)
+
+    def _require_place(self, connection: sqlite3.Connection, owner: str) -> None:
+        (count,) = connection.execute(
+            "SELECT count(*) FROM files WHERE owner = ?", (owner,)
+        ).fetchone()
+        if count >= self.quotas.files_per_key:
+            raise StorageFullError(
+                f"There are {count} files of this key, and at most {self.quotas.files_per_key} "
+                "may be (--max-files-per-key); delete some."
+            )
+
+    async def _write(self, part: Path, chunks: AsyncIterator[bytes]) -> int:
+        _, stored = await self.usage()
+        room = self.quotas.stored_bytes - stored
+        size = 0
+        with part.open("xb") as file:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > self.quotas.file_bytes:
+                    raise BodyTooLargeError(
+                        "The file is larger than the limit of "
+                        f"{self.quotas.file_bytes} bytes (--max-file-bytes)."
+                    )
+                if size > room:
+                    raise StorageFullError(
+                        f"All files together may have {self.quotas.stored_bytes} bytes "
+                        f"(--max-stored-bytes), and {stored} are taken; delete some."
+                    )
+                self._folder.require(len(chunk))
+                await asyncio.to_thread(file.write, chunk)
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        return size
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that nobody guesses."""
+    return prefix + secrets.token_hex(16)
+
+
+def insert(connection: sqlite3.Connection, file: StoredFile) -> None:
+    """Let a content have a name; for a file that has one already, nothing."""
+    connection.execute(
+        "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            *(file.id, file.owner, file.purpose, file.name),
+            *(file.bytes, file.created_at, file.expires_at),
+        ),
+    )
+
+
+def find(connection: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
+    """Return a file of an owner. Raises `NotFoundError`."""
+    row = connection.execute(
+        "SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"There is no file {describe(file_id)}.", param="file_id")
+    return StoredFile(**dict(row))
+
+
+def paged(
+    connection: sqlite3.Connection,
+    table: str,
+    owner: str,
+    page: Page,
+    also: Sequence[tuple[str, Any]],
+) -> tuple[list[sqlite3.Row], bool]:
+    """Return a page of an owner's rows, and whether there are more. Raises `NotFoundError`."""
+    order, sign = ("DESC", "<") if page.newest_first else ("ASC", ">")
+    clauses, values = ["owner = ?"], [owner]
+    for column, value in also:
+        clauses.append(f"{column} = ?")
+        values.append(value)
+    if page.after is not None:
+        at = connection.execute(
+            f"SELECT created_at FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
+        ).fetchone()
+        if at is None:
+            raise NotFoundError(
+                f"'after' is {describe(page.after)}, which is not there.", param="after"
+            )
+        clauses.append(f"(created_at, id) {sign} (?, ?)")
+        values += [at[0], page.after]
+    rows = connection.execute(
+        f"SELECT * FROM {table} WHERE {' AND '.join(clauses)} "
+        f"ORDER BY created_at {order}, id {order} LIMIT ?",
+        (*values, page.limit + 1),
+    ).fetchall()
+    return rows[: page.limit], len(rows) > page.limit
+
+
+def _page(
+    connection: sqlite3.Connection, owner: str, page: Page, purpose: str | None
+) -> tuple[list[StoredFile], bool]:
+    also = [] if purpose is None else [("purpose", purpose)]
+    rows, more = paged(connection, "files", owner, page, also)
+    return [StoredFile(**dict(row)) for row in rows], more
+
+
+def _delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
+    find(connection, owner, file_id)
+    connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def _expire(connection: sqlite3.Connection) -> list[str]:
+    # What a batch still reads stays until it ends.
+    rows = connection.execute(
+        "DELETE FROM files WHERE expires_at <= ? AND id NOT IN (SELECT input_file FROM batches "
+        "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')) RETURNING id",
+        (int(time.time()),),
+    )
+    return [row[0] for row in rows.fetchall()]
+
+
+def _ids(connection: sqlite3.Connection) -> list[str]:
+    return [row[0] for row in connection.execute("SELECT id FROM files")]
+
+
+def _usage(connection: sqlite3.Connection) -> tuple[int, int]:
+    count, size = connection.execute(
+        "SELECT count(*), coalesce(sum(bytes), 0) FROM files"
+    ).fetchone()
+    return int(count), int(size)

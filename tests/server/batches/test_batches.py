@@ -1,0 +1,210 @@
+"""Batches over a real socket: every line has one answer, and clients come first."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.batches import bodies
+from tests.server.batches.clients import (
+    CHAT,
+    create,
+    line,
+    results,
+    shown,
+    text_of,
+    until_ended,
+    upload,
+)
+from tests.server.scripted import running
+
+
+async def test_every_line_has_its_answer(tmp_path: Path) -> None:
+    lines = [line(n, "refuse" if n % 10 == 0 else "answer") for n in range(1, 101)]
+    lines.append(line(101, stream=True))
+    lines[-1]["body"]["stream"] = lines[-1].pop("stream")
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await create(service.client, lines, metadata={"of": "tests"})
+        assert (batch["object"], batch["status"]) == ("batch", "validating")
+        batch = await until_ended(service.client, batch)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 101, "completed": 90, "failed": 11}
+        assert (batch["metadata"], batch["model"]) == ({"of": "tests"}, "scripted")
+        moments = ("created", "in_progress", "finalizing", "completed")
+        times = [batch[f"{name}_at"] for name in moments]
+        assert times == sorted(times)
+        good = await results(service.client, batch["output_file_id"])
+        bad = await results(service.client, batch["error_file_id"])
+        assert set(good) | set(bad) == {one["custom_id"] for one in lines}
+        assert all(one["response"]["body"] == {"ok": True} for one in good.values())
+        assert all(one["response"]["request_id"] for one in good.values())
+        assert bad["c10"]["response"]["status_code"] == 400
+        assert bad["c10"]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+        assert bad["c101"]["response"]["body"]["error"]["code"] == "unsupported_field"
+        assert await service.metric('rbln_batch_lines_total{result="completed"}') == 90
+        # None of it is a request of a client's.
+        page = (await service.client.get("/metrics")).text
+        assert (
+            f'rbln_http_requests_total{{code="200",method="POST",outcome="ok",route="{CHAT}'
+            not in page
+        )
+
+
+async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await until_ended(service.client, await create(service.client, [line(1, "break")]))
+        assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+        (bad,) = (await results(service.client, batch["error_file_id"])).values()
+        assert bad["response"]["status_code"] == 500
+
+
+async def test_lines_take_the_rows_that_clients_leave(tmp_path: Path) -> None:
+    """The scripted engine has one bucket, of eight rows."""
+    async with running(tmp_path, data_dir=tmp_path / "data", max_in_flight=6) as service:
+        online = [
+            asyncio.create_task(service.client.post(CHAT, json={"do": "wait"})) for _ in range(3)
+        ]
+        while await service.metric("rbln_admission_in_flight") < 3:
+            await asyncio.sleep(0.01)
+        batch = await create(service.client, [line(n, "wait") for n in range(20)])
+        while await service.metric("rbln_batch_lines_running") < 5:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert await service.metric("rbln_batch_lines_running") == 5
+        # They hold no permit: of six, three are free.
+        assert await service.metric("rbln_admission_in_flight") == 3
+        assert (await service.client.post(CHAT, json={"do": "answer"})).status_code == 200
+        service.frontend.go_on.set()
+        assert all(answer.status_code == 200 for answer in await asyncio.gather(*online))
+        assert (await until_ended(service.client, batch))["request_counts"]["completed"] == 20
+
+
+async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
+    lines = [line(n, "answer" if n < 5 else "wait") for n in range(30)]
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await create(service.client, lines)
+        while batch["request_counts"]["completed"] < 5:
+            await asyncio.sleep(0.02)
+            batch = await shown(service.client, batch)
+        answer = await service.client.post(f"/v1/batches/{batch['id']}/cancel")
+        assert answer.json()["status"] == "cancelling"
+        batch = await until_ended(service.client, batch)
+        assert batch["status"] == "cancelled"
+        assert "answer aborted" in service.frontend.ended
+        assert len(await results(service.client, batch["output_file_id"])) == 5
+        never = await results(service.client, batch["error_file_id"])
+        assert {one["error"]["code"] for one in never.values()} == {"batch_cancelled"}
+        assert len(never) == 25
+        again = await service.client.post(f"/v1/batches/{batch['id']}/cancel")
+        assert again.json()["error"]["code"] == "invalid_value"
+
+
+async def test_what_expires_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_WINDOW_S", 1)
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await create(service.client, [line(1), *(line(n, "wait") for n in range(2, 12))])
+        batch = await until_ended(service.client, batch)
+        assert batch["status"] == "expired"
+        assert set(await results(service.client, batch["output_file_id"])) == {"c1"}
+        never = await results(service.client, batch["error_file_id"])
+        assert {one["error"]["code"] for one in never.values()} == {"batch_expired"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([], "empty_file", None),
+        ([b"\n\n"], "empty_file", None),
+        ([line(1), b"{not json}\n"], "invalid_json_line", 2),
+        ([line(1), b"[1]\n"], "invalid_json_line", 2),
+        ([line(1), line(1)], "duplicate_custom_id", 2),
+        ([line(1, custom_id="")], "invalid_custom_id", 1),
+        ([line(1, method="GET")], "invalid_method", 1),
+        ([line(1, url="/v1/completions")], "mismatched_url", 1),
+        ([line(1, body=None)], "invalid_body", 1),
+        ([line(1, bodi={})], "unknown_field", 1),
+        ([line(1), line(2, body={"model": 5})], "invalid_model", 2),
+        ([line(n) for n in range(12)], "too_many_tasks", None),
+        ([line(1), b'{"custom_id": "' + b"x" * 5000 + b'"}\n', line(2)], "line_too_long", 2),
+    ],
+)
+async def test_wrong_input_fails_the_batch(
+    tmp_path: Path, lines: list[Any], code: str, number: int | None
+) -> None:
+    settings = {"data_dir": tmp_path / "data", "max_batch_lines": 10, "max_body_bytes": 4096}
+    async with running(tmp_path, **settings) as service:
+        batch = await until_ended(service.client, await create(service.client, lines))
+        assert batch["status"] == "failed"
+        (error,) = batch["errors"]["data"]
+        assert (error["code"], error["line"]) == (code, number)
+        assert error["message"]
+        assert batch["output_file_id"] is None
+        # Nothing of it was asked.
+        assert service.frontend.headers == {}
+
+
+async def test_asking_twice_makes_one_batch(tmp_path: Path) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        client = service.client
+        wish = {
+            "input_file_id": await upload(client, text_of([line(1)])),
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        key = {"idempotency-key": "once"}
+        answers = [await client.post("/v1/batches", json=wish, headers=key) for _ in range(2)]
+        assert len({answer.json()["id"] for answer in answers}) == 1
+        other = {**wish, "metadata": {"a": "b"}}
+        refused = await client.post("/v1/batches", json=other, headers=key)
+        assert refused.status_code == 400
+        assert "once" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"endpoint": "/v1/messages"}, "invalid_value", "endpoint"),
+        ({"completion_window": "1h"}, "invalid_value", "completion_window"),
+        ({"input_file_id": "file-none"}, "not_found", "input_file_id"),
+        ({"input_file_id": 5}, "invalid_type", "input_file_id"),
+        ({"metadata": {"a": "x" * 600}}, "invalid_value", "metadata"),
+        ({"metdata": {}}, "unknown_field", "metdata"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
+            "invalid_type",
+            "output_expires_after",
+        ),
+    ],
+)
+async def test_what_a_batch_may_not_ask(
+    tmp_path: Path, change: dict[str, Any], code: str, param: str
+) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        wish = {
+            "input_file_id": await upload(service.client, text_of([line(1)])),
+            "endpoint": CHAT,
+            "completion_window": "24h",
+            **change,
+        }
+        answer = await service.client.post("/v1/batches", json=wish)
+        assert answer.status_code in (400, 404)
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == (code, param)
+
+
+async def test_a_key_has_so_many_open_batches(tmp_path: Path) -> None:
+    settings = {"data_dir": tmp_path / "data", "max_batches_per_key": 1}
+    async with running(tmp_path, **settings) as service:
+        first = await create(service.client, [line(1, "wait")])
+        wish = {
+            "input_file_id": await upload(service.client, text_of([line(1)])),
+            "endpoint": CHAT,
+            "completion_window": "24h",
+        }
+        refused = await service.client.post("/v1/batches", json=wish)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
+        listed = (await service.client.get("/v1/batches")).json()
+        assert [batch["id"] for batch in listed["data"]] == [first["id"]]
