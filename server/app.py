@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -49,6 +50,9 @@ from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
 
+# The document is our own, and a path has one spelling.
+_OURS: dict[str, Any] = {"title": "rbln-serve", "openapi_url": None, "redirect_slashes": False}
+
 
 def create_app(
     settings: ServerSettings,
@@ -78,13 +82,7 @@ def create_app(
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
-    app = FastAPI(
-        title="rbln-serve",
-        lifespan=lifespan,
-        root_path=settings.root_path,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(
         metrics_router(metrics, settings, lifecycle, admission, frontend, advice, store)
