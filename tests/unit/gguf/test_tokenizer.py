@@ -56,15 +56,15 @@ def converted(checkpoint: Path, folder: Path, **keys: Any) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "dbrx"])
 def test_byte_level(pre: str, checkpoints: CheckpointCache, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama", num_hidden_layers=1)
     wanted = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     if pre == "smollm":
         wanted.pre_tokenizer = by_digits()
-    elif pre == "llama-bpe":
+    elif pre in ("llama-bpe", "dbrx"):
         wanted.pre_tokenizer = split(r"\p{N}{1,3}")
-        wanted.model.ignore_merges = True
+        wanted.model.ignore_merges = pre == "llama-bpe"
     elif pre == "qwen2":
         wanted.pre_tokenizer = split(r"\p{N}")
         wanted.normalizer = normalizers.NFC()
