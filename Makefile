@@ -13,7 +13,7 @@ TESTS ?= tests
 python := $(VENV)/bin/python
 stamps := $(VENV)/.stamps
 scripts := deploy/scripts
-kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py
+kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
 # The default model answers to a name without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
 # What is downloaded first: rbln_backend/checkpoints/catalogue.py.
@@ -29,7 +29,8 @@ help: ## List the targets
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
 
-dev: install $(stamps)/dev
+# Without kernels: tests build theirs into a cache of their own.
+dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
 serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; ARGS go to the server unchanged
 	$(if $(filter $(fetched),$(MODEL)),$(VENV)/bin/rbln-serve fetch $(MODEL))

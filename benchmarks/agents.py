@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,13 +17,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.agent_sessions import Head, Session, clock
-from benchmarks.command import Command, machine_lines, positive, say
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
 from benchmarks.models import find_checkpoint
 from benchmarks.server_process import ServerProcess, ServerSide, Serving, free_port
 from benchmarks.sides import server_sides
@@ -57,13 +54,9 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     model: str
     turns: list[Turn]
 
@@ -81,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     text_model = text_checkpoint(checkpoint.path)
     turns: list[Turn] = []
@@ -97,10 +89,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
             for head in HEADS:
                 turns += _session(servers, api, head, args)
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         model=checkpoint.name,
         turns=turns,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import statistics
@@ -10,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.engine_process import EngineProcessError
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, describe_machine
 from benchmarks.models import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,6 +32,26 @@ class MeasuredRun(Protocol):
 
     @property
     def machine(self) -> Machine: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What heads the record of a run: when, how and where; `load_before` is the load average."""
+
+    started: str
+    command: str
+    machine: Machine
+    load_before: float
+
+
+def begin(command: str) -> dict[str, Any]:
+    """Return the fields of a `RunHeader` for a run that begins now."""
+    return {
+        "started": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "load_before": os.getloadavg()[0],
+    }
 
 
 RunT = TypeVar("RunT", bound=MeasuredRun)

@@ -7,18 +7,16 @@ is measured and how. Invariant: every figure of a report comes from one run of t
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Command, positive, say
+from benchmarks.command import Command, begin, positive, say
 from benchmarks.decode_report import ModelResult, Run, Sample, markdown, to_json
 from benchmarks.engine_process import (
     OURS,
@@ -27,7 +25,7 @@ from benchmarks.engine_process import (
     vllm_cpu,
     vllm_cpu_all_cores,
 )
-from benchmarks.machine import busy_cpu_seconds, describe_machine, read_bandwidth
+from benchmarks.machine import busy_cpu_seconds, read_bandwidth
 from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
 
 MAX_MODEL_LEN = 512
@@ -71,17 +69,13 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         sides.append(vllm_cpu())
     if args.peers != "default":
         sides.append(vllm_cpu_all_cores())
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     models = []
     for name in args.model:
         say(f"checkpoint {name}")
         models.append(measure_model(find_checkpoint(name), sides, args))
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
         rounds=args.rounds,

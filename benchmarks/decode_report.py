@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.command import disturbance, machine_lines
-from benchmarks.machine import Machine
+from benchmarks.command import RunHeader, disturbance, machine_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +77,9 @@ class ModelResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command. The first of `sides` is ours, the others are its peers."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     prompt_tokens: int
     output_tokens: int
     rounds: int

@@ -12,24 +12,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.command import Command, positive, say
+from benchmarks.command import Command, begin, positive, say
 from benchmarks.decode import MAX_MODEL_LEN, measure_model
 from benchmarks.decode_report import Run, to_json
 from benchmarks.decode_report import markdown as engines_markdown
 from benchmarks.engine_process import OURS, Side, vllm_cpu_all_cores
 from benchmarks.experts_model import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_checkpoint
 from benchmarks.kernels import best_seconds
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine
 from rbln_backend.emulator.kernel_set import load_kernels
 
 OPS = torch.ops.rbln_emulator
@@ -194,8 +192,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(args: argparse.Namespace, command: str) -> ExpertsRun:
     if args.prompt_tokens + args.output_tokens > MAX_MODEL_LEN:
         raise ValueError(f"a request may have {MAX_MODEL_LEN} tokens")
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     load_kernels(args.cache_root, "native")
     layers = _Layers(copies=3)
     with torch.inference_mode():
@@ -206,10 +203,7 @@ def _measure(args: argparse.Namespace, command: str) -> ExpertsRun:
     sides = [OURS, *(peers[name] for name in args.side)]
     return ExpertsRun(
         engines=Run(
-            started=started,
-            command=command,
-            machine=describe_machine(),
-            load_before=load_before,
+            **begun,
             prompt_tokens=args.prompt_tokens,
             output_tokens=args.output_tokens,
             rounds=args.rounds,

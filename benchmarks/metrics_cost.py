@@ -8,18 +8,16 @@ so do the streams of a server. See benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import Command, add_model_and_batch, positive, say
-from benchmarks.machine import busy_cpu_seconds, describe_machine
+from benchmarks.command import Command, add_model_and_batch, begin, positive, say
+from benchmarks.machine import busy_cpu_seconds
 from benchmarks.metrics_calls import time_calls
 from benchmarks.metrics_http import compare_loads
 from benchmarks.metrics_report import Pairs, Run, markdown, to_json
@@ -53,8 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     with tempfile.TemporaryDirectory(prefix="rbln-metrics-") as folder:
         calls = time_calls(Path(folder) / "calls", _BUCKETS)
@@ -63,10 +60,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         if args.http:
             loads = compare_loads(checkpoint, args.batch, args.http_rounds, Path(folder) / "http")
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         model=checkpoint.name,
         calls=calls,
         steps=steps,

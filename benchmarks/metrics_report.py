@@ -6,8 +6,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 
-from benchmarks.command import disturbance, machine_lines
-from benchmarks.machine import Machine
+from benchmarks.command import RunHeader, disturbance, machine_lines
 from benchmarks.metrics_calls import A_GAUGE, A_STEP
 
 TARGET = 0.01
@@ -43,13 +42,9 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command; `calls` are seconds."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     model: str
     calls: dict[str, float]
     steps: list[Pairs]

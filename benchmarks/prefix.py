@@ -8,23 +8,21 @@ command, and both engines of a comparison are given the same prompts.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from benchmarks.command import Command, positive, say
+from benchmarks.command import Command, begin, positive, say
 from benchmarks.engine_process import OURS, EngineProcess, Side
-from benchmarks.machine import busy_cpu_seconds, describe_machine
+from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
 from benchmarks.prefix_report import ARRIVALS, OFF, ON, ModelResult, Run, Sample, markdown, to_json
 
@@ -58,17 +56,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     models = []
     for name in args.model:
         say(f"checkpoint {name}")
         models.append(_measure_model(find_checkpoint(name), args))
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         requests=args.requests,
         shared_tokens=args.shared_tokens,
         own_tokens=args.own_tokens,

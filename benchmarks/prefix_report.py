@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.command import disturbance, machine_lines
-from benchmarks.machine import Machine
+from benchmarks.command import RunHeader, disturbance, machine_lines
 
 ON, OFF = "on", "off"
 ARRIVALS = ("one by one", "all at once")
@@ -75,13 +74,9 @@ class ModelResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     requests: int
     shared_tokens: int
     own_tokens: int

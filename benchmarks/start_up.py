@@ -19,12 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.command import Command, machine_lines, positive, say
+from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
 from benchmarks.engine_process import clean_environment
-from benchmarks.machine import Machine, describe_machine
 from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.server_process import ServerError, ServerProcess, ServerSide, Serving, free_port
 from benchmarks.text_checkpoint import text_checkpoint
@@ -65,13 +63,9 @@ class ModelStarts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """All starts of one command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     flags: list[str]
     models: list[ModelStarts]
 
@@ -99,13 +93,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
     paths = {name: _checkpoint(name) for name in args.models}
-    load_before = os.getloadavg()[0]
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    begun = begin(command)
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         flags=args.flag,
         models=[_measure_model(Path(name).name, path, args) for name, path in paths.items()],
     )

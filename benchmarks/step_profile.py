@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import Command, add_model_and_batch, positive, say
-from benchmarks.machine import busy_cpu_seconds, describe_machine
+from benchmarks.command import Command, add_model_and_batch, begin, positive, say
+from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.step_report import BatchResult, Function, Run, markdown, to_json
 
@@ -50,8 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(args: argparse.Namespace, command: str) -> Run:
     if args.prompt_tokens > MAX_MODEL_LEN // 2:
         raise ValueError(f"--prompt-tokens {args.prompt_tokens} exceeds {MAX_MODEL_LEN // 2}")
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     with tempfile.TemporaryDirectory(prefix="rbln-steps-") as run_dir:
         say(f"starting an engine for {checkpoint.name}")
@@ -61,10 +58,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         finally:
             core.shutdown()
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         model=checkpoint.name,
         parameters=checkpoint.parameters,
         prompt_tokens=args.prompt_tokens,

@@ -6,8 +6,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 
-from benchmarks.command import disturbance, machine_lines
-from benchmarks.machine import Machine
+from benchmarks.command import RunHeader, disturbance, machine_lines
 
 TARGETS_US = {1: 350.0, 8: 600.0}
 """What a step may cost besides its graph, by batch size."""
@@ -39,13 +38,9 @@ class BatchResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     model: str
     parameters: int
     prompt_tokens: int

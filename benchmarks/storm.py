@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -18,12 +17,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Command, machine_lines, positive, say
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
 from benchmarks.models import find_checkpoint
 from benchmarks.server_process import ServerProcess, Serving, free_port
 from benchmarks.sides import server_sides
@@ -50,13 +47,9 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     model: str
     quiet: list[Sample]
     stormy: list[Sample]
@@ -73,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     quiet, stormy = [], []
     with tempfile.TemporaryDirectory(prefix="rbln-storm-") as folder:
@@ -85,10 +77,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
                 quiet.append(_sample(server, args, f"quiet {turn}", clients=0))
                 stormy.append(_sample(server, args, f"storm {turn}", clients=args.clients))
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         model=checkpoint.name,
         quiet=quiet,
         stormy=stormy,

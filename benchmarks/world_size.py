@@ -7,18 +7,16 @@ machine's cores, so that no gain is to be expected here: the figures show what r
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Command, add_model_and_batch, positive, say
+from benchmarks.command import Command, add_model_and_batch, begin, positive, say
 from benchmarks.engine_process import OURS, EngineProcess, Side
-from benchmarks.machine import busy_cpu_seconds, describe_machine
+from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.world_size_report import Run, Sample, markdown, to_json
 
@@ -48,8 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    started = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
-    load_before = os.getloadavg()[0]
+    begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="rbln-ranks-") as logs, ExitStack() as stack:
@@ -64,10 +61,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
                     samples.append(_sample(engine, checkpoint, number, batch, args.output_tokens))
                     say(f"  round {number} batch {batch} {engine.side.name}: {samples[-1].step_ms}")
     return Run(
-        started=started,
-        command=command,
-        machine=describe_machine(),
-        load_before=load_before,
+        **begun,
         model=checkpoint.name,
         parameters=checkpoint.parameters,
         arrangements=list(ARRANGEMENTS),

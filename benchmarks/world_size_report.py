@@ -6,8 +6,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass
 
-from benchmarks.command import disturbance, machine_lines
-from benchmarks.machine import Machine
+from benchmarks.command import RunHeader, disturbance, machine_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +27,9 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(RunHeader):
     """One run of the command."""
 
-    started: str
-    command: str
-    machine: Machine
-    load_before: float
     model: str
     parameters: int
     arrangements: list[str]

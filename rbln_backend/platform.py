@@ -13,13 +13,13 @@ from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_S
 from rbln_backend.compilation import settle_compilation
 from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
+from rbln_backend.parallel.rules import keep_rows_whole
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import resolve
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
     LORA_DTYPE,
     LORA_ON_NPU,
-    LORA_POOLING,
     LORA_TARGET,
     MLA,
     SPARSE_ATTENTION,
@@ -171,6 +171,7 @@ class RblnPlatform(Platform):
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
         refuse_unsupported(vllm_config, rbln)
+        keep_rows_whole(vllm_config.parallel_config)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         npu = find_npu(rbln)
@@ -234,7 +235,6 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     refuse_first(
         {
             LORA_ON_NPU: choose_device(rbln) == "rebel",
-            LORA_POOLING: model.runner_type == "pooling",
             LORA_TARGET: bool(asked),
             LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
         }

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rbln_backend.config import RblnConfig
+from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
@@ -17,7 +17,6 @@ from rbln_backend.unsupported import (
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
-    EXPERT_PARALLEL_TP_DP,
     KV_DTYPE,
     KV_TRANSFER,
     MULTIMODAL,
@@ -56,7 +55,8 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         _check_text_alone(model, rbln)
         _check_kv_dtype(vllm_config.cache_config.cache_dtype, model)
         if model.is_moe:
-            _check_expert_ranks(parallel)
+            is_asked = not isinstance(vllm_config.additional_config, Settled)
+            _check_expert_ranks(parallel, is_asked=is_asked)
     # Last: for some of those models vLLM switches it off itself.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
@@ -76,14 +76,13 @@ def _check_kv_dtype(cache_dtype: str, model: ModelConfig) -> None:
         raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
 
 
-def _check_expert_ranks(parallel: ParallelConfig) -> None:
-    """Which divisions of experts among ranks can run."""
+def _check_expert_ranks(parallel: ParallelConfig, *, is_asked: bool) -> None:
+    """Which divisions of experts among ranks can run; not ``is_asked``: it was settled before."""
     tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
     splits = parallel.enable_expert_parallel
     refuse_first(
         {
-            EXPERT_EXCHANGE: parallel.all2all_backend != "allgather_reducescatter",
-            EXPERT_PARALLEL_TP_DP: splits and tensor > 1 and data > 1,
+            EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter",
             DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
         }
     )

@@ -41,27 +41,28 @@ EXPERT_ACTIVATION = Feature(
 )
 QUANTIZED_EXPERTS = Feature(
     "quantised experts in this form",
-    "mixtures whose projections differ in their format or have no whole groups; any on an NPU",
-    "whose emulated device alone multiplies by them, in one format and whole groups",
+    "mixtures whose gate and up projections differ in their format or have no whole groups; any "
+    "on an NPU",
+    "whose emulated device alone multiplies by them, in whole groups",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "FP8, MXFP4 (openai/gpt-oss-20b as published) and AWQ checkpoints, vLLM's own at load",
-    "which multiplies by integers of 4 and 8 bits (compressed-tensors, GPTQ) alone",
+    "bitsandbytes, NVFP4, MXFP8, GGUF by name, vLLM's own at load",
+    "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
+)
+QUANTIZATION_ON_NPU = Feature(
+    "weights in this quantised format on an NPU",
+    "FP8, W8A8, AWQ and other zero points, MXFP4",
+    "which knows of the SDK's forms symmetric integers of 4 and 8 bits alone",
+    "serve a GPTQ or pack-quantized checkpoint, a bfloat16 copy, or run it on the emulated device",
 )
 QUANTIZED_EMBEDDING = Feature(
     "quantised input embeddings",
     "compressed-tensors checkpoints whose targets match embed_tokens",
     "which quantises linear layers and LM heads",
     "serve a checkpoint that leaves its input embeddings alone",
-)
-EXPERT_PARALLEL_TP_DP = Feature(
-    "expert parallelism over tensor-parallel and data-parallel ranks at once",
-    "--enable-expert-parallel with --tensor-parallel-size and --data-parallel-size above 1",
-    "for which vLLM's models split the rows of a batch, which graphs here do not",
-    "drop --enable-expert-parallel, which splits every expert among all ranks, or use one of both",
 )
 EXPERT_EXCHANGE = Feature(
     "another exchange of experts' tokens",
@@ -99,11 +100,11 @@ MICRO_BATCHES = Feature(
     "whose graphs take a whole batch",
     "drop the flag",
 )
-LORA_RANKS = Feature(
-    "LoRA adapters on several ranks",
-    "--enable-lora with any parallelism",
-    "whose slots hold whole adapters of one rank",
-    "drop --enable-lora, run one rank, or merge the adapter into the checkpoint",
+LORA_SHARDS = Feature(
+    "LoRA adapters that are split twice",
+    "--fully-sharded-loras",
+    "whose ranks split an adapter as they split the layer that it changes",
+    "drop --fully-sharded-loras",
 )
 LORA_ON_NPU = Feature(
     "LoRA adapters on an NPU",
@@ -111,15 +112,9 @@ LORA_ON_NPU = Feature(
     "whose op for adapters belongs to the emulated device; vllm-rbln 0.12 refuses them as well",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
-LORA_POOLING = Feature(
-    "LoRA adapters of models that pool",
-    "--enable-lora with an embedding or reranking model",
-    "whose adapters are those of models that generate",
-    "drop --enable-lora, or merge the adapter into the checkpoint",
-)
 LORA_MODEL = Feature(
     "LoRA adapters of models that vLLM does not adapt",
-    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM",
+    "--enable-lora with GPT-2, GPT-J, GPT-NeoX, Falcon, StableLM, DeepSeek-V2, V3",
     "which takes over the layers that vLLM wraps",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
@@ -174,9 +169,9 @@ STATE_SPACE = Feature(
 )
 MLA = Feature(
     "multi-head latent attention (MLA)",
-    "DeepSeek-V2, V3, R1, Kimi-K2",
-    "which has no op over a compressed KV cache",
-    "serve a model with ordinary, multi-query or grouped-query attention",
+    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
+    "whose op over a compressed KV cache belongs to the emulated device and is causal",
+    "run it on the emulated device, or serve a model with grouped-query attention",
 )
 SPARSE_ATTENTION = Feature(
     "sparse attention",
@@ -204,9 +199,9 @@ PREFIX_LM = Feature(
 )
 ALIBI = Feature(
     "ALiBi position biases",
-    "BLOOM, Falcon-RW",
-    "whose attention ops take no biases",
-    "serve a model with rotary or learned positions",
+    "BLOOM, Falcon-RW on an NPU; encoders",
+    "whose SDK's attention ops and attention in both directions take no biases",
+    "run it on the emulated device, or serve a model with rotary or learned positions",
 )
 KV_SHARING = Feature(
     "KV sharing between layers",
@@ -244,17 +239,16 @@ FEATURES: tuple[Feature, ...] = (
     EXPERT_ACTIVATION,
     QUANTIZED_EXPERTS,
     QUANTIZATION,
+    QUANTIZATION_ON_NPU,
     QUANTIZED_EMBEDDING,
-    EXPERT_PARALLEL_TP_DP,
     EXPERT_EXCHANGE,
     DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
     HOSTS,
     OWN_LAUNCHER,
     MICRO_BATCHES,
-    LORA_RANKS,
+    LORA_SHARDS,
     LORA_ON_NPU,
-    LORA_POOLING,
     LORA_MODEL,
     LORA_TARGET,
     LORA_DTYPE,

@@ -179,6 +179,11 @@ OTHERS: Mapping[str, Family] = {
     "falcon_new": _family(
         "Falcon", head_dim=..., new_decoder_architecture=True, num_kv_heads=2, bias=False
     ),
+    # Biases by the distance of a key instead of positions.
+    "falcon_rw": _family(
+        "Falcon", head_dim=..., alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "bloom": _family("Bloom", head_dim=..., tie_word_embeddings=True, **_MULTI_HEAD),
     "internlm3": replace(_family("InternLM3"), model_class="LlamaForCausalLM"),
     "jais2": _family("Jais2"),
     "hyperclovax": _family("HyperCLOVAX", attention_multiplier=0.125),
@@ -218,6 +223,21 @@ OTHERS: Mapping[str, Family] = {
     "helium": _family("Helium"),
     "persimmon": _family("Persimmon", **_MULTI_HEAD),
     "nanochat": _family("NanoChat"),
+}
+
+_LATENT: Mapping[str, Any] = {
+    **_MULTI_HEAD,
+    "head_dim": ...,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 80,
 }
 
 MIXTURES: Mapping[str, Family] = {
@@ -270,6 +290,29 @@ MIXTURES: Mapping[str, Family] = {
         routed_scaling_factor=2.0,
         norm_topk_prob=True,
         moe_intermediate_size=80,
+    ),
+    # Latent attention; softmax scores, the best of each group speaks for it; shared experts.
+    "deepseek_v2": _family(
+        "DeepseekV2", **_LATENT, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1
+    ),
+    "deepseek_v2_groups": _family(
+        "DeepseekV2",
+        **_LATENT,
+        q_lora_rank=40,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**_YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v3": _family(
+        "DeepseekV3",
+        **_LATENT,
+        q_lora_rank=40,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
     ),
     # Softmax scores with such a bias.
     "ernie4_5_moe": _family(

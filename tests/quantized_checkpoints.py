@@ -1,8 +1,4 @@
-"""Writes checkpoints with weights of 4 or 8 bits, and beside each what it stands for.
-
-The words are packed here as the formats' documents say, with no code of the engine's. Scales are
-bfloat16 numbers, so that an engine of any dtype multiplies by the same weights.
-"""
+"""Writes checkpoints in quantised formats, and beside each what it stands for."""
 
 from __future__ import annotations
 
@@ -17,23 +13,74 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
+from tests.quantized_tensors import (
+    CHANNEL,
+    Stored,
+    awq,
+    compressed,
+    floats,
+    gptq,
+    integers,
+    mxfp4,
+)
 
-CHANNEL = -1
 _PROJECTION = re.compile(r"(_proj|experts\.\d+\.w[123])\.weight$")
 _HEAD = "lm_head.weight"
+Format = Literal[
+    "compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "float-quantized", "int-quantized"
+]
+_BYTES = ("float-quantized", "int-quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How the weights of a checkpoint are quantised."""
 
-    format: Literal["compressed-tensors", "gptq"] = "compressed-tensors"
-    bits: int = 4
+    format: Format = "compressed-tensors"
+    """``compressed-tensors`` is its format pack-quantized; two more of its formats are here."""
+    bits: int = 0
+    """0: what the format usually has."""
     group_size: int = 64
+    symmetric: bool = True
     head_bits: int | None = None
     """Of the LM head, one scale per channel; None leaves it alone."""
+    block: tuple[int, int] = (1, 0)
+    """Rows and inputs that share a scale of a format with bytes; 0 stands for all."""
+    static: bool = False
+    """Whether there are scales for activations, too."""
+    others: tuple[tuple[str, Recipe], ...] = ()
+    """Recipes of the layers that end in a name, of compressed-tensors."""
+    skipped: tuple[str, ...] = ()
+    """Modules of every layer that fp8 and AWQ leave alone."""
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields of ``quantization_config`` that are something else than what is written."""
+
+    def __post_init__(self) -> None:
+        usual = 8 if self.format in ("fp8", *_BYTES) else 4
+        object.__setattr__(self, "bits", self.bits or usual)
+
+    def of(self, name: str) -> Recipe:
+        """The recipe of one tensor."""
+        return next((r for end, r in self.others if name.endswith(f"{end}.weight")), self)
+
+    def stored(self, weight: Tensor) -> Stored:
+        """``weight`` in this form."""
+        if self.format == "gptq":
+            return gptq(weight, self.bits, self.group_size)
+        if self.format == "awq":
+            return awq(weight, self.group_size)
+        if self.format == "compressed-tensors":
+            return compressed(weight, self.bits, self.group_size, symmetric=self.symmetric)
+        is_inverse = self.format == "fp8" and self.block != (0, 0)
+        make = integers if self.format == "int-quantized" else floats
+        plain, tensors = make(
+            weight, self.block, "weight_scale_inv" if is_inverse else "weight_scale"
+        )
+        if self.block == (0, 0):
+            tensors["weight_scale"] = tensors["weight_scale"].reshape(1)
+        if self.static:
+            tensors["input_scale"] = torch.tensor([0.7])
+        return plain, tensors
 
 
 def make_quantized_checkpoint(
@@ -47,17 +94,9 @@ def make_quantized_checkpoint(
     (file,) = plain.glob("*.safetensors")
     tensors, quantized = load_file(file), {}
     for name in sorted(tensors):
-        bits, group = recipe.bits, recipe.group_size
-        if name == _HEAD and recipe.head_bits is not None:
-            bits, group = recipe.head_bits, CHANNEL
-        elif not _PROJECTION.search(name):
-            quantized[name] = tensors[name]
-            continue
-        numbers, scales = quantize(tensors[name], bits, group)
-        tensors[name] = dequantize(numbers, scales)
-        pack = _compressed if recipe.format == "compressed-tensors" else _gptq
-        stem = name.removesuffix("weight")
-        quantized |= {stem + key: value for key, value in pack(numbers, scales, bits).items()}
+        meant, stored = _written(name, tensors[name], recipe)
+        tensors[name] = meant
+        quantized |= stored
     save_file(tensors, file, {"format": "pt"})
     save_file(quantized, path / "model.safetensors", {"format": "pt"})
     for other in plain.iterdir():
@@ -69,45 +108,21 @@ def make_quantized_checkpoint(
     return path
 
 
-def quantize(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """The nearest integers [N, K], and the scales [N, groups]; K must consist of whole groups."""
-    by_group = weight.unflatten(1, (1, -1) if group == CHANNEL else (-1, group))
-    most = 2 ** (bits - 1) - 1
-    scales = (by_group.abs().amax(-1) / most).bfloat16().float()
-    numbers = (by_group / scales.unsqueeze(-1)).round().clamp(-most - 1, most)
-    return numbers.flatten(1).to(torch.int64), scales
-
-
-def dequantize(numbers: Tensor, scales: Tensor) -> Tensor:
-    return (numbers.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)).flatten(1)
-
-
-def pack(fields: Tensor, bits: int) -> Tensor:
-    """Unsigned numbers [..., K] as words int32 [..., K * bits / 32], the first number lowest."""
-    places = torch.arange(0, 32, bits)
-    words = (fields.unflatten(-1, (-1, 32 // bits)) << places).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def _compressed(numbers: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor]:
-    return {
-        "weight_packed": pack(numbers + 2 ** (bits - 1), bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(numbers.shape),
-    }
-
-
-def _gptq(numbers: Tensor, scales: Tensor, bits: int) -> dict[str, Tensor]:
-    columns, depth = numbers.shape
-    groups = scales.shape[1]
-    # The first version of the format stores zero points less one.
-    zeros = torch.full((groups, columns), 2 ** (bits - 1) - 1)
-    return {
-        "qweight": pack(numbers + 2 ** (bits - 1), bits).t().contiguous(),
-        "scales": scales.t().contiguous(),
-        "qzeros": pack(zeros, bits),
-        "g_idx": (torch.arange(depth) // (depth // groups)).int(),
-    }
+def _written(name: str, weight: Tensor, recipe: Recipe) -> Stored:
+    """What the tensor means, and by whole names what is in the file for it."""
+    if recipe.format == "mxfp4":
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return weight, {name: weight}
+        meant, blocks, scales = mxfp4(weight)
+        return meant, {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    if name == _HEAD and recipe.head_bits is not None:
+        stored = Recipe(format=recipe.format, bits=recipe.head_bits, group_size=CHANNEL)
+    elif _PROJECTION.search(name) and not any(module in name for module in recipe.skipped):
+        stored = recipe.of(name)
+    else:
+        return weight, {name: weight}
+    meant, parts = stored.stored(weight)
+    return meant, {name.removesuffix("weight") + key: part for key, part in parts.items()}
 
 
 def quantization_config(recipe: Recipe) -> dict[str, Any]:
@@ -121,31 +136,78 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
             "sym": True,
             "lm_head": recipe.head_bits is not None,
         }
-    groups = {"group_0": _group(["Linear"], recipe.bits, recipe.group_size)}
+    if recipe.format == "awq":
+        return {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": recipe.group_size,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": list(recipe.skipped) or None,
+        }
+    if recipe.format == "fp8":
+        block = None if recipe.block == (0, 0) else list(recipe.block)
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "static" if recipe.static else "dynamic",
+            "weight_block_size": block,
+            "modules_to_not_convert": [
+                f"model.layers.{layer}.{module}" for module in recipe.skipped for layer in range(8)
+            ],
+        }
+    if recipe.format == "mxfp4":
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+        return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    return _compressed_config(recipe)
+
+
+def _compressed_config(recipe: Recipe) -> dict[str, Any]:
+    groups = {"group_0": _group(["Linear"], recipe)}
+    for number, (end, other) in enumerate(recipe.others, start=1):
+        groups[f"group_{number}"] = _group([f"re:.*{end}$"], other)
     if recipe.head_bits is not None:
-        groups["group_1"] = _group(["re:.*lm_head"], recipe.head_bits, CHANNEL)
+        head = Recipe(bits=recipe.head_bits, group_size=CHANNEL)
+        groups["group_head"] = _group(["re:.*lm_head"], head)
     kept = ["re:.*mlp.gate$", "re:.*block_sparse_moe.gate$", "re:.*shared_expert_gate$"]
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "mixed-precision" if recipe.others else _ct_format(recipe),
         "config_groups": groups,
         "ignore": kept if recipe.head_bits is not None else ["lm_head", *kept],
     }
 
 
-def _group(targets: list[str], bits: int, group_size: int) -> dict[str, Any]:
-    per_channel = group_size == CHANNEL
+def _ct_format(recipe: Recipe) -> str:
+    return recipe.format if recipe.format in _BYTES else "pack-quantized"
+
+
+def _group(targets: list[str], recipe: Recipe) -> dict[str, Any]:
+    is_bytes, per_channel = recipe.format in _BYTES, recipe.group_size == CHANNEL
+    strategy = "channel" if per_channel else "group"
+    if is_bytes:
+        strategy = {(0, 0): "tensor", (1, 0): "channel"}.get(recipe.block, "block")
+    activations = {
+        "num_bits": 8,
+        "type": "float" if recipe.format == "float-quantized" else "int",
+        "symmetric": True,
+        "strategy": "tensor" if recipe.static else "token",
+        "dynamic": not recipe.static,
+    }
+    weights = {
+        "num_bits": 8 if is_bytes else recipe.bits,
+        "type": "float" if recipe.format == "float-quantized" else "int",
+        "symmetric": recipe.symmetric,
+        "strategy": strategy,
+        "group_size": recipe.group_size if strategy == "group" else None,
+        "block_structure": list(recipe.block) if strategy == "block" else None,
+        "actorder": None,
+        "dynamic": False,
+    }
     return {
         "targets": targets,
-        "weights": {
-            "num_bits": bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "channel" if per_channel else "group",
-            "group_size": None if per_channel else group_size,
-            "actorder": None,
-            "dynamic": False,
-        },
-        "input_activations": None,
+        "format": _ct_format(recipe),
+        "weights": weights,
+        "input_activations": activations if is_bytes else None,
         "output_activations": None,
     }

@@ -13,7 +13,7 @@ from rbln_backend.attention.metadata import (
     RblnAttentionMetadata,
     WindowMetadata,
 )
-from rbln_backend.attention.ops import EmulatedAttention
+from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.attention.sdk_ops import SdkAttention
 from rbln_backend.compiler.device import find_npu
 from rbln_backend.errors import UnsupportedModelError
@@ -85,14 +85,8 @@ class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadat
         raise NotImplementedError("RblnModelRunner builds attention metadata per graph")
 
 
-def _missing_feature(
-    alibi_slopes: list[float] | None,
-    attn_type: str,
-    kv_sharing_target_layer_name: str | None,
-) -> Feature | None:
+def _missing_feature(attn_type: str, kv_sharing_target_layer_name: str | None) -> Feature | None:
     """The first thing that this layer needs and we lack, or None."""
-    if alibi_slopes is not None:
-        return ALIBI
     if attn_type != AttentionType.DECODER:
         return ENCODER_DECODER
     if kv_sharing_target_layer_name is not None:
@@ -127,7 +121,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> None:
-        missing = _missing_feature(alibi_slopes, attn_type, kv_sharing_target_layer_name)
+        missing = _missing_feature(attn_type, kv_sharing_target_layer_name)
         if missing is not None:
             raise missing.refusal()
         _refuse_options(options)
@@ -138,6 +132,10 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         # The ops take the scale as a tensor, which makes it a graph input.
         self.scale_tensor = torch.tensor(self.scale, dtype=torch.float32)
+        # A tensor as well, for the slopes of each tensor-parallel rank are its own.
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        )
         self.sinks = sinks
         # vLLM writes "no cap" as 0.
         self.soft_cap = logits_soft_cap or None
@@ -146,6 +144,8 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         npu = find_npu(rbln)
         if npu is not None and self.soft_cap is not None:
             raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
+        if npu is not None and alibi_slopes is not None:
+            raise ALIBI.refusal("device 'rebel'")
         if npu is not None and head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
                 f"head size {head_size}: the attention kernels of {npu.name} have "
@@ -153,7 +153,10 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             )
         self._attention: EmulatedAttention | SdkAttention = (
             EmulatedAttention(
-                use_custom_kernel=rbln.use_custom_kernel, sinks=sinks, soft_cap=self.soft_cap
+                AttentionOptions(
+                    sinks=sinks, soft_cap=self.soft_cap, alibi_slopes=self.alibi_slopes
+                ),
+                use_custom_kernel=rbln.use_custom_kernel,
             )
             if npu is None
             else SdkAttention(window=sliding_window, appends=npu.appends_windows, sinks=sinks)

@@ -1,7 +1,8 @@
 """The attention ops of the emulated device: what the SDK's ops of the same names compute.
 
 They lie in namespaces of their own, so that they never meet the SDK's; ``attention.sdk_ops`` calls
-those. q is [B, Hkv, G, L, D], k and v are [B, Hkv, 1, L, D], the result has q's shape.
+those. q is [B, Hkv, G, L, D], k is [B, Hkv, 1, L, D], v is [B, Hkv, 1, L, Dv] and the result
+[B, Hkv, G, L, Dv]; Dv is at most D, and the cache keeps values in the first Dv numbers of a row.
 
 *Causal ops.* ``seq_idx`` [B, 1] holds each request's first query position, ``start``. The new K and
 V of L query tokens are written at logical positions start..start+L-1 through the block table, and
@@ -16,11 +17,16 @@ The decode op's ``attn_mask`` says again what ``cache_seq_len`` says: it is not 
 
 The second namespace is for ``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and
 whose ops end after the documented required arguments. ``sinks`` are one more logit per query head
-in the softmax's denominator. ``logits_soft_cap`` is ours, not the SDK's: a scaled score s becomes
-cap * tanh(s / cap), before sinks join.
+in the softmax's denominator. The other options are ours, not the SDK's. ``logits_soft_cap``: a
+scaled score s becomes cap * tanh(s / cap), before sinks join. ``alibi_slopes`` [Hq]: a score loses
+its head's slope times the distance of the key. ``attention_chunk`` c: position p sees none before
+p // c * c.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,22 +43,23 @@ _WINDOW = (
     "Tensor dummy"
 )
 _MASK = ", Tensor? attn_mask=None"
-_OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None"
+_OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None"
+_CHUNK = ", int? attention_chunk=None"
 # Per op: the arguments of both namespaces, and what only the first takes after them.
 SCHEMAS = {
-    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS),
-    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS),
-    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS),
-    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS),
+    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS + _CHUNK),
+    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS + _CHUNK),
+    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS + _CHUNK),
+    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS + _CHUNK),
     "sliding_window_attention_naive_prefill": (_WINDOW, _OPTIONS),
     "sliding_window_attention_naive_decode": (_WINDOW, _MASK + _OPTIONS),
 }
 
 
-def _fake(q: Tensor, *_: object) -> Tensor:
-    """Shape [B, Hkv, G, L, D], laid out as [B, L, Hkv, G, D] so that merging heads is a view."""
-    batch, kv_heads, group, length, head_size = q.shape
-    return q.new_empty(batch, length, kv_heads, group, head_size).permute(0, 2, 3, 1, 4)
+def _fake(q: Tensor, _: Tensor, v: Tensor, *__: object) -> Tensor:
+    """Shape [B, Hkv, G, L, Dv], laid out as [B, L, Hkv, G, Dv] so that merging heads is a view."""
+    batch, kv_heads, group, length = q.shape[:4]
+    return q.new_empty(batch, length, kv_heads, group, v.shape[-1]).permute(0, 2, 3, 1, 4)
 
 
 def _define(namespace: str, *, with_options: bool) -> torch.library.Library:
@@ -81,21 +88,38 @@ for _name in SCHEMAS:
     _forward_to_plain_op(CUSTOM_KERNEL_LIBRARY, _name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What a layer asks for beyond causal attention, each as the ops take it."""
+
+    sinks: Tensor | None = None
+    soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+    chunk: int | None = None
+
+    def named(self) -> dict[str, Any]:
+        """Those that are set, but for the sinks, by the names of the ops' arguments."""
+        options = {
+            "logits_soft_cap": self.soft_cap,
+            "alibi_slopes": self.alibi_slopes,
+            "attention_chunk": self.chunk,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+
 class EmulatedAttention:
     """The calls of one layer, with no argument that the layer has no need of."""
 
-    def __init__(
-        self, *, use_custom_kernel: bool, sinks: Tensor | None = None, soft_cap: float | None = None
-    ) -> None:
-        """``sinks`` [Hq]. Raises UnsupportedModelError where the namespace has no such option."""
-        if use_custom_kernel and (sinks is not None or soft_cap):
-            option = "sinks" if sinks is not None else f"soft cap (logits_soft_cap {soft_cap})"
-            raise UnsupportedModelError(
-                f"the custom attention kernels take no {option}; unset RBLN_USE_CUSTOM_KERNEL"
-            )
+    def __init__(self, options: AttentionOptions, *, use_custom_kernel: bool) -> None:
+        """Raises UnsupportedModelError where the namespace has no such option."""
         self._namespace = CUSTOM_KERNEL_NAMESPACE if use_custom_kernel else NAMESPACE
-        self._sinks = sinks
-        self._soft_cap = soft_cap
+        self._sinks = options.sinks
+        self._named = options.named()
+        asked = ["sinks"] * (options.sinks is not None) + list(self._named)
+        if use_custom_kernel and asked:
+            raise UnsupportedModelError(
+                f"the custom attention kernels take no {asked[0]}; unset RBLN_USE_CUSTOM_KERNEL"
+            )
 
     def causal(
         self,
@@ -111,7 +135,7 @@ class EmulatedAttention:
         one_block: bool,
         layer: object = None,
     ) -> Tensor:
-        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; scale 0-dim float32; seq_idx [B, 1].
+        """q, k, v as in the module; scale 0-dim float32; seq_idx [B, 1].
 
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
@@ -152,6 +176,6 @@ class EmulatedAttention:
             # By position, as the documented callers do: None stands for the mask before them.
             positional += [None] if _MASK in SCHEMAS[name][1] else []
             positional.append(self._sinks)
-        named = {} if self._soft_cap is None else {"logits_soft_cap": self._soft_cap}
-        result: Tensor = getattr(getattr(torch.ops, self._namespace), name)(*positional, **named)
+        op = getattr(getattr(torch.ops, self._namespace), name)
+        result: Tensor = op(*positional, **self._named)
         return result

@@ -8,13 +8,14 @@ read is set aside and begun anew; nothing here ever fails a server.
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from rbln_backend.host.replaced_files import replace_file
 
 PHASES = ("prefill", "decode")
 
@@ -129,12 +130,8 @@ class UsageFile:
                 self.path.replace(self.path.with_suffix(".damaged"))
                 total = Usage()
             total.add(counted)
-            temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-            with temporary.open("wb") as file:
-                file.write(msgspec.json.encode(_Content(1, total.about, **total.phases)))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
+            content = _Content(1, total.about, **total.phases)
+            replace_file(self.path, msgspec.json.encode(content))
 
 
 def _add(into: dict[int, Any], more: Mapping[int, Any]) -> None:

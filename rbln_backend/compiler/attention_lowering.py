@@ -56,6 +56,8 @@ class _Call:
     block_tables: fx.Node
     sinks: fx.Node | None
     soft_cap: float | None
+    alibi_slopes: fx.Node | None
+    chunk: int | None
 
 
 def fuse_attention(graph: fx.Graph) -> None:
@@ -95,13 +97,15 @@ def _attention_call(node: fx.Node) -> _Call | None:
         given["block_tables"],
         given.get("sinks"),
         given.get("logits_soft_cap"),
+        given.get("alibi_slopes"),
+        given.get("attention_chunk"),
     )
 
 
 def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
     rows = [_token_rows(x) for x in (call.q, call.k, call.v)]
-    value = example(call.q)
-    if value is None or None in rows:
+    value, values = example(call.q), example(call.v)
+    if value is None or values is None or None in rows or values.shape[-1] != value.shape[-1]:
         return
     batch, kv_heads, group, length, head_size = value.shape
     q, k, v = (x for x in rows if x is not None)
@@ -116,7 +120,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
                 *(q.norm, k.norm, q.eps),
                 *(rotation.positions, rotation.cos_sin_cache, rotation.is_neox),
                 *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
-                *(call.sinks, call.soft_cap, group, batch),
+                *(call.sinks, call.soft_cap, call.alibi_slopes, call.chunk, group, batch),
             ),
         )
         width = kv_heads * group * head_size

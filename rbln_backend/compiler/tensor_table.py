@@ -2,9 +2,9 @@
 
 A captured graph's inputs are recognised by identity, a stored program's by name. Names:
 ``param:<path>`` (a parameter or buffer of the model), ``scale:<layer>`` (an attention layer's
-softmax scale), ``kv:<layer>`` (its KV cache), ``lora:<name>`` (slots of adapters),
-``input:<name>`` (a step's buffer, per graph) and ``packed:<path>`` (a weight in the kernels'
-layout, made once on first use).
+softmax scale), ``alibi:<layer>`` (its slopes), ``kv:<layer>`` (its KV cache), ``lora:<name>``
+(slots of adapters), ``input:<name>`` (a step's buffer, per graph) and ``packed:<path>`` (a weight
+in the kernels' layout, made once on first use).
 """
 
 from __future__ import annotations

@@ -40,10 +40,21 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     return functional.linear(x, unpack(packed, out_features, x.shape[-1]), bias).contiguous()
 
 
+def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    heads = [linear(x[:, h], packed[h], None, out_features) for h in range(x.shape[1])]
+    return torch.stack(heads, dim=1)
+
+
 def quantized_linear(
-    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    format: str,
 ) -> Tensor:
-    weight = dequantize(words, scales, out_features, bits)
+    weight = dequantize(words, scales, zeros, out_features, format)
     bias = None if bias is None else bias.float()
     return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
 
@@ -133,6 +144,8 @@ def self_attention(
     block_tables: Tensor,
     sinks: Tensor | None,
     logits_soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+    attention_chunk: int | None,
     group: int,
     batch: int,
 ) -> Tensor:
@@ -149,10 +162,10 @@ def self_attention(
     )
     q_heads, k_heads, v_heads = heads
     rows = (q_heads, k_heads, v_heads, kv_cache)
-    options = (sinks, logits_soft_cap)
+    options = (sinks, logits_soft_cap, alibi_slopes)
     if ends is None:
-        last = (block_tables, scale)
-        out = fallback_attention.flash_causal_attention(*rows, scale, starts, *last, *options)
+        required = (scale, starts, block_tables, scale)
+        out = fallback_attention.flash_causal_attention(*rows, *required, *options, attention_chunk)
     else:
         out = fallback_attention.sliding_window_prefill(
             *rows, starts, ends, scale, block_tables, scale, *options
@@ -188,9 +201,9 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     ops.NAMESPACE: {
         body.__name__: body
         for body in (
-            *(pack_linear_weight, pack_linear_weight_, linear, quantized_linear),
+            *(pack_linear_weight, pack_linear_weight_, linear, linear_heads, quantized_linear),
             *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
-            *(self_attention, add_lora_),
+            *(self_attention, fallback_attention.latent_attention, add_lora_),
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),
         )
     },

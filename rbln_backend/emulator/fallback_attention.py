@@ -18,12 +18,21 @@ class _Softmax:
     sinks: Tensor | None
     """[Hkv, G, 1, 1] float32."""
     soft_cap: float | None
+    slopes: Tensor | None
+    """As sinks."""
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-        """q [Hkv, G, L, D]; keys, values [Hkv, 1, N, D]; seen [L, N] -> [Hkv, G, L, D]."""
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, distance: Tensor, seen: Tensor
+    ) -> Tensor:
+        """q [Hkv, G, L, D]; keys [Hkv, 1, N, D]; values [Hkv, 1, N, Dv] -> [Hkv, G, L, Dv].
+
+        distance [L, N]: by how much a key lies before the row's token; seen [L, N].
+        """
         scores = q.float() @ keys.float().transpose(-1, -2) * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        if self.slopes is not None:
+            scores = scores - self.slopes * distance
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.expand(*scores.shape[:-1], 1)), dim=-1)
@@ -33,11 +42,20 @@ class _Softmax:
         return attended.to(q.dtype)
 
 
-def _softmax(q: Tensor, scale: Tensor, sinks: Tensor | None, soft_cap: float | None) -> _Softmax:
+def _softmax(
+    q: Tensor,
+    scale: Tensor,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+    slopes: Tensor | None,
+) -> _Softmax:
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"logits_soft_cap is {soft_cap}; it must be positive")
-    shaped = None if sinks is None else sinks.float().reshape(*q.shape[1:3], 1, 1)
-    return _Softmax(float(scale), shaped, soft_cap)
+    return _Softmax(float(scale), _by_head(q, sinks), soft_cap, _by_head(q, slopes))
+
+
+def _by_head(q: Tensor, numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.float().reshape(*q.shape[1:3], 1, 1)
 
 
 def flash_causal_attention(
@@ -51,18 +69,25 @@ def flash_causal_attention(
     slot_mapping: Tensor,
     sinks: Tensor | None = None,
     logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over the paged cache, request by request."""
-    batch, kv_heads, group, length, head_size = q.shape
-    out = q.new_empty(batch, length, kv_heads, group, head_size)
+    batch, kv_heads, group, length, _ = q.shape
+    value_size = v.shape[-1]
+    out = q.new_empty(batch, length, kv_heads, group, value_size)
     starts = seq_idx.reshape(batch).tolist()
-    softmax = _softmax(q, scale, sinks, logits_soft_cap)
+    softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
     for b, table in enumerate(block_tables.reshape(batch, -1).long()):
         start = int(starts[b])
         _write_pages(kv_cache, table, start, k[b, :, 0], v[b, :, 0])
         keys, values = _read_pages(kv_cache, table, start + length)
-        seen = torch.arange(keys.shape[2]) <= torch.arange(start, start + length)[:, None]
-        out[b] = softmax.attend(q[b], keys, values, seen).permute(2, 0, 1, 3)
+        key, row = torch.arange(keys.shape[2]), torch.arange(start, start + length)[:, None]
+        seen = key <= row
+        if attention_chunk is not None:
+            seen &= key >= row // attention_chunk * attention_chunk
+        attended = softmax.attend(q[b], keys, values[..., :value_size], row - key, seen)
+        out[b] = attended.permute(2, 0, 1, 3)
     return out.permute(0, 2, 3, 1, 4)
 
 
@@ -75,13 +100,33 @@ def causal_attention(
     scale: Tensor,
     block_tables: Tensor,
     dummy: Tensor,
-    sinks: Tensor | None = None,
-    logits_soft_cap: float | None = None,
+    *options: Any,
+    **named: Any,
 ) -> Tensor:
     """The one-block ops: ``flash_causal_attention`` with another argument order."""
-    return flash_causal_attention(
-        q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, logits_soft_cap
+    required = (q, k, v, kv_cache, scale, seq_idx, block_tables, dummy)
+    return flash_causal_attention(*required, *options, **named)
+
+
+def latent_attention(
+    q: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    scale: Tensor,
+    seq_idx: Tensor,
+    block_tables: Tensor,
+    batch: int,
+) -> Tensor:
+    """Keys and values of one head are written as one row, which both are views of."""
+    heads = q.shape[1]
+    rows = torch.cat((kv_c, k_pe), dim=-1).view(batch, 1, 1, -1, q.shape[2])
+    queries = q.view(batch, -1, 1, heads, q.shape[2]).permute(0, 2, 3, 1, 4)
+    out = flash_causal_attention(
+        *(queries, rows, rows[..., : kv_c.shape[-1]]),
+        *(kv_cache.expand(-1, 2, -1, -1, -1, -1), scale, seq_idx, block_tables, scale),
     )
+    return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], heads, -1)
 
 
 def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tensor) -> None:
@@ -89,7 +134,8 @@ def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tens
     positions = torch.arange(start, min(start + k.shape[1], table.numel() * block_size))
     blocks, slots = table[positions // block_size], positions % block_size
     for index, new in enumerate((k, v)):
-        kv_cache[blocks, index, :, 0, slots] = new[:, : positions.numel()].transpose(0, 1)
+        rows = new[:, : positions.numel()].transpose(0, 1)
+        kv_cache[:, index][blocks, :, 0, slots, : new.shape[-1]] = rows
 
 
 def _read_pages(kv_cache: Tensor, table: Tensor, end: int) -> Tensor:
@@ -112,12 +158,14 @@ def sliding_window_prefill(
     dummy: Tensor,
     sinks: Tensor | None = None,
     logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over each request's window block and the new tokens."""
     batch, kv_heads, group, length, head_size = q.shape
-    window = kv_cache.shape[4]
-    out = q.new_zeros(batch, length, kv_heads, group, head_size)
-    softmax = _softmax(q, scale, sinks, logits_soft_cap)
+    window, value_size = kv_cache.shape[4], v.shape[-1]
+    out = q.new_zeros(batch, length, kv_heads, group, value_size)
+    softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
+    v = torch.nn.functional.pad(v, (0, head_size - value_size))
     blocks = block_tables.reshape(batch).tolist()
     ends = cache_offset.reshape(batch).tolist()
     for b, cached in enumerate(cache_seq_len.reshape(batch).tolist()):
@@ -133,7 +181,8 @@ def sliding_window_prefill(
         distance = torch.arange(cached, end)[:, None] - torch.arange(end)
         seen = (distance >= 0) & (distance < window)
         keys, values = seen_by_all.unsqueeze(2)
-        attended = softmax.attend(q[b, :, :, :count], keys, values, seen)
+        values = values[..., :value_size]
+        attended = softmax.attend(q[b, :, :, :count], keys, values, distance, seen)
         out[b, :count] = attended.permute(2, 0, 1, 3)
         slots[:, :, : min(end, window)] = seen_by_all[:, :, max(0, end - window) :]
     return out.permute(0, 2, 3, 1, 4)
@@ -150,14 +199,12 @@ def sliding_window_decode(
     block_tables: Tensor,
     dummy: Tensor,
     attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    logits_soft_cap: float | None = None,
+    *options: Any,
+    **named: Any,
 ) -> Tensor:
     """``sliding_window_prefill`` with a mask that is not read; see ``attention.ops``."""
-    lengths = (cache_seq_len, cache_offset)
-    return sliding_window_prefill(
-        q, k, v, kv_cache, *lengths, scale, block_tables, dummy, sinks, logits_soft_cap
-    )
+    required = (q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy)
+    return sliding_window_prefill(*required, *options, **named)
 
 
 def _check_request(

@@ -86,25 +86,44 @@ def quantized_moe(
     ids: Tensor,
     w13: Tensor,
     w13_scales: Tensor,
+    w13_zeros: Tensor | None,
     w13_bias: Tensor | None,
+    w13_format: str,
     w2: Tensor,
     w2_scales: Tensor,
+    w2_zeros: Tensor | None,
     w2_bias: Tensor | None,
-    bits: int,
+    w2_format: str,
     intermediate_size: int,
     activation: str,
 ) -> Tensor:
-    """``moe`` over the dequantised matrices of every expert."""
-    first = [
-        dequantize(*of_one, 2 * intermediate_size, bits).to(x.dtype)
-        for of_one in zip(w13, w13_scales, strict=True)
+    """``moe`` over the dequantised matrices of the experts that were chosen."""
+    first = (w13, w13_scales, w13_zeros, 2 * intermediate_size, w13_format)
+    second = (w2, w2_scales, w2_zeros, x.shape[-1], w2_format)
+    chosen = ids[ids >= 0].unique()
+    plain = [_plain_stack(chosen, x.dtype, *stack) for stack in (first, second)]
+    numbers = torch.full((w13.shape[0] + 1,), -1, dtype=torch.int32)
+    numbers[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    biases = [None if bias is None else bias[chosen] for bias in (w13_bias, w2_bias)]
+    experts = (plain[0], biases[0], plain[1], biases[1])
+    return moe(x, weights, numbers[ids], *experts, intermediate_size, activation)
+
+
+def _plain_stack(
+    chosen: Tensor,
+    dtype: torch.dtype,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    width: int,
+    written: str,
+) -> Tensor:
+    """[chosen, width, inputs] of ``dtype``."""
+    made = [
+        dequantize(words[e], scales[e], None if zeros is None else zeros[e], width, written)
+        for e in chosen.tolist()
     ]
-    second = [
-        dequantize(*of_one, x.shape[-1], bits).to(x.dtype)
-        for of_one in zip(w2, w2_scales, strict=True)
-    ]
-    plain = (torch.stack(first), w13_bias, torch.stack(second), w2_bias)
-    return moe(x, weights, ids, *plain, intermediate_size, activation)
+    return torch.stack(made).to(dtype) if made else words.new_empty(0, dtype=dtype)
 
 
 def quantized_moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:

@@ -6,11 +6,14 @@ originals in ``forward_native`` only, so weights, loading and configuration stay
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
+    DeepseekScalingRotaryEmbedding,
     FastGELU,
     GeluAndMul,
     GemmaRMSNorm,
@@ -21,6 +24,7 @@ from rbln_backend.vllm_compat.surface import (
     ReLUSquaredActivation,
     RMSNorm,
     RotaryEmbedding,
+    RotaryEmbeddingBase,
     SiluAndMul,
     YaRNScalingRotaryEmbedding,
 )
@@ -106,23 +110,35 @@ class EmulatedReLUSquared(ReLUSquaredActivation):
         return _activate(x, "relu2", gated=False)
 
 
-class _RotaryKernel(RotaryEmbedding):
-    """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D] by whatever cos_sin_cache holds."""
+class _RotaryKernel(RotaryEmbeddingBase):
+    """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D] by whatever cos_sin_cache holds.
+
+    Both may be [T, H, D] as well.
+    """
 
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if key is None or self.cos_sin_cache.dtype != query.dtype:
-            return super().forward_native(positions, query, key)
-        pair: tuple[Tensor, Tensor] = torch.ops.rbln_emulator.rotary_embedding(
-            positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox_style
+            # The layer that this class is mixed into.
+            upstream: Any = super()
+            turned_there: tuple[Tensor, Tensor | None] = upstream.forward_native(
+                positions, query, key
+            )
+            return turned_there
+        rows = (x.flatten(1) if x.dim() == 3 else x for x in (query, key))
+        turned: tuple[Tensor, Tensor] = torch.ops.rbln_emulator.rotary_embedding(
+            positions, *rows, self.cos_sin_cache, self.head_size, self.is_neox_style
         )
-        return pair
+        if query.dim() == 2:
+            return turned
+        return turned[0].view(query.shape), turned[1].view(key.shape)
 
 
 # These differ in how they fill the cache, never in how they apply it.
 _ROTARY_LAYERS = (
     RotaryEmbedding,
+    DeepseekScalingRotaryEmbedding,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
     YaRNScalingRotaryEmbedding,

@@ -24,8 +24,9 @@ _EXPERTS = (
     " str activation) -> Tensor"
 )
 _QUANTIZED_EXPERTS = (
-    "Tensor w13, Tensor w13_scales, Tensor? w13_bias, Tensor w2, Tensor w2_scales,"
-    " Tensor? w2_bias, int bits, int intermediate_size, str activation) -> Tensor"
+    "Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor? w13_bias, str w13_format, Tensor w2,"
+    " Tensor w2_scales, Tensor? w2_zeros, Tensor? w2_bias, str w2_format, int intermediate_size,"
+    " str activation) -> Tensor"
 )
 _Shapes = TypeVar("_Shapes", bound=Callable[..., Any])
 
@@ -60,10 +61,25 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) ->
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-# As linear, over a weight of 4 or 8 bits: quantized_packing says how words and scales lie.
-@_op("(Tensor x, Tensor words, Tensor scales, Tensor? bias, int out_features, int bits) -> Tensor")
+# x [T, H, K], each head times a packed [out_features, K] of its own.
+@_op("(Tensor x, Tensor packed, int out_features) -> Tensor")
+def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:2], out_features)
+
+
+# As linear, over a weight of 4 or 8 bits: quantized_packing says how its parts lie.
+@_op(
+    "(Tensor x, Tensor words, Tensor scales, Tensor? zeros, Tensor? bias, int out_features,"
+    " str format) -> Tensor"
+)
 def quantized_linear(
-    x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, out_features: int, bits: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    *_: object,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -113,16 +129,28 @@ def greedy(logits: Tensor) -> Tensor:
 # may be one tensor: their heads begin at ``*_column``. The norm of each head of q and k and their
 # rotation are left out where they are None. ``starts`` are the seq_idx of causal attention over
 # pages or, with ``ends`` (a cache_offset), the cache_seq_len of windows: see attention/ops.py, also
-# for kv_cache [N, 2, Hkv, 1, S, D]. Returns [T, Hkv * group * D].
+# for kv_cache [N, 2, Hkv, 1, S, D] and what follows the sinks. Returns [T, Hkv * group * D].
 @_op(
     "(Tensor q, int q_column, Tensor k, int k_column, Tensor v, int v_column, Tensor? q_norm,"
     " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
     " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"
-    " Tensor? sinks, float? logits_soft_cap, int group, int batch) -> Tensor"
+    " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, int? attention_chunk, int group,"
+    " int batch) -> Tensor"
 )
 def self_attention(q: Tensor, *arguments: Any) -> Tensor:
-    kv_cache, group = arguments[11], arguments[18]
+    kv_cache, group = arguments[11], arguments[20]
     return q.new_empty(q.shape[0], kv_cache.shape[2] * group * kv_cache.shape[5])
+
+
+# Causal attention of H heads over one compressed head: q [T, H, C + R], kv_c [T, C], k_pe [T, R],
+# T = batch * length, kv_cache [N, 1, 1, 1, S, C + R]. A row of the cache is kv_c and k_pe, the key
+# of all heads, of which the first C numbers are the value too. Returns [T, H, C].
+@_op(
+    "(Tensor q, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor scale, Tensor seq_idx,"
+    " Tensor block_tables, int batch) -> Tensor"
+)
+def latent_attention(q: Tensor, kv_c: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], kv_c.shape[1])
 
 
 # logits [T, E] -> float32 and int32 [T, top_k], the largest first. The weights are those of a
@@ -154,7 +182,7 @@ def moe_masked(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-# Both over weights of 4 or 8 bits: stacked words and scales, as quantized_linear has them.
+# Both over weights of 4 or 8 bits: their parts stacked, as quantized_linear has them.
 @_op("(Tensor x, Tensor weights, Tensor ids, " + _QUANTIZED_EXPERTS)
 def quantized_moe(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)

@@ -8,6 +8,7 @@ parser, not in seconds, so that a machine's load changes no verdict.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import llguidance
@@ -33,8 +34,7 @@ class LarkGrammar(StructuredOutputGrammar):
         self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, stop: frozenset[int]
     ) -> None:
         self._matcher = matcher
-        self._stop = np.array(sorted(stop), dtype=np.int64)
-        self._ends = np.array(tokenizer.eos_tokens, dtype=np.int64)
+        self._stop, self._ends = stop, tokenizer.eos_tokens
         self._row = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
         self._ended = False
 
@@ -130,11 +130,11 @@ def _wrapped(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:
     return llguidance.hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
-def _set(row: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64], *, on: bool) -> None:
+def _set(row: npt.NDArray[np.int32], tokens: Collection[int], *, on: bool) -> None:
     """Set or clear the bits of some tokens in a mask."""
     bits = row.view(np.uint32)
     for token in tokens:
-        bit = np.uint32(1 << (int(token) & 31))
+        bit = np.uint32(1 << (token & 31))
         if on:
             bits[token >> 5] |= bit
         else:

@@ -58,10 +58,13 @@ def log_pages(
 
 
 def kv_cache_shape(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int
+    num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, *, parts: int = 2
 ) -> tuple[int, int, int, int, int, int]:
-    """[num_blocks, 2 (K, V), Hkv, 1 (group), block_size, D], the RBLN layout since 0.12."""
-    return (num_blocks, 2, num_kv_heads, 1, block_size, head_size)
+    """[num_blocks, 2 (K, V), Hkv, 1 (group), block_size, D], the RBLN layout since 0.12.
+
+    ``parts`` is 1 where values are cached within keys.
+    """
+    return (num_blocks, parts, num_kv_heads, 1, block_size, head_size)
 
 
 def kv_budget_bytes(

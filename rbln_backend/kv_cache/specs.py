@@ -37,7 +37,10 @@ from rbln_backend.vllm_compat.surface import (
 
 @dataclass(frozen=True, kw_only=True)
 class PagedSpec(FullAttentionSpec):
-    """A full-attention layer: blocks of ``block_size`` tokens, shared between equal prefixes."""
+    """A full-attention layer: blocks of ``block_size`` tokens, shared between equal prefixes.
+
+    ``head_size_v`` is 0 where values are cached within keys (latent attention).
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +129,14 @@ def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
+        head_size_v=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size,
         dtype=spec.dtype,
     )
+
+
+def parts_of(spec: LayerSpec) -> int:
+    """How many tensors of a token a layer keeps: keys and values, or keys that hold the values."""
+    return 2 if spec.head_size_v else 1
 
 
 def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> SlidingWindowSpec:
@@ -158,7 +167,6 @@ def window_spec(
 
 
 _KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {
-    MLAAttentionSpec: MLA,
     SlidingWindowMLASpec: MLA,
     ChunkedLocalAttentionSpec: CHUNKED_ATTENTION,
     MambaSpec: STATE_SPACE,
@@ -172,7 +180,7 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
     kind = type(spec)
     if kind in _KINDS_WITHOUT_OP:
         raise _KINDS_WITHOUT_OP[kind].refusal(f"layer {layer_name}")
-    known = kind in (FullAttentionSpec, SlidingWindowSpec)
+    known = kind in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
     if not known or not isinstance(spec, AttentionSpec):
         raise UnsupportedModelError(
             f"layer {layer_name}: KV cache kind {kind.__name__} is not supported by the "
@@ -180,7 +188,7 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
         )
     if isinstance(spec, FullAttentionSpec) and spec.non_causal:
         raise PREFIX_LM.refusal(f"layer {layer_name}")
-    if spec.head_size_v != spec.head_size:
+    if spec.head_size_v != spec.head_size and kind is not MLAAttentionSpec:
         raise UNEQUAL_HEADS.refusal(
             f"layer {layer_name} with heads of {spec.head_size} and {spec.head_size_v}"
         )

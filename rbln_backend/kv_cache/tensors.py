@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from rbln_backend.kv_cache.layout import kv_cache_shape
-from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs
+from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
 from rbln_backend.kv_cache.transfers import WindowTransfers
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
@@ -110,7 +110,8 @@ def _allocate(
         blocks, block_size = spec.own_blocks or num_blocks, spec.window
     else:
         blocks, block_size = num_blocks, spec.block_size
-    shape = kv_cache_shape(blocks, spec.num_kv_heads, block_size, spec.head_size)
+    sizes = (blocks, spec.num_kv_heads, block_size, spec.head_size)
+    shape = kv_cache_shape(*sizes, parts=parts_of(spec))
     if kv_outermost:
         outermost = (shape[1], shape[0], *shape[2:])
         return memory.allocate(name, outermost, spec.dtype).transpose(0, 1)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from rbln_backend.lora.shares import Matrices, WholeLayer, share
 from rbln_backend.lora.slot_stack import LayerImage, SlotStack
+from rbln_backend.parallel.collectives import groups
 from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.lora import (
     BaseLayerWithLoRA,
@@ -18,7 +21,7 @@ from rbln_backend.vllm_compat.lora import (
 
 
 class Target(NamedTuple):
-    """A matrix that an adapter may change, as its file names it."""
+    """A matrix that an adapter may change, as its file names it; its size over all ranks."""
 
     inputs: int
     outputs: int
@@ -31,7 +34,9 @@ class RblnLoraModelManager(LoRAModelManager):
         self.stacks: dict[str, SlotStack] = {}
         self.targets: dict[str, Target] = {}
         super().__init__(model, *args, **options)  # type: ignore[arg-type]  # checked by upstream
-        if not self.stacks:
+        # An adapter is one for all stages, each of which takes what is its own.
+        self.targets = _of_every_stage(self.targets)
+        if not self.targets:
             raise LORA_MODEL.refusal(type(model).__name__)
 
     @property
@@ -56,7 +61,9 @@ class RblnLoraModelManager(LoRAModelManager):
         for name, stack in self.stacks.items():
             weights = adapter.get_lora(name)
             if weights is not None:
-                found[name] = stack.image(*_slices(weights.lora_a, weights.lora_b, stack))
+                layer = self._layer(name)
+                slices = _slices(weights.lora_a, weights.lora_b, WholeLayer.of(layer).outputs)
+                found[name] = stack.image(*share(layer, *slices))
         return found
 
     def write(self, slot: int, images: dict[str, LayerImage]) -> None:
@@ -90,17 +97,32 @@ class RblnLoraModelManager(LoRAModelManager):
 
     def _register_packed_modules(self, module_full_name: str) -> None:
         super()._register_packed_modules(module_full_name)
-        stack = self.stacks[module_full_name]
+        whole = WholeLayer.of(self._layer(module_full_name))
         parts = self.packed_modules.get(module_full_name)
         if parts is None:
-            self.targets[module_full_name] = Target(stack.inputs, sum(stack.outputs))
-        elif len(parts) == len(stack.outputs):
-            for part, outputs in zip(parts, stack.outputs, strict=True):
-                self.targets[part] = Target(stack.inputs, outputs)
+            self.targets[module_full_name] = Target(whole.inputs, sum(whole.outputs))
+        elif len(parts) == len(whole.outputs):
+            for part, outputs in zip(parts, whole.outputs, strict=True):
+                self.targets[part] = Target(whole.inputs, outputs)
+
+    def _layer(self, name: str) -> BaseLinearLayerWithLoRA:
+        layer = self.modules[name]
+        assert isinstance(layer, BaseLinearLayerWithLoRA)
+        return layer
 
 
-def _slices(a: Any, b: Any, stack: SlotStack) -> tuple[list[Tensor | None], list[Tensor | None]]:
+def _slices(a: Any, b: Any, outputs: tuple[int, ...]) -> tuple[Matrices, Matrices]:
     """The matrices per output slice, whether the adapter has one for each or one for all."""
     if isinstance(a, Tensor):
-        return [a] * len(stack.outputs), list(b.split(list(stack.outputs)))
+        return [a] * len(outputs), list(b.split(list(outputs)))
     return a, b
+
+
+def _of_every_stage(mine: dict[str, Target]) -> dict[str, Target]:
+    """The targets of all pipeline stages; every rank calls it at the same point of its start."""
+    stages = groups().get("pp")
+    if stages is None:
+        return mine
+    told = [mine] * len(stages.ranks)
+    dist.all_gather_object(told, mine, group=stages.host_group)
+    return {name: target for targets in told for name, target in targets.items()}

@@ -48,10 +48,10 @@ class RblnPunicaWrapper(PunicaWrapperBase):
         )
 
     def add_shrink(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("sharded adapters need several ranks")
+        raise NotImplementedError("fully sharded adapters are refused")
 
     def add_expand(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("sharded adapters need several ranks")
+        raise NotImplementedError("fully sharded adapters are refused")
 
     def add_lora_embedding(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("embeddings are not adapted")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.unsupported import HOSTS, LORA_RANKS, MICRO_BATCHES, OWN_LAUNCHER
+from rbln_backend.unsupported import HOSTS, LORA_SHARDS, MICRO_BATCHES, OWN_LAUNCHER
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
+
+_WHOLE_ROWS: Final = "flashinfer_nvlink_two_sided"
+"""The exchange with which vLLM's models leave every tensor-parallel rank all rows of a batch."""
 
 
 def is_parallel(parallel: ParallelConfig) -> bool:
@@ -30,12 +33,12 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
         raise RuntimeError(
             "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
         )
-    ranks = parallel.world_size * parallel.data_parallel_size
+    lora = config.lora_config
     refusals = {
         OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
         HOSTS: _spans_hosts_by_itself(parallel),
         MICRO_BATCHES: parallel.use_ubatching,
-        LORA_RANKS: config.lora_config is not None and ranks > 1,
+        LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
     }
     for feature, is_present in refusals.items():
         if is_present:
@@ -73,3 +76,13 @@ def _check_stages(config: VllmConfig) -> None:
             "requests, so %d of them never run together with the others",
             *(number, stages, number // stages, number % stages),
         )
+
+
+def keep_rows_whole(parallel: ParallelConfig) -> None:
+    """Have tensor-parallel ranks that share experts with other engines see the same rows.
+
+    vLLM would split the rows among them: less to gather, but a batch of a size of its own for every
+    number of ranks. What is exchanged is up to our layers; the name decides nothing else here.
+    """
+    if parallel.use_sequence_parallel_moe:
+        parallel.all2all_backend = _WHOLE_ROWS

@@ -2,65 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.emulator.quantized_packing import (
-    pack_scales,
-    pack_transposed_words,
-    pack_words,
-)
 from rbln_backend.moe.experts import swiglu_oai
 from rbln_backend.moe.layers import RblnMoEMethod
-from rbln_backend.quantization.schemes import CHANNEL, Weights
+from rbln_backend.quantization.expert_formats import ExpertFormat, Packed
 from rbln_backend.unsupported import QUANTIZED_EXPERTS
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig, set_weight_attrs
 
-Kept = Callable[[Tensor], Tensor]
 
+class _Stack(NamedTuple):
+    """One matrix of every expert, as the kernels read them."""
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertFormat:
-    """What a checkpoint's format calls an expert's tensors behind "w13_" and "w2_"."""
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    format: str
 
-    words: str
-    scales: str
-    is_transposed: bool
-    """Words are [K / fields, N] instead of [N, K / fields], and scales [groups, N]."""
-    dropped: dict[str, Callable[[int, int, int, int], tuple[int, ...]]]
-    """Tensors without a meaning for symmetric weights: their shape, given N, K, groups, fields."""
+    @classmethod
+    def of(cls, layer: Any, name: str, written: str) -> _Stack:
+        """The parameters of ``layer`` that begin with ``name``."""
+        parts = [getattr(layer, f"{name}_{part}", None) for part in (*Packed._fields, "bias")]
+        return cls._make([*parts, written])
 
-
-COMPRESSED_TENSORS_EXPERTS = ExpertFormat(
-    words="weight_packed",
-    scales="weight_scale",
-    is_transposed=False,
-    dropped={"weight_shape": lambda *_: (2,)},
-)
-GPTQ_EXPERTS = ExpertFormat(
-    words="qweight",
-    scales="scales",
-    is_transposed=True,
-    dropped={
-        "qzeros": lambda n, _k, groups, fields: (groups, n // fields),
-        "g_idx": lambda _n, k, _groups, _fields: (k,),
-    },
-)
+    def product(self, x: Tensor, number: int, width: int) -> Tensor:
+        """x [T, K] times one expert's matrix: [T, width]."""
+        parts = [
+            None if part is None else part[number]
+            for part in (self.words, self.scales, self.zeros, self.bias)
+        ]
+        product: Tensor = torch.ops.rbln_emulator.quantized_linear(x, *parts, width, self.format)
+        return product
 
 
 class QuantizedExperts:
-    """As ``PackedExperts`` of plain weights: stacked words and scales of w13 and w2."""
+    """As ``PackedExperts`` of plain weights: what was packed of w13 and w2, stacked."""
 
-    def __init__(self, layer: Any, weights: Weights, names: ExpertFormat) -> None:
-        self._w13 = [getattr(layer, f"w13_{name}") for name in (names.words, names.scales)]
-        self._w2 = [getattr(layer, f"w2_{name}") for name in (names.words, names.scales)]
-        self._biases = [getattr(layer, name, None) for name in ("w13_bias", "w2_bias")]
-        self.weights = weights
-        self.count: int = self._w13[0].shape[0]
+    def __init__(self, layer: Any, w13_format: str, w2_format: str) -> None:
+        self._w13 = _Stack.of(layer, "w13", w13_format)
+        self._w2 = _Stack.of(layer, "w2", w2_format)
+        self.count: int = self._w13.words.shape[0]
         self.hidden_size: int = layer.hidden_size
         self.intermediate_size: int = layer.intermediate_size_per_partition
         self.activation: str = layer.activation.value
@@ -79,37 +65,27 @@ class QuantizedExperts:
 
     def expert(self, x: Tensor, number: int) -> Tensor:
         """As ``Experts``."""
-        gate_up = self._linear(x, self._w13, self._biases[0], number, 2 * self.intermediate_size)
+        gate_up = self._w13.product(x, number, 2 * self.intermediate_size)
         if self.activation == "silu":
             inner = torch.ops.rbln_emulator.activate(gate_up, "silu", True)
         else:
             inner = swiglu_oai(gate_up)
-        return self._linear(inner, self._w2, self._biases[1], number, self.hidden_size)
+        return self._w2.product(inner, number, self.hidden_size)
 
     def _arguments(self) -> tuple[Any, ...]:
-        return (
-            *(*self._w13, self._biases[0], *self._w2, self._biases[1]),
-            *(self.weights.bits, self.intermediate_size, self.activation),
-        )
-
-    def _linear(
-        self, x: Tensor, stack: list[Tensor], bias: Tensor | None, number: int, width: int
-    ) -> Tensor:
-        words, scales = stack
-        of_expert = None if bias is None else bias[number]
-        product: Tensor = torch.ops.rbln_emulator.quantized_linear(
-            x, words[number], scales[number], of_expert, width, self.weights.bits
-        )
-        return product
+        return *self._w13, *self._w2, self.intermediate_size, self.activation
 
 
 class RblnQuantizedMoEMethod(RblnMoEMethod):
     """Gated experts of any top-k routing over packed weights; on the emulated device alone."""
 
-    def __init__(self, moe: FusedMoEConfig, weights: Weights, names: ExpertFormat) -> None:
+    def __init__(self, moe: FusedMoEConfig, w13: ExpertFormat, w2: ExpertFormat) -> None:
         super().__init__(moe)
-        self.weights = weights
-        self._names = names
+        self._formats = {"w13": w13, "w2": w2}
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(str(written.quantized) for written in self._formats.values())
+        return " and ".join(kinds) + " experts"
 
     def create_weights(
         self,
@@ -123,64 +99,62 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
         """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
         self.choose(layer)
         inner = intermediate_size_per_partition
-        if self.is_npu or any(size % self._unit() for size in (hidden_size, inner)):
-            raise QUANTIZED_EXPERTS.refusal(
-                f"{layer.layer_name}: {self.weights}, sizes {hidden_size} and {inner}"
-            )
-        scope = "channel" if self.weights.group_size == CHANNEL else "group"
-        attributes |= {"is_transposed": self._names.is_transposed, "quant_method": scope}
-        for name, columns, depth in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
-            for suffix, value in self._empty(columns, depth, params_dtype):
+        self._check(layer, hidden_size, inner)
+        for name, columns, depth, parts in (
+            ("w13", 2 * inner, hidden_size, 2),
+            ("w2", hidden_size, inner, 1),
+        ):
+            written = self._formats[name]
+            told = {"is_transposed": written.is_transposed, "quant_method": written.scope}
+            tensors = written.tensors(columns, depth, parts, params_dtype)
+            tensors["bias"] = torch.empty(columns, dtype=params_dtype)
+            for suffix, value in tensors.items():
                 stacked = value.new_zeros(num_experts, *value.shape)
                 parameter = nn.Parameter(stacked, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
-                set_weight_attrs(parameter, attributes)
+                set_weight_attrs(parameter, attributes | told)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bring words and scales into the kernels' layout, and drop the rest."""
-        names, transposed = self._names, self._names.is_transposed
-        for matrix in ("w13", "w2"):
-            _repack(layer, f"{matrix}_{names.words}", _words(transposed))
-            _repack(layer, f"{matrix}_{names.scales}", _scales(transposed))
-            for suffix in names.dropped:
-                del layer._parameters[f"{matrix}_{suffix}"]
-            # Some checkpoints have biases that their architecture does not know of.
-            if f"{matrix}_bias" not in layer._loaded_expert_biases:
-                layer.register_parameter(f"{matrix}_bias", None)
-        self.hold(layer, QuantizedExperts(layer, self.weights, names))
+        for name, written in self._formats.items():
+            self._keep_bias(layer, f"{name}_bias")
+            prefix = f"{name}_"
+            stored = {
+                key.removeprefix(prefix): layer._parameters.pop(key).data
+                for key in list(layer._parameters)
+                if key.startswith(prefix) and key != f"{name}_bias"
+            }
+            for part, stack in zip(Packed._fields, _pack(stored, written), strict=True):
+                if stack is not None:
+                    parameter = nn.Parameter(stack, requires_grad=False)
+                    layer.register_parameter(f"{name}_{part}", parameter)
+        formats = [written.quantized.format for written in self._formats.values()]
+        self.hold(layer, QuantizedExperts(layer, *formats))
 
-    def _unit(self) -> int:
-        group = self.weights.group_size
-        return 32 // self.weights.bits if group == CHANNEL else group
+    def _check(self, layer: Any, hidden_size: int, inner: int) -> None:
+        units = [written.unit for written in self._formats.values()]
+        if self.is_npu or any(size % unit for size in (hidden_size, inner) for unit in units):
+            raise QUANTIZED_EXPERTS.refusal(
+                f"{layer.layer_name}: {self}, sizes {hidden_size} and {inner}"
+            )
 
-    def _empty(self, columns: int, depth: int, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-        """By suffix, what one expert's matrix [columns, depth] consists of."""
-        fields, names = 32 // self.weights.bits, self._names
-        groups = 1 if self.weights.group_size == CHANNEL else depth // self.weights.group_size
-        words, scales = (columns, depth // fields), (columns, groups)
-        if names.is_transposed:
-            words, scales = words[::-1], scales[::-1]
-        return [
-            (names.words, torch.empty(words, dtype=torch.int32)),
-            (names.scales, torch.empty(scales, dtype=dtype)),
-            ("bias", torch.empty(columns, dtype=dtype)),
-            *(
-                (suffix, torch.empty(shape(columns, depth, groups, fields), dtype=torch.int32))
-                for suffix, shape in names.dropped.items()
-            ),
-        ]
+    def _keep_bias(self, layer: Any, name: str) -> None:
+        # Some checkpoints have biases that their architecture does not know of.
+        if not (self.moe.has_bias or name in layer._loaded_expert_biases):
+            layer.register_parameter(name, None)
 
 
-def _words(transposed: bool) -> Kept:
-    return pack_transposed_words if transposed else pack_words
-
-
-def _scales(transposed: bool) -> Kept:
-    # What GPTQ calls scales is transposed, as the packer wants it.
-    return pack_transposed_words if transposed else pack_scales
-
-
-def _repack(layer: Any, name: str, pack: Kept) -> None:
-    stacked = getattr(layer, name).data
-    packed = torch.stack([pack(matrix) for matrix in stacked])
-    layer.register_parameter(name, nn.Parameter(packed, requires_grad=False))
+def _pack(stored: dict[str, Tensor], written: ExpertFormat) -> Iterable[Tensor | None]:
+    """The parts of ``Packed`` of all experts; one expert's is all that is made beside them."""
+    count = len(next(iter(stored.values())))
+    first = written.pack({suffix: stack[0] for suffix, stack in stored.items()})
+    made: list[Tensor | None] = [
+        None if part is None else part.new_empty(count, *part.shape) for part in first
+    ]
+    for number in range(count):
+        of_one = {suffix: stack[number] for suffix, stack in stored.items()}
+        packed = first if number == 0 else written.pack(of_one)
+        for stack, part in zip(made, packed, strict=True):
+            if stack is not None and part is not None:
+                stack[number].copy_(part)
+    return made

@@ -12,8 +12,10 @@ from rbln_backend.emulator.quantized_packing import (
     pack_transposed_words,
     pack_words,
     unpack_fields,
+    unpack_numbers,
 )
-from rbln_backend.quantization.schemes import CHANNEL, Weights
+from rbln_backend.quantization.weights import CHANNEL, Weights
+from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import MPLinearKernel, MPLinearLayerConfig
 from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
 
@@ -22,7 +24,7 @@ SDK_GROUP = 64
 
 
 class RblnWna16LinearKernel(MPLinearKernel):
-    """Symmetric weights of 4 or 8 bits, activations of the model's dtype.
+    """Integers of 4 or 8 bits, activations of the model's dtype.
 
     The emulated device multiplies by the packed words as they are. An NPU's graph holds int8
     weights and the dequantisation that the SDK's compiler looks for.
@@ -38,6 +40,8 @@ class RblnWna16LinearKernel(MPLinearKernel):
         super().__init__(c, w_q_param_name, w_s_param_name, w_zp_param_name)
         self.weights = _weights_of(c)
         self._is_emulated = choose_device(configured(get_current_vllm_config())) == "emulated"
+        if not (self._is_emulated or self.weights.symmetric):
+            raise QUANTIZATION_ON_NPU.refusal(str(self.weights))
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -48,7 +52,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         """Whether a layer can be multiplied by, and the documented reason if not."""
         weights = _weights_of(c)
-        obstacle = weights.obstacle()
+        obstacle = weights.obstacle(may_have_zeros=True)
         if obstacle is not None:
             return False, obstacle[1]
         depth, unit = c.partition_weight_shape[0], weights.group_size
@@ -60,17 +64,20 @@ class RblnWna16LinearKernel(MPLinearKernel):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Bring words and scales into the layout that they are read in, and drop the rest."""
-        words, scales, _ = self._get_weight_params(layer)
+        words, scales, zeros = self._get_weight_params(layer)
         # compressed-tensors has [N, K / fields] and [N, groups], GPTQ both transposed.
         has_rows = getattr(words, "packed_dim", 1) == 1
+        by_row = scales.data if has_rows else scales.data.t()
         if self._is_emulated:
             packed = pack_words(words.data) if has_rows else pack_transposed_words(words.data)
-            rows = scales.data if has_rows else scales.data.t()
-            self._replace(layer, packed, pack_scales(rows))
+            self._replace(layer, packed, pack_scales(by_row))
+            if not self.weights.symmetric:
+                assert zeros is not None, "vLLM makes them for weights that are not symmetric"
+                points = _zero_points(zeros.data, self.weights)
+                layer.register_parameter("zeros", _parameter(points))
         else:
             rows = words.data if has_rows else words.data.t().contiguous()
             announce_quant_bits(self.weights.bits)
-            by_row = scales.data if has_rows else scales.data.t()
             self._replace(
                 layer, unpack_fields(rows, self.weights.bits), self._sdk_scales(by_row.contiguous())
             )
@@ -84,14 +91,16 @@ class RblnWna16LinearKernel(MPLinearKernel):
         words, scales, _ = self._get_weight_params(layer)
         if not self._is_emulated:
             return torch.nn.functional.linear(x, _dequantised(words, scales, x.dtype), bias)
+        zeros = None if self.weights.symmetric else layer.zeros
+        columns, written = self.config.partition_weight_shape[1], self.weights.format
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
-            x, words, scales, bias, self.config.partition_weight_shape[1], self.weights.bits
+            x, words, scales, zeros, bias, columns, written
         )
         return out
 
     def _replace(self, layer: nn.Module, words: Tensor, scales: Tensor) -> None:
         for name, value in ((self.w_q_name, words), (self.w_s_name, scales)):
-            layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+            layer.register_parameter(name, _parameter(value))
 
     def _sdk_scales(self, scales: Tensor) -> Tensor:
         """[N, groups] as the SDK wants them: [N, K / 64, 1], or [N, 1] per channel."""
@@ -99,6 +108,18 @@ class RblnWna16LinearKernel(MPLinearKernel):
             return scales
         repeats = self.weights.group_size // SDK_GROUP
         return scales.repeat_interleave(repeats, dim=1).unsqueeze(-1)
+
+
+def _parameter(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _zero_points(zeros: Tensor, weights: Weights) -> Tensor:
+    """uint8 [groups, N], or words int32 [N / fields, groups] of neighbours along N, as panels."""
+    if zeros.dtype == torch.int32:
+        by_group = unpack_numbers(zeros.t().contiguous(), weights.bits)
+        return pack_transposed_words(by_group.to(torch.uint8))
+    return pack_transposed_words(zeros)
 
 
 def _dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

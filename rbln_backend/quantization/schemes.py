@@ -1,4 +1,4 @@
-"""Which quantised weights can be multiplied by, and why others cannot; pure Python.
+"""Which quantised checkpoints can be run, and why others cannot; pure Python.
 
 The reasons are those that the RBLN documentation gives. A checkpoint is judged by the fields of
 its ``quantization_config``, before any of its weights is read.
@@ -6,56 +6,29 @@ its ``quantization_config``, before any of its weights is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.quantization.weights import CHANNEL, Weights
 
 COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "auto_gptq"
-METHODS = (COMPRESSED_TENSORS, GPTQ)
+AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
+METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4)
 """What vLLM calls the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"
-CHANNEL = -1
-"""The group size of weights with one scale per output channel."""
-BITS, GROUP_SIZES = (4, 8), (64, 128, CHANNEL)
+BYTE_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+"""Formats of compressed-tensors with a byte for each weight."""
+BLOCK_DEPTH = 64
+"""A block's depth is a multiple of it: depths that the kernels add up before they scale."""
 _INSTEAD = (
-    "serve a checkpoint with symmetric weights of 4 or 8 bits in groups of 64 or 128 or with one "
-    "scale per channel (compressed-tensors pack-quantized, GPTQ), or a bfloat16 copy"
+    "serve weights of 4 or 8 bits in groups of 64 or 128 or with one scale per channel "
+    "(compressed-tensors pack-quantized, GPTQ, AWQ), FP8, or a bfloat16 copy"
 )
 # Weights were put in order before they were quantised, and back after: nothing to do at run time.
 _STATIC_ORDERS = (None, False, "weight", "static")
 _GPTQ_FORMATS = ("", "gptq", "gptq_v2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """How a layer's weights are quantised."""
-
-    bits: int
-    group_size: int
-    """Weights along the input that share a scale, or CHANNEL."""
-    symmetric: bool = True
-    is_ordered: bool = False
-    """Whether groups follow an order of their own (``g_idx``)."""
-    kind: str = "int"
-
-    def __str__(self) -> str:
-        group = "channel" if self.group_size == CHANNEL else f"group {self.group_size}"
-        return f"W{self.bits}A16 {group}"
-
-    def obstacle(self) -> tuple[str, str] | None:
-        """The first field that cannot be, and the documented reason; None if all can."""
-        if self.bits not in BITS or self.kind != "int":
-            return "bits", f"Weight type {self.kind}{self.bits} not supported"
-        if not self.symmetric:
-            return "symmetric", "Asymmetric quantization not supported"
-        if self.group_size not in GROUP_SIZES:
-            return "group_size", f"Group size {self.group_size} not supported"
-        if self.is_ordered:
-            return "order", "Group/dynamic activation ordering not supported"
-        return None
 
 
 def check_gptq(config: Mapping[str, Any]) -> None:
@@ -103,28 +76,103 @@ def check_compressed_tensors(config: Mapping[str, Any]) -> None:
 
 
 def _check_group(place: str, group: Mapping[str, Any], default_format: str) -> None:
-    for field in ("input_activations", "output_activations"):
-        if group.get(field):
-            raise _refusal(place + field, group[field], "quantised activations not supported")
+    if group.get("output_activations"):
+        value = group["output_activations"]
+        raise _refusal(f"{place}output_activations", value, "quantised outputs not supported")
     written = str(group.get("format") or default_format)
     weights = dict(group.get("weights") or {})
-    kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
+    activations = group.get("input_activations")
+    if written in BYTE_FORMATS:
+        _check_bytes(place, weights, bool(activations))
+        return
+    if activations:
+        field = f"{place}input_activations"
+        raise _refusal(field, activations, "quantised activations not supported")
     if written != PACKED_FORMAT:
+        kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
         reason = f"Weight type {kind}{bits} in this format not supported"
         raise _refusal(f"{place}format", written, reason)
-    strategy = str(weights.get("strategy"))
-    if strategy not in ("group", "channel") or weights.get("dynamic"):
-        field = "dynamic" if weights.get("dynamic") else "strategy"
-        reason = "only static scales per group or channel are supported"
-        raise _refusal(f"{place}weights.{field}", weights.get(field), reason)
+    _check_packed(place, weights)
+
+
+def _check_packed(place: str, weights: Mapping[str, Any]) -> None:
+    _check_strategy(place, weights, ("group", "channel"))
     found = Weights(
         bits=int(weights["num_bits"]),
-        group_size=CHANNEL if strategy == "channel" else int(weights.get("group_size") or 0),
+        group_size=CHANNEL if weights["strategy"] == "channel" else _group_size(weights),
         symmetric=bool(weights.get("symmetric", True)),
         is_ordered=weights.get("actorder") not in _STATIC_ORDERS,
-        kind=kind,
+        kind=str(weights.get("type", "int")),
     )
-    _check(f"{place}weights.", found, _named(weights, _CT_FIELDS))
+    _check(f"{place}weights.", found, _named(weights, _CT_FIELDS), may_have_zeros=True)
+
+
+def _check_bytes(place: str, weights: Mapping[str, Any], has_activations: bool) -> None:
+    """Floats or integers of a byte each; activations are not quantised, whatever is asked."""
+    _check_strategy(place, weights, ("tensor", "channel", "block"))
+    kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
+    if bits != 8:
+        raise _refusal(f"{place}weights.num_bits", bits, f"Weight type {kind}{bits} not supported")
+    if not weights.get("symmetric", True):
+        reason = "Asymmetric quantization not supported"
+        raise _refusal(f"{place}weights.symmetric", weights["symmetric"], reason)
+    if kind == "int" and not has_activations:
+        reason = "vLLM reads such integers of checkpoints with quantised activations alone"
+        raise _refusal(f"{place}input_activations", None, reason)
+    if weights["strategy"] == "block":
+        check_block(f"{place}weights.block_structure", weights.get("block_structure"))
+
+
+def _check_strategy(place: str, weights: Mapping[str, Any], known: Sequence[str]) -> None:
+    if weights.get("strategy") not in known or weights.get("dynamic"):
+        field = "dynamic" if weights.get("dynamic") else "strategy"
+        reason = f"only static scales per {' or '.join(known)} are supported"
+        raise _refusal(f"{place}weights.{field}", weights.get(field), reason)
+
+
+def _group_size(weights: Mapping[str, Any]) -> int:
+    return int(weights.get("group_size") or 0)
+
+
+def check_fp8(config: Mapping[str, Any]) -> None:
+    """As ``check_gptq``, of a ``quantization_config`` with method fp8: DeepSeek's, Qwen's, ..."""
+    written = config.get("fmt", "e4m3")
+    if written not in ("e4m3", "float8_e4m3fn"):
+        raise _refusal("fmt", written, f"Weight type {written} not supported")
+    if config.get("store_dtype"):
+        raise _refusal("store_dtype", config["store_dtype"], "only weights of e4m3 are supported")
+    if config.get("weight_block_size") is not None:
+        check_block("weight_block_size", config["weight_block_size"])
+
+
+def check_block(field: str, block: Any) -> None:
+    """Raise ``UnsupportedModelError`` for blocks that do not consist of whole chunks."""
+    is_pair = isinstance(block, Sequence) and len(block) == 2
+    if not is_pair or int(block[0]) < 1 or int(block[1]) < 1 or int(block[1]) % BLOCK_DEPTH:
+        reason = f"only blocks of rows and a multiple of {BLOCK_DEPTH} inputs are supported"
+        raise _refusal(field, block, reason)
+
+
+def check_awq(config: Mapping[str, Any]) -> None:
+    """As ``check_gptq``, of an AWQ ``quantization_config``."""
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _refusal("version", config["version"], f"Weight order {version} not supported")
+    if not config.get("zero_point", True):
+        reason = "only AWQ weights with zero points are supported"
+        raise _refusal("zero_point", config["zero_point"], reason)
+    names = {
+        aspect: next((name for name in known if name in config), known[0])
+        for aspect, known in _AWQ_FIELDS.items()
+    }
+    bits, group = (int(config[names[aspect]]) for aspect in ("bits", "group_size"))
+    if bits != 4:
+        raise _refusal(names["bits"], bits, f"Weight type int{bits} not supported")
+    found = Weights(bits=bits, group_size=group, symmetric=False)
+    _check("", found, _named(config, names), may_have_zeros=True)
+
+
+_AWQ_FIELDS = {"bits": ("w_bit", "bits"), "group_size": ("q_group_size", "group_size")}
 
 
 def _named(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
@@ -132,8 +180,14 @@ def _named(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, tup
     return {aspect: (name, config.get(name)) for aspect, name in names.items()}
 
 
-def _check(place: str, weights: Weights, fields: Mapping[str, tuple[str, Any]]) -> None:
-    obstacle = weights.obstacle()
+def _check(
+    place: str,
+    weights: Weights,
+    fields: Mapping[str, tuple[str, Any]],
+    *,
+    may_have_zeros: bool = False,
+) -> None:
+    obstacle = weights.obstacle(may_have_zeros=may_have_zeros)
     if obstacle is not None:
         name, value = fields[obstacle[0]]
         raise _refusal(place + name, value, obstacle[1])
@@ -143,14 +197,3 @@ def _refusal(field: str, value: object, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"quantization_config.{field} is {value!r}: {reason} by the RBLN backend; {_INSTEAD}"
     )
-
-
-def summary(layers: Sequence[str]) -> str | None:
-    """The kinds of quantised layers and how many there are of each; None without any."""
-    return ", ".join(_counts(layers)) or None
-
-
-def _counts(layers: Sequence[str]) -> Iterator[str]:
-    for kind in dict.fromkeys(layers):
-        count = layers.count(kind)
-        yield f"{count} {'layer' if count == 1 else 'layers'} {kind}"

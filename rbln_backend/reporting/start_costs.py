@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from rbln_backend.host.cores import core_budget
+from rbln_backend.host.replaced_files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,7 @@ class StartCosts:
     def _write(self, news: Mapping[str, object]) -> None:
         older = {name: value for name, value in self._read().items() if name not in news}
         latest = dict([*older.items(), *news.items()][-_MOST_KEYS:])
-        part = self._path.with_suffix(f".{os.getpid()}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(latest))
-            part.replace(self._path)
+            replace_file(self._path, json.dumps(latest).encode())
         except OSError as error:
             logger.debug("What this start took is not kept: %s", error)

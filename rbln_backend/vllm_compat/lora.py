@@ -13,7 +13,12 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+)
 from vllm.model_executor.models import supports_lora
 
 
@@ -33,11 +38,14 @@ def adaptable_modules(model: nn.Module) -> list[str]:
 __all__ = [
     "BaseLayerWithLoRA",
     "BaseLinearLayerWithLoRA",
+    "LinearBase",
     "LoRAConfig",
     "LoRAModel",
     "LoRAModelManager",
     "LoRARequest",
+    "MergedColumnParallelLinear",
     "PunicaWrapperBase",
+    "QKVParallelLinear",
     "WorkerLoRAManager",
     "adaptable_modules",
     "parse_fine_tuned_lora_name",

@@ -11,9 +11,15 @@ from vllm.model_executor.kernels.linear import (
     MPLinearLayerConfig,
     register_linear_kernel,
 )
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.auto_awq import (
+    AutoAWQConfig,
+    AutoAWQMarlinLinearMethod,
+)
 from vllm.model_executor.layers.quantization.auto_gptq import (
     AutoGPTQConfig,
     AutoGPTQLinearMethod,
@@ -22,30 +28,61 @@ from vllm.model_executor.layers.quantization.auto_gptq import (
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
+    CompressedTensorsLinearMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
+)
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
 )
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import PlatformEnum
 
 __all__ = [
+    "Attention",
+    "AutoAWQConfig",
+    "AutoAWQMarlinLinearMethod",
     "AutoGPTQConfig",
     "AutoGPTQLinearMethod",
+    "BasevLLMParameter",
+    "BlockQuantScaleParameter",
+    "ChannelQuantScaleParameter",
     "CompressedTensorsConfig",
+    "CompressedTensorsLinearMethod",
+    "CompressedTensorsScheme",
+    "Fp8Config",
     "FusedMoEConfig",
+    "GptOssMxfp4Config",
+    "LinearBase",
     "MPLinearKernel",
     "MPLinearLayerConfig",
+    "ModelWeightParameter",
     "ParallelLMHead",
+    "PerTensorScaleParameter",
     "PlatformEnum",
     "QuantizeMethodBase",
     "RoutedExperts",
+    "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
     "get_linear_quant_method",
     "get_moe_quant_method",
+    "is_layer_skipped",
     "register_linear_kernel",
     "register_quantization_config",
     "set_weight_attrs",
+    "validate_fp8_block_shape",
 ]

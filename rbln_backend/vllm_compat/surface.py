@@ -23,7 +23,7 @@ from vllm.distributed.parallel_state import (
     get_tp_group,
     init_distributed_environment,
 )
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import (
@@ -44,7 +44,13 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.pooler import DispatchPooler, Pooler
 from vllm.model_executor.layers.pooler.seqwise import LastPool, SequencePooler
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import (
+    RotaryEmbedding,
+    RotaryEmbeddingBase,
+)
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
     LinearScalingRotaryEmbedding,
 )
@@ -181,6 +187,7 @@ __all__ = [
     "CompilationTimes",
     "CrossAttentionSpec",
     "CustomOp",
+    "DeepseekScalingRotaryEmbedding",
     "DeviceCommunicatorBase",
     "DispatchPooler",
     "EngineCoreOutput",
@@ -227,6 +234,7 @@ __all__ = [
     "Request",
     "RequestStatus",
     "RotaryEmbedding",
+    "RotaryEmbeddingBase",
     "RoutedExperts",
     "Sampler",
     "SamplerOutput",
@@ -251,6 +259,7 @@ __all__ = [
     "destroy_model_parallel",
     "get_current_vllm_config",
     "get_dp_group",
+    "get_forward_context",
     "get_hash_fn_by_name",
     "get_kv_cache_configs",
     "get_model_loader",

@@ -243,6 +243,8 @@ class EngineBuild:
             if isinstance(layer.impl, EncoderAttentionImpl):
                 continue
             table.add(f"scale:{name}", layer.impl.scale_tensor)
+            if layer.impl.alibi_slopes is not None:
+                table.add(f"alibi:{name}", layer.impl.alibi_slopes)
         for name, cache in self._kv_caches.tensors.items():
             table.add(f"{KV}{name}", cache)
         if parts.adapters is not None:

@@ -66,6 +66,7 @@ from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.kernel_start import start_kernels
+from rbln_backend.worker.startup.latent_model import install_latent_layers
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
@@ -352,6 +353,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()
+        install_latent_layers(self.vllm_config)
         root = Path(self._rbln.cache_root) / "rbln"
         if choose_device(self._rbln) == "rebel":
             return self._make_rebel_compiler(root)

@@ -8,7 +8,6 @@ answered a request.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib.metadata
 import logging
 import platform
@@ -33,6 +32,7 @@ from server.engine.socket import EngineSocket, receive_directly
 from server.engine.watch import HangWatch
 from server.engine.weight_files import refuse_damaged_weights
 from server.frontend import Frontend
+from server.host.importing import uncollected
 from server.host.tasks import aside, in_daemon_thread
 from server.settings import ServerSettings
 from server.vllm.importing import allow_stop_strings, import_vllm
@@ -122,27 +122,24 @@ class VllmLauncher:
     async def launch(self) -> VllmEngine:
         """Build the engine and prove it with one request. Raises `LaunchError`."""
         # Modules and the engine's objects live until the end: collecting finds nothing.
-        gc.disable()
-        try:
-            self._built = in_daemon_thread(self._build)
-            args, engine, socket = await asyncio.wrap_future(self._built)
-            tasks = await engine.get_supported_tasks()
-            from server.vllm.frontend import build_frontend
+        with uncollected():
+            try:
+                self._built = in_daemon_thread(self._build)
+                args, engine, socket = await asyncio.wrap_future(self._built)
+                tasks = await engine.get_supported_tasks()
+                from server.vllm.frontend import build_frontend
 
-            frontend = await build_frontend(engine, args, tasks, self._settings)
-            await self_test(engine, tasks)
-            watch = HangWatch(
-                self._settings.step_timeout_s, lambda: socket.num_messages, engine.is_sleeping
-            )
-            return VllmEngine(engine, frontend, watch)
-        except Exception as error:
-            # The boundary of start-up: whatever failed in there ends the process with a reason.
-            logger.debug("Start-up failed", exc_info=True)
-            told = ProgressReader(self._run_dir).poll().failure
-            raise launch_error(error, self._model, told) from error
-        finally:
-            gc.freeze()
-            gc.enable()
+                frontend = await build_frontend(engine, args, tasks, self._settings)
+                await self_test(engine, tasks)
+                watch = HangWatch(
+                    self._settings.step_timeout_s, lambda: socket.num_messages, engine.is_sleeping
+                )
+                return VllmEngine(engine, frontend, watch)
+            except Exception as error:
+                # The boundary of start-up: whatever failed in there ends the process with a reason.
+                logger.debug("Start-up failed", exc_info=True)
+                told = ProgressReader(self._run_dir).poll().failure
+                raise launch_error(error, self._model, told) from error
 
     async def abandon(self) -> None:
         """End the engine processes of a launch that is under way."""

@@ -7,12 +7,12 @@ one listens. Nothing here may start a thread: engine processes are forked from t
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 
 from rbln_backend import api
 from rbln_backend.host.process_life import outlive_readers
+from server.host.importing import uncollected
 from server.vllm.importing import import_vllm
 
 _PR_SET_PDEATHSIG = 1
@@ -42,15 +42,12 @@ os.register_at_fork(after_in_child=_in_child)
 # until in-flight requests are done, so it does not belong to that group.
 os.setpgid(0, 0)
 
-# Nothing that is imported here ever becomes garbage; looking for some costs a fifth.
-gc.disable()
-import_vllm()
-import vllm.model_executor.model_loader  # noqa: E402
-import vllm.model_executor.models.llama  # noqa: E402 (its layers are everybody's)
-import vllm.v1.engine.core  # noqa: E402
-import vllm.v1.executor.uniproc_executor  # noqa: E402, F401
+with uncollected():
+    import_vllm()
+    import vllm.model_executor.model_loader
+    import vllm.model_executor.models.llama  # its layers are everybody's
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor  # noqa: F401
 
-if api.is_active():
-    api.load_worker()
-gc.freeze()
-gc.enable()
+    if api.is_active():
+        api.load_worker()

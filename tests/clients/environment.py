@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.foreign_python import install, kept_python
 
 PACKAGES = Path(__file__).parent / "packages.txt"
 CACHE = Path.home() / ".cache" / "rbln-serve" / "clients"
@@ -15,13 +13,5 @@ CACHE = Path.home() / ".cache" / "rbln-serve" / "clients"
 
 def clients_python() -> Path:
     """The interpreter, its environment made at the first use; needs the package registry then."""
-    place = CACHE / hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:12]
-    if not place.exists():
-        building = place.with_name(f"{place.name}.{os.getpid()}")
-        shutil.rmtree(building, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", building], check=True)
-        command = [sys.executable, "-m", "pip", "--python", building / "bin" / "python", "install"]
-        options = ["--quiet", "--no-deps", "--only-binary", ":all:", "-r", PACKAGES]
-        subprocess.run([*command, *options], check=True)
-        building.rename(place)
-    return place / "bin" / "python"
+    key = hashlib.sha256(PACKAGES.read_bytes()).hexdigest()[:12]
+    return kept_python(CACHE / key, lambda place: install(place, "-r", str(PACKAGES)))

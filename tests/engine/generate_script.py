@@ -1,8 +1,8 @@
 """An engine of any number of ranks in a process of its own, run by ``script.run_script``.
 
-The argument is ``[checkpoint, options of AsyncEngineArgs, prompts, number of tokens]``. The result
-has the tokens of every prompt, greedily, each with its log-probability. Requests go to the
-data-parallel engines in turn.
+The argument is ``[checkpoint, options of AsyncEngineArgs, prompts, number of tokens, adapters]``,
+the last a folder or null per prompt, or empty. The result has the tokens of every prompt, greedily,
+each with its log-probability. Requests go to the data-parallel engines in turn.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from itertools import zip_longest
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 
 async def answer(
-    engine: AsyncLLM, number: int, prompt: list[int], num_tokens: int, engines: int
+    engine: AsyncLLM,
+    number: int,
+    prompt: list[int],
+    num_tokens: int,
+    engines: int,
+    lora: LoRARequest | None,
 ) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
     last = None
@@ -25,6 +32,7 @@ async def answer(
         {"prompt_token_ids": prompt},
         params,
         str(number),
+        lora_request=lora,
         data_parallel_rank=number % engines if engines > 1 else None,
     ):
         last = output.outputs[0]
@@ -35,12 +43,25 @@ async def answer(
     return {"tokens": tokens, "logprobs": logprobs}
 
 
-async def main(checkpoint: str, options: Any, prompts: list[list[int]], num_tokens: int) -> None:
+async def main(
+    checkpoint: str,
+    options: Any,
+    prompts: list[list[int]],
+    num_tokens: int,
+    adapters: list[str | None],
+) -> None:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **options))
     engines = options.get("data_parallel_size", 1)
+    folders = list(dict.fromkeys(filter(None, adapters)))
+    loras = {path: LoRARequest(path, n, path) for n, path in enumerate(folders, 1)}
     try:
+        for lora in loras.values():
+            await engine.add_lora(lora)
         answers = await asyncio.gather(
-            *(answer(engine, i, p, num_tokens, engines) for i, p in enumerate(prompts))
+            *(
+                answer(engine, i, p, num_tokens, engines, loras.get(path or ""))
+                for i, (p, path) in enumerate(zip_longest(prompts, adapters))
+            )
         )
     finally:
         engine.shutdown()

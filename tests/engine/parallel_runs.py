@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ def run_ranks(
     prompts: list[list[int]],
     *,
     environment: dict[str, str] | None = None,
+    adapters: Sequence[Path | None] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Answers of an engine with ``options`` beyond the tests' own, in a process of its own."""
+    """Answers of an engine with ``options`` beyond the tests' own, in a process of its own.
+
+    ``adapters`` has one or none for each prompt.
+    """
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     root = Path(__file__).parents[2]
     ours = {
@@ -35,7 +40,8 @@ def run_ranks(
         "VLLM_CACHE_ROOT": str(share_kernels(cache_root)),
     }
     one_thread = {"additional_config": {"rbln": {"num_threads": 1}}}
-    argument = [str(checkpoint), DEFAULTS | one_thread | options, prompts, NUM_TOKENS]
+    folders = [None if path is None else str(path) for path in adapters]
+    argument = [str(checkpoint), DEFAULTS | one_thread | options, prompts, NUM_TOKENS, folders]
     answers: list[dict[str, Any]] = run_script(
         SCRIPT, argument, inherited | ours | (environment or {}), timeout_s=TIMEOUT_S
     )

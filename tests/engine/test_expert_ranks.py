@@ -117,6 +117,7 @@ def on_two_engines(args: AsyncEngineArgs, use: Callable[[Generate], Awaitable[No
         ("gpt_oss", {}),
         ("gpt_oss", {"enable_expert_parallel": True}),
         ("mixtral", {"tensor_parallel_size": 2}),
+        ("qwen2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
 def test_two_engines_share_experts(engines: Engines, arch: str, options: dict[str, Any]) -> None:

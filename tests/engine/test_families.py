@@ -36,6 +36,8 @@ OPTIONS: dict[str, Any] = {"max_model_len": LONGEST_PROMPT + NUM_TOKENS, "block_
 CHUNKS, BATCHES = [16, 64], [1, 4]
 # vLLM lets these layers look back one token more than transformers does.
 DEVIATIONS: dict[str, dict[str, Any]] = {"cohere2": {"hf_overrides": {"sliding_window": 47}}}
+# vLLM takes the error function for bloom's GELU, transformers its approximation by tanh.
+TOLERANCES = {"bloom": 1e-2}
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -85,7 +87,7 @@ def running(
         gc.collect()
 
 
-def assert_equal(outputs: list[Any], expected: list[Reference]) -> None:
+def assert_equal(outputs: list[Any], expected: list[Reference], tolerance: float = 1e-3) -> None:
     for output, reference in zip(outputs, expected, strict=True):
         length, (completion,) = len(output.prompt_token_ids), output.outputs
         assert list(completion.token_ids) == reference.token_ids, f"prompt of {length} tokens"
@@ -93,7 +95,7 @@ def assert_equal(outputs: list[Any], expected: list[Reference]) -> None:
             assert reference.token_ids[position] in entries
             for token, entry in entries.items():
                 wanted = float(reference.logprobs[position, token])
-                assert entry.logprob == pytest.approx(wanted, abs=1e-3)
+                assert entry.logprob == pytest.approx(wanted, abs=tolerance)
 
 
 def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
@@ -133,7 +135,8 @@ def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     with running(engines, arch, tmp_path, CHUNKS[-1:], BATCHES[-1:]) as engine:
         together = engine.generate(prompts, params)
         again = engine.generate(prompts, params)
-    assert_equal(together, expected)
-    assert_equal(again, expected)
+    tolerance = TOLERANCES.get(arch, 1e-3)
+    assert_equal(together, expected, tolerance)
+    assert_equal(again, expected, tolerance)
     # One each for prefill, decode and the logits of prompts.
     assert len(list(tmp_path.rglob(PROGRAM_FILE))) == 3, "every program can be stored"

@@ -74,12 +74,3 @@ def test_bfloat16_stays_close_to_the_reference(engines: Engines) -> None:
     expected = reference_generate(engine.checkpoint, prompt, 1).logprobs[0]
     for token_id, entry in output.outputs[0].logprobs[0].items():
         assert entry.logprob == pytest.approx(float(expected[token_id]), abs=0.5)
-
-
-def test_the_published_quantisation_is_refused(engines: Engines) -> None:
-    with pytest.raises(ValueError, match=r"gpt_oss_mxfp4.* bfloat16 copy"):
-        engines.fresh(
-            "gpt_oss",
-            dtype="bfloat16",
-            hf_overrides={"quantization_config": {"quant_method": "mxfp4"}},
-        )

@@ -131,10 +131,6 @@ def test_a_layer_that_asks_for_more_is_refused_when_it_is_made(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
-            "expert parallelism over tensor-parallel and data-parallel ranks at once",
-        ),
         ({"all2all_backend": "deepep_low_latency"}, "another exchange of experts' tokens"),
         ({"pipeline_parallel_size": 2}, "data parallelism of pipelines of a mixture of experts"),
     ],

@@ -48,14 +48,13 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             "LoRA adapters of embeddings, LM heads and experts",
         ),
         ({"enable_lora": True, "lora_dtype": "bfloat16"}, "another dtype than the model"),
-        ({"enable_lora": True, "runner": "pooling"}, "LoRA adapters of models that pool"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 256},
             "Disabling chunked prefill is not supported",
         ),
         ({"pipeline_parallel_size": 8}, "--max-num-seqs 4 is below --pipeline-parallel-size 8"),
         ({"tensor_parallel_size": 2, "nnodes": 2}, "ranks on other hosts that no Ray places"),
-        ({"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters on several ranks"),
+        ({"enable_lora": True, "fully_sharded_loras": True}, "LoRA adapters that are split twice"),
         ({"ubatch_size": 2}, "batches that are run in two halves"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "context parallelism"),
         (

@@ -117,29 +117,20 @@ def test_a_bundle_carries_the_binaries(
     assert all(call["hit"] for call in elsewhere.calls("compile"))
 
 
-def test_preempted_requests_end_as_they_would_have(jobs: list[Job], tmp_path: Path) -> None:
-    """Two requests grow into their second block, and there are three blocks."""
-    prompts = [TWO_BLOCKS[:1020], TWO_BLOCKS[400:1410]]
-    job = Job(
-        jobs[0].checkpoint,
-        {"num_gpu_blocks_override": 4, "max_model_len": 2048, "enable_prefix_caching": False},
-        [prompts, [SHARED, ONE_CHUNK]],
-        max_tokens=24,
-    )
-    ran = run([job], tmp_path)
-    assert_as_transformers([job], ran)
-
-
-def test_an_abort_leaves_the_others_and_what_comes_after_alone(
+def test_preempted_and_aborted_requests_leave_the_others_alone(
     jobs: list[Job], folder: Path, cold: Ran
 ) -> None:
+    """Two requests grow into their second block, and there are three; one ends in its prompt."""
     assert cold.answers
-    batches = [[TWO_BLOCKS, ONE_CHUNK], [ONE_CHUNK, SHARED]]
+    small = {"num_gpu_blocks_override": 4, "max_model_len": 2048, "enable_prefix_caching": False}
+    prompts = [TWO_BLOCKS[:1020], TWO_BLOCKS[400:1410]]
+    preempted = Job(jobs[0].checkpoint, small, [prompts, [SHARED, ONE_CHUNK]], max_tokens=24)
     # In the middle of the first prompt, of which a later one has the beginning.
-    job = Job(jobs[0].checkpoint, batches=batches, abort_after=7)
-    ran = run([job], folder)
-    expected = [[[], *batch[1:]] for batch in job.expected()]
-    assert ran.answers == [expected]
+    batches = [[TWO_BLOCKS, ONE_CHUNK], [ONE_CHUNK, SHARED]]
+    aborted = Job(jobs[0].checkpoint, batches=batches, abort_after=7)
+    ran = run([preempted, aborted], folder)
+    expected = [[[], *batch[1:]] for batch in aborted.expected()]
+    assert ran.answers == [preempted.expected(), expected]
 
 
 def test_a_host_without_an_npu_compiles_for_one_that_has_it(

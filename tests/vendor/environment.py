@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.foreign_python import install, kept_python, run
 from tests.sdk_double.launch import double_environment
 
 WHEELS = ("vllm-rbln==0.12.0", "torch-rbln==0.12.0", "numba==0.68.1", "llvmlite==0.50.0")
@@ -29,13 +27,7 @@ def vendor_python() -> Path:
     """The interpreter, its environment made at the first use; needs the package registry then."""
     site = Path(sysconfig.get_paths()["purelib"])
     key = hashlib.sha256("\n".join((*WHEELS, *sorted(_shared(site)))).encode()).hexdigest()[:12]
-    place = CACHE / key
-    if not place.exists():
-        building = place.with_name(f"{key}.{os.getpid()}")
-        shutil.rmtree(building, ignore_errors=True)
-        _build(building, site)
-        building.rename(place)
-    return place / "bin" / "python"
+    return kept_python(CACHE / key, lambda place: _fill(place, site))
 
 
 def _shared(site: Path) -> Iterable[str]:
@@ -43,15 +35,9 @@ def _shared(site: Path) -> Iterable[str]:
     return (name for name in names if not name.startswith(_OURS) and not name.endswith(".pth"))
 
 
-def _build(place: Path, site: Path) -> None:
-    _run([sys.executable, "-m", "venv", "--without-pip", str(place)])
+def _fill(place: Path, site: Path) -> None:
     # Wheels go in first: links to packages of ours must not be written through.
-    _run(
-        [
-            *(sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"),
-            *("--quiet", "--no-deps", "--only-binary", ":all:", *WHEELS),
-        ]
-    )
+    install(place, *WHEELS)
     theirs = next((place / "lib").glob("python*")) / "site-packages"
     for name in _shared(site):
         if not (theirs / name).exists():
@@ -65,7 +51,7 @@ def native_library() -> Path:
     if not (place / "librbln.so").exists():
         place.mkdir(parents=True, exist_ok=True)
         made = place / f"librbln.{os.getpid()}"
-        _run(
+        run(
             [
                 *("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall"),
                 *("-Wl,-soname,librbln.so", "-o", str(made), str(source)),
@@ -113,8 +99,3 @@ def torch_rbln_variables() -> dict[str, str]:
         "LD_LIBRARY_PATH": str(native_library()),
         "PYTHONPATH": os.pathsep.join((ours, str(alone))),
     }
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command[:6]}: {done.stderr[-3000:]}"

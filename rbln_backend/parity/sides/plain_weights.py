@@ -1,26 +1,18 @@
-"""A checkpoint's weights as transformers multiplies by them: unpacked, and with an adapter added.
-
-Words are unpacked here as the formats' documents say, with none of the engine's code: what reads
-them in the engine is on trial.
-"""
+"""A checkpoint's weights as transformers multiplies by them: unpacked, an adapter added."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from rbln_backend.parity.checkpoint_folder import downloaded_folder
-
-Tensors = dict[str, Tensor]
+from rbln_backend.parity.sides.plain_formats import Tensors, unpacked
 
 _ADAPTED = "base_model.model."
 # Fields of adapter_config.json that would make other sums than scale * B A.
@@ -61,23 +53,6 @@ def read_weights(folder: Path) -> Tensors:
     return found
 
 
-def unpacked(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensors:
-    """Weights float32 for compressed-tensors' `weight_packed` and GPTQ's `qweight`; the rest as is.
-
-    `quantization` is the `quantization_config` of config.json.
-    """
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        stem, _, kind = name.rpartition(".")
-        if kind == "weight_packed":
-            found[f"{stem}.weight"] = _compressed(tensors, stem)
-        elif kind == "qweight":
-            found[f"{stem}.weight"] = _gptq(tensors, stem, quantization)
-        elif not _belongs_to_packed(tensors, stem, kind):
-            found[name] = tensor
-    return found
-
-
 def add_adapter(tensors: Tensors, folder: Path) -> None:
     """Add a LoRA adapter in PEFT's files to its weights, which become float32.
 
@@ -97,40 +72,3 @@ def add_adapter(tensors: Tensors, folder: Path) -> None:
             raise ValueError(f"{folder} adapts {target}, which the checkpoint does not have")
         delta = matrices[name.replace(".lora_A.", ".lora_B.")].float() @ down.float()
         tensors[target] = tensors[target].float() + delta * (config["lora_alpha"] / rank)
-
-
-def _belongs_to_packed(tensors: Mapping[str, Tensor], stem: str, kind: str) -> bool:
-    if f"{stem}.weight_packed" in tensors:
-        return kind in ("weight_scale", "weight_shape")
-    return f"{stem}.qweight" in tensors and kind in ("scales", "qzeros", "g_idx")
-
-
-def _compressed(tensors: Mapping[str, Tensor], stem: str) -> Tensor:
-    """Symmetric numbers [N, K], stored plus half of their range, and scales [N, groups]."""
-    packed, scales = tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
-    depth = int(tensors[f"{stem}.weight_shape"][1])
-    bits = 32 * packed.shape[1] // depth
-    numbers = _fields(packed, bits)[:, :depth] - 2 ** (bits - 1)
-    by_group = numbers.reshape(len(numbers), scales.shape[1], -1)
-    weight: Tensor = by_group * scales.float().unsqueeze(-1)
-    return weight.flatten(1)
-
-
-def _gptq(tensors: Mapping[str, Tensor], stem: str, quantization: Mapping[str, Any]) -> Tensor:
-    """Numbers [K, N] packed along K, and scales and zero points [groups, N], of N packed."""
-    groups = tensors[f"{stem}.g_idx"].long()
-    packed = tensors[f"{stem}.qweight"]
-    bits = 32 * packed.shape[0] // len(groups)
-    numbers = _fields(packed.t(), bits).t()
-    # The first version of the format stores zero points less one.
-    less = 0 if quantization.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = _fields(tensors[f"{stem}.qzeros"], bits) + less
-    scales = tensors[f"{stem}.scales"].float()
-    return ((numbers - zeros[groups]) * scales[groups]).t().contiguous()
-
-
-def _fields(words: Tensor, bits: int) -> Tensor:
-    """The unsigned numbers int64 in words int32 [..., W], the lowest bits first: [..., numbers]."""
-    shifts = torch.arange(0, 32, bits)
-    found: Tensor = (words.long().unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return found.flatten(-2)

@@ -18,11 +18,12 @@ def start_kernels(
 ) -> tuple[Compiler, KernelSet]:
     """The emulated compiler; ``progress`` hears what the start will take, and of a build."""
     builds = builds_kernels(rbln)
-    progress.expect(estimate.phases_s(builds_kernels=builds))
+    expected = estimate.phases_s(builds_kernels=builds)
+    progress.expect(expected)
     if not builds:
         return make_emulated_compiler(rbln)
-    expected = estimate.costs.kernels_s()
-    progress.phase("init", f"building the kernels for this CPU, about {expected:.0f} s, once")
+    told = f"building the kernels for this CPU, about {expected['init']:.0f} s, once"
+    progress.phase("init", told)
     started = time.perf_counter()
     made = make_emulated_compiler(rbln, partial(progress.step, "building the kernels: files"))
     estimate.costs.keep_kernels(time.perf_counter() - started)

@@ -31,6 +31,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
 )
 from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.startup.latent_model import install_latent_layers
 from rbln_backend.worker.startup.quantized_model import register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
 from rbln_backend.worker.step.host_pooler import HostPooler
@@ -69,6 +70,7 @@ def prepare(config: VllmConfig) -> Preflight:
         install_layers()
     register_quantization(config)
     install_expert_layers()
+    install_latent_layers(config)
     tables = bucket_tables(config, rbln)
     whole = _of_one_rank(config)
     with _process_groups(whole):
@@ -112,7 +114,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         # vLLM's part of it takes a while to import.
         from rbln_backend.vllm_compat.lora import supports_lora
 
-        if not supports_lora(skeleton.model):
+        # Of latent attention a projection is taken apart: adapters of it would have no effect.
+        if not supports_lora(skeleton.model) or config.model_config.use_mla:
             raise LORA_MODEL.refusal(config.model_config.architecture)
     if not generates(config):
         # Raises where a prefix hit would hide tokens from the pooler.

@@ -6,7 +6,7 @@ import sys
 
 from torch import nn
 
-from rbln_backend.quantization.schemes import summary
+from rbln_backend.quantization.weights import summary
 from rbln_backend.vllm_compat.surface import VllmConfig
 
 _CONFIGS = "rbln_backend.quantization.configs"

@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
+from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
 from tests.server.commands.warm_cli import WarmCli
@@ -147,6 +148,23 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
     assert "--tensor-parallel-size" in told["reason"]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (Recipe(format="fp8", block=(64, 128)), "W8A16 FP8 group 128 (published as FP8 W8A8)"),
+        (Recipe(format="awq"), "W4A16 group 64 with zero points"),
+    ],
+    ids=["fp8", "awq"],
+)
+def test_how_weights_are_quantised_is_told(
+    check: Check, folder: Any, recipe: Recipe, told: str
+) -> None:
+    path = folder({**LLAMA, "quantization_config": quantization_config(recipe)})
+    done = check(path, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert f": 16 layers {told}" in done.stdout
+
+
 @pytest.mark.parametrize("feature", CANNOT_RUN)
 def test_what_cannot_run_is_refused_with_the_reason(
     verdict: Verdict, folder: Any, feature: str
@@ -160,10 +178,10 @@ def test_what_cannot_run_is_refused_with_the_reason(
 
 
 def test_a_refusal_is_one_line(check: Check, folder: Any) -> None:
-    done = check(folder(CANNOT_RUN["MLA"][0]))
+    done = check(folder(CANNOT_RUN["dual chunk attention"][0]))
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
-    assert line.startswith("This model cannot run: multi-head latent attention (MLA): ")
+    assert line.startswith("This model cannot run: dual chunk attention: ")
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from tests.adapters import make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.pooling_checkpoints import classifier, encoder, sentence_transformer
 from tests.pooling_reference import class_logits, hidden_states, pooled
@@ -36,9 +37,17 @@ def checkpoint(checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_adapter(checkpoint, tmp_path_factory.mktemp("adapter"), rank=8)
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoint: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
     # Nothing says that the model pools but its own files.
-    flags = ("--max-prompts", "40", "--max-queue-s", "3")
+    lora = ("--enable-lora", "--lora-modules", f"adapted={adapter}")
+    flags = ("--max-prompts", "40", "--max-queue-s", "3", *lora)
     with RealServer(checkpoint, tmp_path_factory.mktemp("s"), *flags) as up:
         up.until_ready()
         yield up
@@ -59,7 +68,7 @@ def difference(actual: list[float], expected: torch.Tensor) -> float:
 
 
 def test_it_says_what_it_is(server: RealServer, client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny", "adapted"]
     graphs = server.client.get("/readyz").json()["graphs"]
     assert graphs["done"] == graphs["total"] == server.metric('rbln_graphs{kind="pooling"') > 0
     assert server.metric("rbln_graphs{") == graphs["total"]
@@ -81,6 +90,17 @@ def test_texts_in_both_encodings(
     assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum(map(len, ids))
     single = client.embeddings.create(model="tiny", input=LONG)
     assert single.data[0].embedding == packed.data[1].embedding, "company changes no bit"
+
+
+def test_an_adapter_embeds_by_its_name(
+    client: openai.OpenAI, checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    prompt = list(range(5, 80))
+    answer = client.embeddings.create(model="adapted", input=prompt)
+    expected = pooled(merge(checkpoint, adapter, tmp_path / "merged"), prompt, "LAST")
+    assert difference(answer.data[0].embedding, expected) < 1e-4
+    plain = client.embeddings.create(model="tiny", input=prompt)
+    assert difference(plain.data[0].embedding, expected) > 1e-2
 
 
 def test_token_ids_and_dimensions(client: openai.OpenAI, checkpoint: Path) -> None:

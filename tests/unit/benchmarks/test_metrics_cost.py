@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,6 @@ def test_the_report_says_whether_the_target_is_met() -> None:
     assert "**met** (largest median +0.50%)" in report
     assert "batch 1: 5.00% of a step" in report
     slow = Pairs("HTTP", "ms a token", [(103.0, 100.0)], 0.0)
-    dearer = Run(**{**{f: getattr(run, f) for f in run.__slots__}, "loads": [slow]})
+    dearer = replace(run, loads=[slow])
     assert "missed by 2.00%" in markdown(dearer)
     assert '"label": "HTTP"' in to_json(dearer)

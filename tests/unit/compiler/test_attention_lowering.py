@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.attention.ops import EmulatedAttention
+from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.program import Program
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         self.register_buffer("scale", torch.tensor(HEAD_SIZE**-0.5))
         shape = (4, 2, KV_HEADS, 1, 16, HEAD_SIZE)
         self.register_buffer("cache", torch.randn(shape).transpose(0, int(custom)).contiguous())
-        self.attention = EmulatedAttention(use_custom_kernel=custom)
+        self.attention = EmulatedAttention(AttentionOptions(), use_custom_kernel=custom)
 
     def forward(self, x: Tensor, positions: Tensor, starts: Tensor, tables: Tensor) -> Tensor:
         ops, batch = torch.ops.rbln_emulator, starts.shape[0]

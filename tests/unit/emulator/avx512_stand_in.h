@@ -104,6 +104,42 @@ inline __m512 dot_pairs(__m512 sums, __m512bh a, __m512bh b) {
   });
 }
 
+// Each bit picks its result from the eight of `table`.
+template <int table>
+inline __m512i combine(__m512i a, __m512i b, __m512i c) {
+  uint64_t of_a[8], of_b[8], of_c[8], result[8] = {};
+  std::memcpy(of_a, &a, 64);
+  std::memcpy(of_b, &b, 64);
+  std::memcpy(of_c, &c, 64);
+  for (int i = 0; i < 8; ++i)
+    for (int bit = 0; bit < 64; ++bit) {
+      const int index =
+          int((of_a[i] >> bit & 1) << 2 | (of_b[i] >> bit & 1) << 1 | (of_c[i] >> bit & 1));
+      result[i] |= uint64_t(table >> index & 1) << bit;
+    }
+  __m512i whole;
+  std::memcpy(&whole, result, 64);
+  return whole;
+}
+
+inline __m512i repeat(__m128i quarter) {
+  __m512i whole;
+  for (int i = 0; i < 4; ++i) std::memcpy(reinterpret_cast<char*>(&whole) + 16 * i, &quarter, 16);
+  return whole;
+}
+
+// Within each quarter; an index with its highest bit set gives zero.
+inline __m512i shuffle_bytes(__m512i entries, __m512i indices) {
+  uint8_t of_entries[64], of_indices[64], result[64];
+  std::memcpy(of_entries, &entries, 64);
+  std::memcpy(of_indices, &indices, 64);
+  for (int i = 0; i < 64; ++i)
+    result[i] = of_indices[i] & 0x80 ? 0 : of_entries[i / 16 * 16 + (of_indices[i] & 15)];
+  __m512i whole;
+  std::memcpy(&whole, result, 64);
+  return whole;
+}
+
 }  // namespace stand_in
 
 #define _mm512_fmadd_ps stand_in::fmadd
@@ -113,6 +149,11 @@ inline __m512 dot_pairs(__m512 sums, __m512bh a, __m512bh b) {
 #define _mm512_slli_epi32 stand_in::shift_left
 #define _mm512_cvtph_ps stand_in::from_half
 #define _mm512_madd_epi16 stand_in::multiply_words
+#define _mm512_set1_epi32(value) ((__m512i)(VecU{} + uint32_t(value)))
+#define _mm512_broadcast_i32x4 stand_in::repeat
+#define _mm512_shuffle_epi8 stand_in::shuffle_bytes
+#undef _mm512_ternarylogic_epi32
+#define _mm512_ternarylogic_epi32(a, b, c, table) stand_in::combine<table>(a, b, c)
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(value, rounding) stand_in::to_half<rounding>(value)
 #define _mm512_dpbf16_ps stand_in::dot_pairs

@@ -45,6 +45,9 @@ class Attention:
     fill: float = 0.0  # of the cache before anything is written
     sinks: Tensor | None = None
     soft_cap: float | None = None
+    slopes: Tensor | None = None
+    chunk: int | None = None
+    value_size: int | None = None  # where it is not the keys'
     scale: Tensor = field(init=False)
     cache: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -60,13 +63,18 @@ class Attention:
         self.cache = torch.full(shape, self.fill, dtype=self.dtype)
         order = torch.randperm(blocks - 1) + 1
         self.tables = order.view(self.batch, partitions).to(torch.int32)
-        self.q = self._tokens(self.kv_heads, self.group)
-        self.k = self._tokens(self.kv_heads, 1)
-        self.v = self._tokens(self.kv_heads, 1)
+        self.q = self._tokens(self.kv_heads, self.group, self.head_size)
+        self.k = self._tokens(self.kv_heads, 1, self.head_size)
+        self.v = self._tokens(self.kv_heads, 1, self.value_size or self.head_size)
 
-    def _tokens(self, heads: int, group: int) -> Tensor:
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What a layer may ask for, as the causal ops take it."""
+        return self.sinks, self.soft_cap, self.slopes, self.chunk
+
+    def _tokens(self, heads: int, group: int, size: int) -> Tensor:
         # As the model gives them: [B, L, H, G, D] in memory, seen as [B, H, G, L, D].
-        made = torch.randn(self.batch, self.length, heads, group, self.head_size)
+        made = torch.randn(self.batch, self.length, heads, group, size)
         return made.to(self.dtype).permute(0, 2, 3, 1, 4)
 
     def prefill(self, begin: int, end: int, row: int = 0) -> Tensor:
@@ -75,7 +83,7 @@ class Attention:
         out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_prefill(
             *(self.q[part], self.k[part], self.v[part], self.cache, self.scale),
             torch.tensor([[begin]], dtype=torch.int32),
-            *(self.tables[row], self.scale, self.sinks, self.soft_cap),
+            *(self.tables[row], self.scale, *self.options),
         )
         return out[0]
 
@@ -86,7 +94,7 @@ class Attention:
         starts = torch.tensor(positions, dtype=torch.int32).unsqueeze(1)
         out: Tensor = torch.ops.rbln_emulated_ops.flash_causal_attention_naive_decode(
             *(q.contiguous(), k.contiguous(), v.contiguous(), self.cache, self.scale),
-            *(starts, self.tables, self.scale, self.sinks, self.soft_cap),
+            *(starts, self.tables, self.scale, *self.options),
         )
         return out
 
@@ -96,7 +104,13 @@ class Attention:
         scores = q @ k.transpose(-1, -2) * float(self.scale)
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        seen = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        rows = torch.arange(self.length)
+        distance = rows[:, None] - rows
+        if self.slopes is not None:
+            scores -= self.slopes.double().reshape(self.kv_heads, self.group, 1, 1) * distance
+        seen = distance >= 0
+        if self.chunk is not None:
+            seen &= rows[:, None] // self.chunk == rows // self.chunk
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
             sink = self.sinks.double().reshape(self.kv_heads, self.group, 1, 1)

@@ -146,6 +146,32 @@ def test_scores_that_a_cap_saturates_and_zero() -> None:
     assert_near(run.prefill(0, 50), run.expected(), scale=10)
 
 
+OPTIONS = {
+    "slopes": {"slopes": torch.tensor([0.5, 0.0625, 2.0, 0.01, 0.3, 0.007])},
+    "chunk": {"chunk": 24},
+    "a chunk of many tiles": {"chunk": 150},
+    "values": {"value_size": 24},
+    "all": {"slopes": torch.linspace(0.01, 0.6, 6), "chunk": 70, "value_size": 48, "soft_cap": 4.0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_slopes_chunks_and_narrow_values(name: str, dtype: torch.dtype) -> None:
+    run = make((2, 3, 64, 32, 200), dtype, fill=float("nan"), **OPTIONS[name])
+    whole = run.prefill(0, 200)
+    assert_near(whole, run.expected())
+    for size in (1, 37, 64):
+        run.cache.fill_(float("nan"))
+        parts = [run.prefill(a, min(a + size, 200)) for a in range(0, 200, size)]
+        assert torch.equal(torch.cat(parts, dim=2), whole), size
+    for position in (0, 23, 24, 150, 199):
+        assert torch.equal(run.decode([position])[0, :, :, 0], whole[:, :, position])
+    arguments = (run.q, run.k, run.v, run.cache, run.scale, torch.tensor([[0]]), run.tables)
+    plain = fallback.BODIES["rbln_emulated_ops"]["flash_causal_attention_naive_prefill"]
+    assert_near(plain(*arguments, run.scale, *run.options)[0], run.expected())
+
+
 def test_a_chunk_goes_on_where_another_ended_and_one_block_ops_agree() -> None:
     run = make((2, 2, 32, 64, 60), torch.float32)
     whole = run.prefill(0, 60)

@@ -21,10 +21,14 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     scale, cache = torch.randn(64).to(dtype), torch.randn(9, 16).to(dtype)
     x, residual, weight = (t.to(dtype) for t in (x, residual, weight))
     packed = fallback.pack_linear_weight(weight)
+    matrices = torch.randn(2, 33, 32).to(dtype)
+    heads = torch.stack([fallback.pack_linear_weight(matrix) for matrix in matrices]), 33
     return [
         ("pack_linear_weight", (weight,)),
         ("linear", (x, packed, None, 33)),
         ("linear", (x.view(2, 3, 64)[:, 1:], packed, torch.randn(33).to(dtype), 33)),
+        ("linear_heads", (x.view(3, 2, 64)[..., 8:40], *heads)),
+        ("latent_attention", latent_arguments(dtype)),
         ("rms_norm", (x[::2], scale, 1e-5)),
         ("fused_add_rms_norm", (x, residual, scale, 1e-5)),
         ("layer_norm", (x[::2], scale, residual[0], 1e-5)),
@@ -35,6 +39,16 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
     ]
+
+
+def latent_arguments(dtype: torch.dtype) -> tuple[object, ...]:
+    """Two requests of three tokens, over pages of four."""
+    q, kv_c, k_pe, cache = (
+        torch.randn(shape).to(dtype)
+        for shape in ((6, 5, 40), (6, 24), (6, 16), (7, 1, 1, 1, 4, 40))
+    )
+    starts, tables = torch.tensor([[0], [5]]), torch.tensor([[3, 0], [1, 6]])
+    return q, kv_c, k_pe, cache, torch.tensor(0.2), starts, tables, 2
 
 
 def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:

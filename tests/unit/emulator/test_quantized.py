@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,36 +20,77 @@ from tests.unit.emulator.cases import DTYPES, RELATIVE, for_thread_counts
 
 OPS = torch.ops.rbln_emulator
 WHOLE = -1
+BITS = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
+FORMATS = tuple(BITS)
+"""As the op knows them; "uint4" is "int4" with zero points."""
 SHAPES = [
-    # bits, rows, columns, depth, group
-    *((4, 1, 16, 64, 64), (8, 1, 33, 128, 64), (4, 3, 100, 256, 128), (8, 6, 48, 40, WHOLE)),
-    *(
-        (4, 7, 15, 72, WHOLE),
-        (8, 13, 130, 512, 128),
-        (4, 40, 20, 192, 64),
-        (8, 200, 16, 576, WHOLE),
-    ),
+    # format, rows, columns, depth, group
+    *(("int4", 1, 16, 64, 64), ("int8", 1, 33, 128, 64), ("int4", 3, 100, 256, 128)),
+    *(("int8", 6, 48, 40, WHOLE), ("int4", 7, 15, 72, WHOLE), ("int8", 13, 130, 512, 128)),
+    *(("int4", 40, 20, 192, 64), ("int8", 200, 16, 576, WHOLE)),
+    *(("uint4", 1, 33, 128, 64), ("uint4", 14, 48, 384, 128)),
+    *(("e4m3", 1, 16, 128, 128), ("e4m3", 5, 50, 76, WHOLE), ("e4m3", 27, 40, 384, 64)),
+    *(("e2m1", 1, 16, 32, 32), ("e2m1", 3, 50, 160, 32), ("e2m1", 20, 40, 288, 32)),
 ]
+
+
+def e4m3(code: int) -> float:
+    """The value of a byte: sign, four bits of exponent with bias 7, three of mantissa."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+    return -size if code & 128 else size
+
+
+def e2m1(code: int) -> float:
+    """The value of a nibble: sign, two bits of exponent with bias 1, one of mantissa."""
+    size = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code & 7]
+    return -size if code & 8 else size
 
 
 class Weight:
     """A random weight and the scales that its dtype holds."""
 
-    def __init__(self, bits: int, columns: int, depth: int, group: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, written: str, columns: int, depth: int, group: int, dtype: torch.dtype
+    ) -> None:
         group = depth if group == WHOLE else group
-        self.bits, self.columns = bits, columns
-        # Every field of every word has some of all its values.
-        words = torch.randint(-(2**31), 2**31, (columns, depth * bits // 32)).int()
-        scales = ((torch.rand(columns, depth // group) + 0.5) * 2.0 ** (1 - bits)).to(dtype)
-        values = unpack_fields(words, bits).double().unflatten(1, (-1, group))
-        self.values = (values * scales.double().unsqueeze(-1)).flatten(1)
+        bits, shape = BITS[written], (columns, depth // group)
+        self.format, self.columns = "int4" if written == "uint4" else written, columns
+        # Every field of every word has some of all its values, but for the NaN of e4m3.
+        numbers = torch.randint(0, 2**bits, (columns, depth))
+        if written == "e4m3":
+            numbers[numbers % 128 == 127] = 3
+        words = (numbers.unflatten(1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).int()
+        scales = ((torch.rand(shape) + 0.5) * 2.0 ** (1 - bits)).to(dtype)
+        factors, zeros = scales.double(), None
+        if written == "e2m1":
+            scales = torch.randint(120, 127, shape, dtype=torch.uint8)
+            factors = 2.0 ** (scales.double() - 127)
+        if written == "uint4":
+            zeros = torch.randint(0, 16, shape, dtype=torch.uint8)
+        values = self._values(written, numbers, zeros).unflatten(1, (-1, group))
+        self.values = (values * factors.unsqueeze(-1)).flatten(1)
+        self.zeros = None if zeros is None else pack_scales(zeros)
         self.transposed = pack_transposed_words(words.t().contiguous())
         self.words, self.scales = pack_words(words.clone()), pack_scales(scales)
 
+    @staticmethod
+    def _values(written: str, numbers: Tensor, zeros: Tensor | None) -> Tensor:
+        if zeros is not None:
+            spread = zeros.repeat_interleave(numbers.shape[1] // zeros.shape[1], dim=1)
+            return (numbers - spread).double()
+        if written in ("e4m3", "e2m1"):
+            value = {"e4m3": e4m3, "e2m1": e2m1}[written]
+            return torch.tensor([value(code) for code in range(256)]).double()[numbers]
+        return (numbers - 2 ** (BITS[written] - 1)).double()
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.words, self.scales, self.zeros
+
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        product: Tensor = OPS.quantized_linear(
-            x, self.words, self.scales, bias, self.columns, self.bits
-        )
+        product: Tensor = OPS.quantized_linear(x, *self.parts, bias, self.columns, self.format)
         return product
 
 
@@ -56,7 +99,7 @@ def assert_near(actual: Tensor, x: Tensor, weight: Weight, bias: Tensor) -> None
     exact = x.double() @ weight.values.T
     terms = x.double().abs() @ weight.values.abs().T
     blunt = 0.0
-    if x.dtype != torch.float32:
+    if x.dtype != torch.float32 and weight.format != "e4m3":
         largest = x.double().abs().amax(-1, keepdim=True)
         blunt = 2.0**-15 * (largest @ weight.values.abs().sum(1, keepdim=True).T)
     exact = exact + bias.double()
@@ -72,33 +115,53 @@ def test_the_first_field_is_the_lowest() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "rows", "columns", "depth", "group"), SHAPES)
+@pytest.mark.parametrize(("written", "rows", "columns", "depth", "group"), SHAPES)
 def test_equals_float64(
-    bits: int, rows: int, columns: int, depth: int, group: int, dtype: torch.dtype
+    written: str, rows: int, columns: int, depth: int, group: int, dtype: torch.dtype
 ) -> None:
-    weight = Weight(bits, columns, depth, group, dtype)
+    weight = Weight(written, columns, depth, group, dtype)
     x, bias = torch.randn(rows, depth).to(dtype), torch.randn(columns).to(dtype)
     assert_near(weight.product(x, bias), x, weight, bias)
     assert torch.equal(weight.transposed, weight.words)
-    plain = dequantize(weight.words, weight.scales, columns, bits)
-    assert torch.equal(plain, weight.values.float())
-    args = (x, weight.words, weight.scales, bias, columns, bits)
+    assert torch.equal(dequantize(*weight.parts, columns, weight.format), weight.values.float())
+    args = (x, *weight.parts, bias, columns, weight.format)
     assert_near(fallback.quantized_linear(*args), x, weight, bias)
+
+
+@pytest.mark.parametrize("written", ["e4m3", "e2m1"])
+def test_every_float_is_the_number_that_it_stands_for(written: str) -> None:
+    """One input at a time: the product is the weight, for all codes and scales."""
+    bits, depth = BITS[written], 32
+    codes = [code for code in range(2**bits) if code % 128 != 127]
+    numbers = torch.tensor(codes * depth)[: len(codes) // 4 * 4 * depth].view(-1, depth)
+    words = (numbers.unflatten(1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words).int()
+    scales = torch.full((len(numbers), 1), 2.0**-100)
+    factors = scales.double()
+    if written == "e2m1":
+        scales = (torch.arange(len(numbers)) * 17 % 250).to(torch.uint8).unsqueeze(1)
+        factors = 2.0 ** (scales.double() - 127)
+    value = {"e4m3": e4m3, "e2m1": e2m1}[written]
+    exact = torch.tensor([value(code) for code in range(2**bits)]).double()[numbers] * factors
+    parts = (pack_words(words), pack_scales(scales), None, None)
+    product = OPS.quantized_linear(torch.eye(depth), *parts, len(numbers), written)
+    assert torch.equal(product.T, exact.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2.0**-100, 1e-30, 1.0, 1e3])
-def test_activations_of_any_size(size: float, dtype: torch.dtype) -> None:
-    weight = Weight(4, 32, 128, 64, dtype)
+@pytest.mark.parametrize("written", ["int4", "e2m1"])
+def test_activations_of_any_size(size: float, dtype: torch.dtype, written: str) -> None:
+    weight = Weight(written, 32, 128, 64 if written == "int4" else 32, dtype)
     x = (torch.randn(4, 128).clamp(-2, 2) * size).to(dtype)
     x[1] = 0
     assert_near(weight.product(x), x, weight, torch.zeros(32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_every_row_has_the_bits_it_has_alone(bits: int, dtype: torch.dtype) -> None:
-    weight = Weight(bits, 50, 704, 64, dtype)
+@pytest.mark.parametrize("written", FORMATS)
+def test_every_row_has_the_bits_it_has_alone(written: str, dtype: torch.dtype) -> None:
+    weight = Weight(written, 50, 704, 32 if written == "e2m1" else 64, dtype)
     x = torch.randn(110, 704).to(dtype)
     alone = torch.cat([weight.product(row) for row in x.split(1)])
     for rows in (*range(2, 20), 48, 96, 97, 110):
@@ -109,8 +172,11 @@ def test_every_row_has_the_bits_it_has_alone(bits: int, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_stays_alone(value: float, dtype: torch.dtype) -> None:
-    weight = Weight(8, 40, 128, 64, dtype)
+@pytest.mark.parametrize("written", ["int8", "uint4", "e4m3", "e2m1"])
+def test_a_row_that_is_not_finite_stays_alone(
+    value: float, dtype: torch.dtype, written: str
+) -> None:
+    weight = Weight(written, 40, 128, 32 if written == "e2m1" else 64, dtype)
     x = torch.randn(9, 128).to(dtype)
     clean = weight.product(x)
     x[4, 77] = value
@@ -121,20 +187,31 @@ def test_a_row_that_is_not_finite_stays_alone(value: float, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
-def test_experts_equal_plain_ones(activation: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "activation"),
+    [
+        ("int4", "int4", "silu"),
+        ("e2m1", "e2m1", "swigluoai"),
+        ("uint4", "int8", "silu"),
+        ("int8", "uint4", "silu"),
+        ("e4m3", "e2m1", "silu"),
+    ],
+)
+def test_experts_equal_plain_ones(
+    first: str, second: str, activation: str, dtype: torch.dtype
+) -> None:
     count, hidden, inner, rows = 5, 128, 64, 9
-    w13 = [Weight(4, 2 * inner, hidden, 64, dtype) for _ in range(count)]
-    w2 = [Weight(4, hidden, inner, 64, dtype) for _ in range(count)]
+    w13, w2 = (
+        [
+            Weight(written, columns, depth, 32 if written == "e2m1" else 64, dtype)
+            for _ in range(count)
+        ]
+        for written, columns, depth in ((first, 2 * inner, hidden), (second, hidden, inner))
+    )
     x = torch.randn(rows, hidden).to(dtype)
     weights, ids = OPS.moe_route(torch.randn(rows, count), 2, True, None, None)
     biases = torch.randn(count, 2 * inner).to(dtype), torch.randn(count, hidden).to(dtype)
-    stacked = [
-        torch.stack([getattr(weight, name) for weight in stack])
-        for stack in (w13, w2)
-        for name in ("words", "scales")
-    ]
-    experts = (*stacked[:2], biases[0], *stacked[2:], biases[1], 4, inner, activation)
+    experts = (*_stacked(w13, biases[0]), *_stacked(w2, biases[1]), inner, activation)
     mixed = OPS.quantized_moe(x, weights, ids, *experts)
     plain = [torch.stack([weight.values.float() for weight in stack]) for stack in (w13, w2)]
     exact = fallback_moe.moe(
@@ -148,20 +225,37 @@ def test_experts_equal_plain_ones(activation: str, dtype: torch.dtype) -> None:
     table = torch.zeros(rows, count).scatter(1, ids.long(), weights)
     counts = (table != 0).sum(0, dtype=torch.int32)
     assert torch.equal(OPS.quantized_moe_masked(x, table, counts, *experts), mixed)
+    ids[3, 0] = -1
+    one_less = OPS.quantized_moe(x, weights, ids, *experts).float()
     slow = fallback_moe.quantized_moe(x, weights, ids, *experts)
     torch.testing.assert_close(
-        slow.float(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+        slow.float(), one_less, rtol=tolerance, atol=tolerance * float(exact.abs().max())
     )
 
 
+def _stacked(
+    weights: list[Weight], bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, str]:
+    words, scales = (
+        torch.stack([getattr(weight, name) for weight in weights]) for name in ("words", "scales")
+    )
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return words, scales, torch.stack(zeros) if zeros else None, bias, weights[0].format
+
+
 def test_what_does_not_fit_is_refused() -> None:
-    weight = Weight(4, 32, 128, 64, torch.float32)
-    x = torch.randn(2, 128)
-    with pytest.raises(RuntimeError, match="bits is 3, known are 4 and 8"):
-        OPS.quantized_linear(x, weight.words, weight.scales, None, 32, 3)
-    with pytest.raises(RuntimeError, match="not that of a packed 4-bit weight"):
-        OPS.quantized_linear(x[:, :64].contiguous(), weight.words, weight.scales, None, 32, 4)
-    with pytest.raises(RuntimeError, match="not that of a packed 8-bit weight"):
-        OPS.quantized_linear(x, weight.words, weight.scales, None, 32, 8)
+    weight = Weight("int4", 32, 128, 64, torch.float32)
+    x, parts = torch.randn(2, 128), (weight.words, weight.scales)
+    with pytest.raises(RuntimeError, match="format is 'int3', known are int4, int8, e4m3 and e2m1"):
+        OPS.quantized_linear(x, *parts, None, None, 32, "int3")
+    with pytest.raises(RuntimeError, match="not that of a packed int4 weight"):
+        OPS.quantized_linear(x[:, :64].contiguous(), *parts, None, None, 32, "int4")
+    with pytest.raises(RuntimeError, match="not that of a packed e4m3 weight"):
+        OPS.quantized_linear(x, *parts, None, None, 32, "e4m3")
     with pytest.raises(RuntimeError, match="do not share"):
-        OPS.quantized_linear(x, weight.words, weight.scales.repeat(1, 2, 1), None, 32, 4)
+        OPS.quantized_linear(x, parts[0], parts[1].repeat(1, 2, 1), None, None, 32, "int4")
+    with pytest.raises(RuntimeError, match="scales of e2m1 have dtype"):
+        OPS.quantized_linear(x, *parts, None, None, 32, "e2m1")
+    with pytest.raises(RuntimeError, match="zeros of int4 has shape"):
+        zeros = parts[1][:, :1].byte().contiguous()
+        OPS.quantized_linear(x, *parts, zeros, None, 32, "int4")

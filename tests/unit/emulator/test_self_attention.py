@@ -42,6 +42,7 @@ class Layer:
         pages = torch.randperm(4 * self.batch) + 1
         self.tables = (pages[: self.batch] if self.window else pages).view(self.batch, -1)
         self.sinks = torch.randn(KV_HEADS * GROUP)
+        self.slopes = torch.rand(KV_HEADS * GROUP)
 
     @property
     def rows(self) -> list[Tensor]:
@@ -55,7 +56,7 @@ class Layer:
             *(item for part in parts for item in part),
             *(*self.norms, EPS, self.positions, self.rotary if self.rotated else None, True),
             *(cache, self.scale, self.starts, self.ends, self.tables, self.sinks, 5.0),
-            *(GROUP, self.batch),
+            *(self.slopes, None if self.window else 7, GROUP, self.batch),
         )
 
     def one_by_one(self, cache: Tensor) -> Tensor:
@@ -70,10 +71,10 @@ class Layer:
             x.view(self.batch, self.length, KV_HEADS, -1, HEAD_SIZE).permute(0, 2, 3, 1, 4)
             for x in rows
         ]
-        rest = (self.tables, self.scale, self.sinks, 5.0)
+        rest = (self.tables, self.scale, self.sinks, 5.0, self.slopes)
         if self.ends is None:
             out = ATTENTION.flash_causal_attention_naive_prefill(
-                *heads, cache, self.scale, self.starts, *rest
+                *heads, cache, self.scale, self.starts, *rest, 7
             )
         else:
             out = ATTENTION.sliding_window_attention_naive_prefill(
@@ -104,7 +105,7 @@ def test_equals_its_parts(case: dict[str, int], dtype: torch.dtype) -> None:
         assert torch.equal(cache, expected_cache)
     plain = fallback.self_attention(*layer.fused(layer.cache, apart=False))
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(plain, expected, rtol=4 * step, atol=4 * step)
+    torch.testing.assert_close(plain, expected, rtol=4 * step, atol=8 * step)
     torch.testing.assert_close(layer.cache, expected_cache, rtol=4 * step, atol=2 * step)
 
 
@@ -125,7 +126,7 @@ def test_mistakes_are_named() -> None:
         (9, torch.tensor([0, 50]), "position 50 is outside the rotary cache of 50"),
         (10, None, "positions come without a cos_sin_cache"),
         (12, layer.cache[0], r"kv_cache has shape .* instead of \[N,2,Hkv,1,S,D\]"),
-        (20, 3, r"q has shape \[2, 325\] for a batch of 3"),
+        (22, 3, r"q has shape \[2, 325\] for a batch of 3"),
     ):
         arguments = list(layer.fused(layer.cache, apart=False))
         arguments[place] = value

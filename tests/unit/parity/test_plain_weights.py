@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rbln_backend.parity.sides.plain_weights import add_adapter, read_weights, unpacked
+from rbln_backend.parity.sides.plain_formats import unpacked
+from rbln_backend.parity.sides.plain_weights import add_adapter, read_weights
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
-from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
+from tests.quantized_tensors import CHANNEL
 
 
 @pytest.mark.parametrize(
@@ -22,13 +24,25 @@ from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoi
         Recipe(bits=8, group_size=CHANNEL),
         Recipe(format="gptq", bits=4, group_size=128),
         Recipe(format="gptq", bits=8, group_size=64),
+        Recipe(bits=4, group_size=64, symmetric=False),
+        Recipe(format="awq", group_size=64),
+        Recipe(format="fp8", block=(96, 192)),
+        Recipe(format="fp8", block=(0, 0), static=True),
+        Recipe(format="float-quantized"),
+        Recipe(format="float-quantized", block=(64, 64)),
+        Recipe(format="int-quantized", block=(0, 0), static=True),
+        Recipe(format="mxfp4"),
     ],
+    ids=str,
 )
 def test_packed_weights_are_what_they_stand_for(recipe: Recipe, tmp_path: Path) -> None:
-    checkpoint = make_quantized_checkpoint("llama", tmp_path, recipe)
-    config = json.loads((checkpoint / "config.json").read_text())
-    found = unpacked(read_weights(checkpoint), config["quantization_config"])
-    wanted = load_file(checkpoint / "plain" / "model.safetensors")
+    if recipe.format == "mxfp4":
+        make_quantized_checkpoint("gpt_oss", tmp_path, recipe, intermediate_size=64)
+    else:
+        make_quantized_checkpoint("llama", tmp_path, recipe)
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = unpacked(read_weights(tmp_path), config["quantization_config"])
+    wanted = load_file(tmp_path / "plain" / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name].float(), tensor.float(), msg=name)

@@ -133,7 +133,7 @@ class Attention {
  public:
   Attention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
       : args_(args), s_(scratch), keys_(keys), run_(run), groups_(run.count * args.group),
-        width_(round_up(args.head_size, kTileColumns)) {
+        width_(round_up(args.value_size, kTileColumns)) {
     s_.reserve(groups_.rows, args.head_size, width_);
   }
 
@@ -161,7 +161,10 @@ class Attention {
 
   // A row sees the keys [low, limit); both grow from row to row.
   int64_t limit(int64_t row) const { return s_.limits[size_t(row)]; }
-  int64_t low(int64_t row) const { return std::max<int64_t>(0, limit(row) - run_.window); }
+  int64_t low(int64_t row) const {
+    if (args_.chunk > 0) return (limit(row) - 1) / args_.chunk * args_.chunk;
+    return std::max<int64_t>(0, limit(row) - run_.window);
+  }
 
   // The part of the tile that a row sees, as the tile counts its keys; empty where from >= to.
   int64_t from(int64_t row) const { return std::clamp<int64_t>(low(row) - begin_, 0, count_); }
@@ -192,15 +195,15 @@ class Attention {
     for (int64_t i = 0; i < count_; i += 8)
       transpose_keys(tile_.keys + i, args_.head_size,
                      s_.keys + i / kPanel * kPanel * args_.head_size + i % kPanel);
-    in_place_ = tile_.value_stride != 0 && width_ == args_.head_size &&
+    in_place_ = tile_.value_stride != 0 && width_ == args_.value_size &&
                 (groups_.count <= 2 || sizeof(T) == sizeof(float));
     if (in_place_) return;
     for (int64_t i = 0; i < count_; ++i) {
       const int64_t stride = tile_.value_stride;
       const T* value = stride == 0 ? tile_.values[i] : tile_.values[0] + i * stride;
-      for (int64_t d = 0; d < args_.head_size; d += kLanes)
+      for (int64_t d = 0; d < args_.value_size; d += kLanes)
         store(s_.values + i * width_ + d,
-              load_some(value + d, std::min<int64_t>(kLanes, args_.head_size - d)));
+              load_some(value + d, std::min<int64_t>(kLanes, args_.value_size - d)));
     }
   }
 
@@ -222,6 +225,8 @@ class Attention {
       for (int r = 0; r < R; ++r)
         for (float* x = scores(row0 + r); x < scores(row0 + r) + kKeys; x += kLanes)
           store(x, tanh(load(x) / args_.soft_cap) * args_.soft_cap);
+    if (args_.slopes != nullptr)
+      for (int r = 0; r < R; ++r) add_slope(row0 + r);
     softmax<R>(row0);
     // Keys that every row sees, between what the first rows see alone and what the last ones do.
     const int64_t end = to(row0), start = std::min(from(row0 + R - 1), end);
@@ -250,6 +255,13 @@ class Attention {
                      reinterpret_cast<const char*>(tile_.fetch_values + key * stride),
                      stride * kPanel * int64_t(sizeof(T)), int64_t(sizeof(T)),
                      scores(row0) + key);
+  }
+
+  // Distances from the row's own token: the same wherever the tile begins.
+  void add_slope(int64_t row) {
+    const float slope = args_.slopes[run_.head * args_.group + row % args_.group];
+    float* x = scores(row);
+    for (int64_t i = 0; i < count_; ++i) x[i] += slope * float(begin_ + i + 1 - limit(row));
   }
 
   // Scores to weights against the running exponents. Step by step for all rows of the group, so
@@ -337,10 +349,10 @@ class Attention {
       }
       T* out = static_cast<T*>(args_.out) +
                (((run_.batch * args_.length + token) * args_.kv_heads + run_.head) * args_.group +
-                member) * args_.head_size;
-      for (int64_t d = 0; d < args_.head_size; d += kLanes)
+                member) * args_.value_size;
+      for (int64_t d = 0; d < args_.value_size; d += kLanes)
         store_some(out + d, load(s_.sums + row * width_ + d) * factor / total,
-                   std::min<int64_t>(kLanes, args_.head_size - d));
+                   std::min<int64_t>(kLanes, args_.value_size - d));
     }
   }
 

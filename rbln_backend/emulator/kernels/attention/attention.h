@@ -15,16 +15,23 @@ struct AttentionArgs {
   TokenStrides q_stride, k_stride, v_stride;
   void* cache;
   struct {
-    int64_t block, kv, head, slot;
+    int64_t block, kv, head, slot;  // kv: from a key to its value, 0 where values begin keys
   } cache_stride;
-  int64_t batch, kv_heads, group, length, head_size, block_size, table_width;
+  int64_t batch, kv_heads, group, length;
+  int64_t head_size;   // of queries and of keys in the cache
+  int64_t value_size;  // of values and of results, at most head_size
+  // What a new token brings: k_size numbers of k, then v_size of v that lie v_place after them.
+  int64_t k_size, v_size, v_place;
+  int64_t block_size, table_width;
   const int64_t* starts;  // [batch]: tokens cached before
   const int64_t* counts;  // [batch]: real new tokens, of `length`; window_attention alone reads it
   const int64_t* tables;  // [batch, table_width], checked by the caller where they are used
   float scale;
-  float soft_cap;      // scaled scores s become cap * tanh(s / cap); 0 leaves them
-  const float* sinks;  // [kv_heads, group] or null
-  void* out;           // [batch, length, kv_heads, group, head_size], contiguous
+  float soft_cap;       // scaled scores s become cap * tanh(s / cap); 0 leaves them
+  const float* sinks;   // [kv_heads, group] or null
+  const float* slopes;  // the same: a score grows by it with every position (ALiBi); or null
+  int64_t chunk;        // causal_attention alone: tokens see their own chunk of so many; 0: all
+  void* out;            // [batch, length, kv_heads, group, value_size], contiguous
 };
 void causal_attention(const AttentionArgs& args);
 // One block per request (table_width 1); block_size is the window.

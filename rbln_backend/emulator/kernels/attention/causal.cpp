@@ -53,9 +53,9 @@ void write_cache(const AttentionArgs& args, int64_t batch, int64_t head) {
   const int64_t count = std::min(args.length, pages.reach() - start);
   for (int64_t token = 0; token < count; ++token) {
     T* target = pages.row(start + token);
-    std::copy_n(new_row<T>(args.k, args.k_stride, batch, head, token), args.head_size, target);
-    std::copy_n(new_row<T>(args.v, args.v_stride, batch, head, token), args.head_size,
-                target + args.cache_stride.kv);
+    std::copy_n(new_row<T>(args.k, args.k_stride, batch, head, token), args.k_size, target);
+    std::copy_n(new_row<T>(args.v, args.v_stride, batch, head, token), args.v_size,
+                target + args.v_place);
   }
 }
 

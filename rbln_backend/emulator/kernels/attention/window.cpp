@@ -52,8 +52,8 @@ class Window {
     if (dropped_ > 0 && begin < old) move(begin, old);
     for (int64_t i = std::max(begin, cached_ - dropped_); i < end; ++i) {
       const int64_t token = i + dropped_ - cached_;
-      std::copy_n(new_key(token), args_.head_size, slot(i));
-      std::copy_n(new_value(token), args_.head_size, slot(i) + args_.cache_stride.kv);
+      std::copy_n(new_key(token), args_.k_size, slot(i));
+      std::copy_n(new_value(token), args_.v_size, slot(i) + args_.v_place);
     }
   }
 
@@ -96,7 +96,7 @@ class Window {
 template <class T>
 void write_zeros(const AttentionArgs& args, int64_t batch, int64_t head, int64_t first,
                  int64_t end) {
-  const int64_t width = args.group * args.head_size;
+  const int64_t width = args.group * args.value_size;
   for (int64_t token = first; token < end; ++token) {
     const int64_t row = (batch * args.length + token) * args.kv_heads + head;
     std::memset(static_cast<T*>(args.out) + row * width, 0, size_t(width) * sizeof(T));

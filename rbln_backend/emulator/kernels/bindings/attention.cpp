@@ -24,7 +24,15 @@ Heads heads_of(const Tensor& t) {
 }
 
 struct Sizes {
-  int64_t batch, kv_heads, group, length, head_size;
+  int64_t batch, kv_heads, group, length, head_size, value_size;
+};
+
+// What a layer may ask for; attention/ops.py says what they mean.
+struct Options {
+  std::optional<Tensor> sinks;
+  std::optional<double> soft_cap;
+  std::optional<Tensor> slopes;
+  std::optional<int64_t> chunk = std::nullopt;
 };
 
 void check_tables(const Tensor& tables, int64_t batch) {
@@ -34,7 +42,8 @@ void check_tables(const Tensor& tables, int64_t batch) {
 
 Sizes check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cache,
                       const Tensor& tables) {
-  TORCH_CHECK(q.dim() == 5 && k.dim() == 5 && v.sizes() == k.sizes() && cache.dim() == 6,
+  TORCH_CHECK(q.dim() == 5 && k.dim() == 5 && v.dim() == 5 && cache.dim() == 6 &&
+                  v.sizes().slice(0, 4) == k.sizes().slice(0, 4) && v.size(4) <= k.size(4),
               "expected q [B,Hkv,G,L,D], k and v [B,Hkv,1,L,D], kv_cache [N,2,Hkv,1,S,D], got ",
               q.sizes(), ", ", k.sizes(), ", ", v.sizes(), ", ", cache.sizes());
   for (const Tensor* tensor : {&k, &v, &cache}) check_dtype(*tensor, "k, v or kv_cache", q);
@@ -45,7 +54,7 @@ Sizes check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
   TORCH_CHECK(q.stride(4) == 1 && k.stride(4) == 1 && v.stride(4) == 1 && cache.stride(5) == 1,
               "the head dimension of q, k, v and kv_cache must be contiguous");
   check_tables(tables, q.size(0));
-  return {q.size(0), q.size(1), q.size(2), q.size(3), q.size(4)};
+  return {q.size(0), q.size(1), q.size(2), q.size(3), q.size(4), v.size(4)};
 }
 
 // The first query position of each request; checks every block that its keys will be read from.
@@ -93,27 +102,39 @@ std::vector<int64_t> checked_counts(const std::vector<int64_t>& cached,
   return counts;
 }
 
-// The options of every attention op, and what all of them hand to the kernels.
+// A number for each query head, as float32; undefined where there is none.
+Tensor by_head(const std::optional<Tensor>& given, const char* name, int64_t query_heads) {
+  if (!given.has_value()) return {};
+  TORCH_CHECK(given->numel() == query_heads, name, " has ", given->numel(), " elements for ",
+              query_heads, " query heads");
+  const Tensor numbers = given->to(at::kFloat).contiguous();
+  if (!numbers.is_same(*given)) forbid_replay();
+  return numbers;
+}
+
+const float* data_of(const Tensor& numbers) {
+  return numbers.defined() ? numbers.const_data_ptr<float>() : nullptr;
+}
+
+// What every attention op hands to the kernels.
 struct AttentionCall {
-  Tensor sinks, out;
+  Tensor sinks, slopes, out;
   AttentionArgs args{};
 
   AttentionCall(const Sizes& sizes, const Heads& q, const Heads& k, const Heads& v,
-                const Tensor& cache, const Tensor& scale, const std::optional<Tensor>& sink_logits,
-                std::optional<double> soft_cap) {
+                const Tensor& cache, const Tensor& scale, const Options& options) {
     const int64_t query_heads = sizes.kv_heads * sizes.group;
+    const double soft_cap = options.soft_cap.value_or(1);
+    const int64_t chunk = options.chunk.value_or(1);
     TORCH_CHECK(scale.numel() == 1 && scale.scalar_type() == at::kFloat,
                 "scale is not a float32 scalar tensor");
-    TORCH_CHECK(!soft_cap.has_value() || *soft_cap > 0, "logits_soft_cap is ", soft_cap.value_or(0),
-                "; it must be positive");
-    if (sink_logits.has_value()) {
-      TORCH_CHECK(sink_logits->numel() == query_heads, "sinks has ", sink_logits->numel(),
-                  " elements for ", query_heads, " query heads");
-      sinks = sink_logits->to(at::kFloat).contiguous();
-      if (!sinks.is_same(*sink_logits)) forbid_replay();
-      args.sinks = sinks.const_data_ptr<float>();
-    }
-    out = empty_like_dtype({sizes.batch * sizes.length, query_heads * sizes.head_size}, cache);
+    TORCH_CHECK(soft_cap > 0, "logits_soft_cap is ", soft_cap, "; it must be positive");
+    TORCH_CHECK(chunk > 0, "attention_chunk is ", chunk, "; it must be positive");
+    sinks = by_head(options.sinks, "sinks", query_heads);
+    slopes = by_head(options.slopes, "alibi_slopes", query_heads);
+    args.sinks = data_of(sinks);
+    args.slopes = data_of(slopes);
+    out = empty_like_dtype({sizes.batch * sizes.length, query_heads * sizes.value_size}, cache);
     args.dtype = dtype_of(cache, "q");
     args.q = q.data;
     args.k = k.data;
@@ -127,10 +148,13 @@ struct AttentionCall {
     args.kv_heads = sizes.kv_heads;
     args.group = sizes.group;
     args.length = sizes.length;
-    args.head_size = sizes.head_size;
+    args.head_size = args.k_size = sizes.head_size;
+    args.value_size = args.v_size = sizes.value_size;
+    args.v_place = cache.stride(1);
     args.block_size = cache.size(4);
     args.scale = *scale.const_data_ptr<float>();
-    args.soft_cap = float(soft_cap.value_or(0));
+    args.soft_cap = float(options.soft_cap.value_or(0));
+    args.chunk = options.chunk.value_or(0);
     args.out = out.mutable_data_ptr();
   }
 
@@ -163,7 +187,7 @@ struct AttentionCall {
 
   // The documented ops' [B, Hkv, G, L, D].
   Tensor result() const {
-    return out.view({args.batch, args.length, args.kv_heads, args.group, args.head_size})
+    return out.view({args.batch, args.length, args.kv_heads, args.group, args.value_size})
         .permute({0, 2, 3, 1, 4});
   }
 };
@@ -239,10 +263,11 @@ void rotate(HeadRows& q, HeadRows& k, const Tensor& positions, const Tensor& cos
 Tensor flash_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                     const Tensor& scale, const Tensor& seq_idx, const Tensor& block_tables,
                     const Tensor& /*slot_mapping*/, const std::optional<Tensor>& sinks,
-                    std::optional<double> soft_cap) {
+                    std::optional<double> soft_cap, const std::optional<Tensor>& slopes,
+                    std::optional<int64_t> chunk) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
-  AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale, sinks,
-                     soft_cap);
+  AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
+                     {sinks, soft_cap, slopes, chunk});
   call.run_causal(seq_idx, block_tables, kv_cache);
   return call.result();
 }
@@ -251,17 +276,20 @@ Tensor flash_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
 Tensor one_block_causal(const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& kv_cache, const Tensor& seq_idx, const Tensor& scale,
                         const Tensor& block_tables, const Tensor& dummy,
-                        const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
-  return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, soft_cap);
+                        const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
+                        const std::optional<Tensor>& slopes, std::optional<int64_t> chunk) {
+  return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, soft_cap,
+                      slopes, chunk);
 }
 
 Tensor window_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                       const Tensor& cache_seq_len, const Tensor& cache_offset,
                       const Tensor& scale, const Tensor& block_tables, const Tensor& /*dummy*/,
-                      const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
+                      const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
+                      const std::optional<Tensor>& slopes) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
-  AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale, sinks,
-                     soft_cap);
+  AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
+                     {sinks, soft_cap, slopes});
   call.run_window(cache_seq_len, cache_offset, block_tables, kv_cache);
   return call.result();
 }
@@ -271,9 +299,10 @@ Tensor window_decode(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& cache_seq_len, const Tensor& cache_offset, const Tensor& scale,
                      const Tensor& block_tables, const Tensor& dummy,
                      const std::optional<Tensor>& /*attn_mask*/,
-                     const std::optional<Tensor>& sinks, std::optional<double> soft_cap) {
+                     const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
+                     const std::optional<Tensor>& slopes) {
   return window_prefill(q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy,
-                        sinks, soft_cap);
+                        sinks, soft_cap, slopes);
 }
 
 Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_t k_column,
@@ -284,6 +313,7 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
                       const Tensor& kv_cache, const Tensor& scale, const Tensor& starts,
                       const std::optional<Tensor>& ends, const Tensor& block_tables,
                       const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
+                      const std::optional<Tensor>& slopes, std::optional<int64_t> chunk,
                       int64_t group, int64_t batch) {
   TORCH_CHECK(kv_cache.dim() == 6 && kv_cache.size(1) == 2 && kv_cache.size(3) == 1 &&
                   kv_cache.stride(5) == 1,
@@ -302,16 +332,46 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
     TORCH_CHECK(cos_sin_cache.has_value(), "positions come without a cos_sin_cache");
     rotate(queries, keys, *positions, *cos_sin_cache, is_neox);
   }
-  const Sizes sizes{batch, kv_heads, group, tokens / batch, head_size};
+  const Sizes sizes{batch, kv_heads, group, tokens / batch, head_size, head_size};
   AttentionCall call(sizes, queries.by_request(sizes.length, group),
                      keys.by_request(sizes.length, 1), values.by_request(sizes.length, 1),
-                     kv_cache, scale, sinks, soft_cap);
+                     kv_cache, scale, {sinks, soft_cap, slopes, chunk});
   if (ends.has_value()) {
     call.run_window(starts, *ends, block_tables, kv_cache);
   } else {
     call.run_causal(starts, block_tables, kv_cache);
   }
   return call.out;
+}
+
+// A cache row is kv_c and k_pe: the key of all heads, and in its first part their value.
+Tensor latent_attention(const Tensor& q, const Tensor& kv_c, const Tensor& k_pe,
+                        const Tensor& kv_cache, const Tensor& scale, const Tensor& seq_idx,
+                        const Tensor& block_tables, int64_t batch) {
+  TORCH_CHECK(kv_cache.dim() == 6 && kv_cache.size(1) == 1 && kv_cache.size(2) == 1 &&
+                  kv_cache.size(3) == 1 && kv_cache.stride(5) == 1,
+              "kv_cache has shape ", kv_cache.sizes(), " instead of [N,1,1,1,S,C+R]");
+  for (const Tensor* tensor : {&q, &kv_c, &k_pe}) check_dtype(*tensor, "q, kv_c or k_pe", kv_cache);
+  const int64_t tokens = q.size(0), latent = kv_c.size(-1), turned = k_pe.size(-1);
+  TORCH_CHECK(q.dim() == 3 && kv_c.dim() == 2 && k_pe.dim() == 2 && batch > 0 &&
+                  tokens % batch == 0 && kv_c.size(0) == tokens && k_pe.size(0) == tokens &&
+                  q.size(2) == latent + turned && kv_cache.size(5) == q.size(2) &&
+                  q.stride(2) == 1 && kv_c.stride(1) == 1 && k_pe.stride(1) == 1,
+              "q ", q.sizes(), ", kv_c ", kv_c.sizes(), ", k_pe ", k_pe.sizes(), " and kv_cache ",
+              kv_cache.sizes(), " disagree for a batch of ", batch);
+  check_tables(block_tables, batch);
+  const int64_t heads = q.size(1), length = tokens / batch;
+  const auto rows = [length](const Tensor& t, int64_t head) {
+    return Heads{t.const_data_ptr(), {length * t.stride(0), 0, head, t.stride(0)}};
+  };
+  const Sizes sizes{batch, 1, heads, length, q.size(2), latent};
+  AttentionCall call(sizes, rows(q, q.stride(1)), rows(kv_c, 0), rows(k_pe, 0), kv_cache, scale,
+                     {});
+  call.args.cache_stride.kv = 0;
+  call.args.k_size = call.args.v_place = latent;
+  call.args.v_size = turned;
+  call.run_causal(seq_idx, block_tables, kv_cache);
+  return call.out.view({tokens, heads, latent});
 }
 
 }  // namespace
@@ -327,6 +387,7 @@ TORCH_LIBRARY_IMPL(rbln_emulated_ops, CPU, m) {
 
 TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("self_attention", TORCH_FN(self_attention));
+  m.impl("latent_attention", TORCH_FN(latent_attention));
 }
 
 }  // namespace rbln::bindings

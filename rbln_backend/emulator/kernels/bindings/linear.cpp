@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "bindings/packed.h"
@@ -66,8 +67,32 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   return out;
 }
 
+Tensor linear_heads(const Tensor& x, const Tensor& packed, int64_t out_features) {
+  check_dtype(packed, "packed", x);
+  const bool pairs = x.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1, "x has shape ", x.sizes(),
+              " instead of [T, heads, K], the last of them contiguous");
+  TORCH_CHECK(packed.dim() == (pairs ? 5 : 4) && packed.is_contiguous() &&
+                  packed.size(0) == x.size(1),
+              "packed is not a weight for each head, packed for ", x.scalar_type());
+  const int64_t depth = pairs ? (x.size(2) + 1) / 2 : x.size(2), panels = packed.size(1);
+  TORCH_CHECK(packed.size(2) == depth && out_features > (panels - 1) * kPanel &&
+                  out_features <= panels * kPanel,
+              "packed has shape ", packed.sizes(), " for ", x.size(2), " features and ",
+              out_features, " results");
+  const Tensor out = empty_like_dtype({x.size(0), x.size(1), out_features}, x);
+  const LinearArgs first{dtype_of(x, "x"), x.const_data_ptr(), x.size(0), x.size(2), x.stride(0),
+                         packed.const_data_ptr(), nullptr, out_features, out.mutable_data_ptr(),
+                         x.size(1) * out_features};
+  launch([first, heads = x.size(1), each = x.stride(1), elements = packed.stride(0)] {
+    rbln::linear_heads(first, heads, each, elements);
+  });
+  return out;
+}
+
 Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scales,
-                        const std::optional<Tensor>& bias, int64_t out_features, int64_t bits) {
+                        const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
+                        int64_t out_features, std::string_view format) {
   const Rows rows(x);
   const void* const offsets = checked_bias(bias, out_features, x);
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -76,7 +101,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scal
   const QuantizedLinearArgs args{
       {dtype_of(x, "x"), rows.data(), rows.count, rows.width, rows.stride, nullptr, offsets,
        out_features, out.mutable_data_ptr()},
-      quantized_weight(words, scales, out_features, rows.width, bits)};
+      quantized_weight(words, scales, zeros, out_features, rows.width, format)};
   launch([args] { rbln::quantized_linear(args); });
   return out;
 }
@@ -87,6 +112,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("pack_linear_weight", TORCH_FN(pack_linear_weight));
   m.impl("pack_linear_weight_", TORCH_FN(pack_linear_weight_));
   m.impl("linear", TORCH_FN(linear));
+  m.impl("linear_heads", TORCH_FN(linear_heads));
   m.impl("quantized_linear", TORCH_FN(quantized_linear));
 }
 

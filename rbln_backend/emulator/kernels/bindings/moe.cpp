@@ -14,12 +14,12 @@ namespace {
 
 using at::Tensor;
 
-struct QuantizedExperts {
-  const Tensor &w13, &w13_scales;
-  const std::optional<Tensor>& w13_bias;
-  const Tensor &w2, &w2_scales;
-  const std::optional<Tensor>& w2_bias;
-  int64_t bits;
+// One matrix of every expert.
+struct QuantizedStack {
+  const char* name;
+  const Tensor &words, &scales;
+  const std::optional<Tensor> &zeros, &bias;
+  std::string_view format;
 };
 
 int64_t expert_count(const Tensor& w13) {
@@ -37,14 +37,23 @@ void check_bias(const std::optional<Tensor>& bias, const char* name, int64_t exp
               columns, "]");
 }
 
-// The first of `experts` quantised [columns, depth] matrices, stacked in `words` and `scales`.
-QuantizedWeight check_quantized(const Tensor& words, const Tensor& scales, const char* name,
-                                int64_t experts, int64_t columns, int64_t depth, int64_t bits) {
+// The first of `experts` quantised [columns, depth] matrices.
+QuantizedWeight check_quantized(const QuantizedStack& stack, int64_t experts, int64_t columns,
+                                int64_t depth, const Tensor& x) {
+  const Tensor &words = stack.words, &scales = stack.scales;
   TORCH_CHECK(words.dim() == 4 && scales.dim() == 4 && words.is_contiguous() &&
                   scales.is_contiguous() && words.size(0) == experts && scales.size(0) == experts,
-              name, " has words of shape ", words.sizes(), " and scales of ", scales.sizes(),
-              " for ", experts, " experts");
-  return quantized_weight(words.select(0, 0), scales.select(0, 0), columns, depth, bits);
+              stack.name, " has words of shape ", words.sizes(), " and scales of ",
+              scales.sizes(), " for ", experts, " experts");
+  std::optional<Tensor> zeros;
+  if (stack.zeros.has_value()) {
+    TORCH_CHECK(stack.zeros->sizes() == scales.sizes() && stack.zeros->is_contiguous(), stack.name,
+                " has zeros of shape ", stack.zeros->sizes(), " and scales of ", scales.sizes());
+    zeros = stack.zeros->select(0, 0);
+  }
+  check_bias(stack.bias, stack.name, experts, columns, x);
+  return quantized_weight(words.select(0, 0), scales.select(0, 0), zeros, columns, depth,
+                          stack.format);
 }
 
 void check_vector(const std::optional<Tensor>& vector, const char* name, at::ScalarType dtype,
@@ -99,19 +108,16 @@ MoeArgs plain_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
   return args;
 }
 
-MoeArgs quantized_arguments(const Rows& rows, const Tensor& x, const QuantizedExperts& experts,
-                            int64_t intermediate_size, std::string_view activation) {
+MoeArgs quantized_arguments(const Rows& rows, const Tensor& x, const QuantizedStack& w13,
+                            const QuantizedStack& w2, int64_t intermediate_size,
+                            std::string_view activation) {
   MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
-  const int64_t count = args.experts = expert_count(experts.w13);
+  const int64_t count = args.experts = expert_count(w13.words);
   const int64_t inner = intermediate_size, outer = rows.width;
-  args.quantized_w13 = check_quantized(experts.w13, experts.w13_scales, "w13", count, 2 * inner,
-                                       outer, experts.bits);
-  args.quantized_w2 =
-      check_quantized(experts.w2, experts.w2_scales, "w2", count, outer, inner, experts.bits);
-  check_bias(experts.w13_bias, "w13", count, 2 * inner, x);
-  check_bias(experts.w2_bias, "w2", count, outer, x);
-  args.w13_bias = data_of(experts.w13_bias);
-  args.w2_bias = data_of(experts.w2_bias);
+  args.quantized_w13 = check_quantized(w13, count, 2 * inner, outer, x);
+  args.quantized_w2 = check_quantized(w2, count, outer, inner, x);
+  args.w13_bias = data_of(w13.bias);
+  args.w2_bias = data_of(w2.bias);
   return args;
 }
 
@@ -186,26 +192,31 @@ Tensor moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts,
       weights, counts);
 }
 
-Tensor quantized_moe(const Tensor& x, const Tensor& weights, const Tensor& ids,
-                     const Tensor& w13, const Tensor& w13_scales,
-                     const std::optional<Tensor>& w13_bias, const Tensor& w2,
-                     const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
-                     int64_t bits, int64_t intermediate_size, std::string_view activation) {
+Tensor quantized_moe(
+    const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
+    const Tensor& w13_scales, const std::optional<Tensor>& w13_zeros,
+    const std::optional<Tensor>& w13_bias, std::string_view w13_format, const Tensor& w2,
+    const Tensor& w2_scales, const std::optional<Tensor>& w2_zeros,
+    const std::optional<Tensor>& w2_bias, std::string_view w2_format, int64_t intermediate_size,
+    std::string_view activation) {
   const Rows rows(x);
-  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
-  return run_chosen(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+  const QuantizedStack first{"w13", w13, w13_scales, w13_zeros, w13_bias, w13_format};
+  const QuantizedStack second{"w2", w2, w2_scales, w2_zeros, w2_bias, w2_format};
+  return run_chosen(quantized_arguments(rows, x, first, second, intermediate_size, activation), x,
                     weights, ids);
 }
 
-Tensor quantized_moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts,
-                            const Tensor& w13, const Tensor& w13_scales,
-                            const std::optional<Tensor>& w13_bias, const Tensor& w2,
-                            const Tensor& w2_scales, const std::optional<Tensor>& w2_bias,
-                            int64_t bits, int64_t intermediate_size,
-                            std::string_view activation) {
+Tensor quantized_moe_masked(
+    const Tensor& x, const Tensor& weights, const Tensor& counts, const Tensor& w13,
+    const Tensor& w13_scales, const std::optional<Tensor>& w13_zeros,
+    const std::optional<Tensor>& w13_bias, std::string_view w13_format, const Tensor& w2,
+    const Tensor& w2_scales, const std::optional<Tensor>& w2_zeros,
+    const std::optional<Tensor>& w2_bias, std::string_view w2_format, int64_t intermediate_size,
+    std::string_view activation) {
   const Rows rows(x);
-  const QuantizedExperts experts{w13, w13_scales, w13_bias, w2, w2_scales, w2_bias, bits};
-  return run_masked(quantized_arguments(rows, x, experts, intermediate_size, activation), x,
+  const QuantizedStack first{"w13", w13, w13_scales, w13_zeros, w13_bias, w13_format};
+  const QuantizedStack second{"w2", w2, w2_scales, w2_zeros, w2_bias, w2_format};
+  return run_masked(quantized_arguments(rows, x, first, second, intermediate_size, activation), x,
                     weights, counts);
 }
 

@@ -158,6 +158,33 @@ inline VecF high_halves(VecU words) {
 #endif
 }
 
+// The bits of `a` where `mask` has them, else those of `b`.
+inline VecU select_bits(uint32_t mask, VecU a, VecU b) {
+#if defined(RBLN_AVX512)
+  return (VecU)_mm512_ternarylogic_epi32(_mm512_set1_epi32(int(mask)), (__m512i)a, (__m512i)b, 0xca);
+#else
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+inline VecU select_bits(uint32_t mask, VecU a, uint32_t b) { return select_bits(mask, a, VecU{} + b); }
+
+// Byte by byte: what `table` has at an index below 16, and 0 for the index 0x80.
+inline VecU look_up(const uint8_t (&table)[16], VecU indices) {
+#if defined(RBLN_AVX512)
+  const __m512i entries = _mm512_broadcast_i32x4(load_raw<__m128i>(table));
+  return (VecU)_mm512_shuffle_epi8(entries, (__m512i)indices);
+#elif defined(RBLN_AVX2)
+  const __m256i entries = _mm256_broadcastsi128_si256(load_raw<__m128i>(table));
+  return (VecU)_mm256_shuffle_epi8(entries, (__m256i)indices);
+#else
+  uint8_t bytes[sizeof(VecU)];
+  store_raw(bytes, indices);
+  for (uint8_t& byte : bytes) byte = byte < 16 ? table[byte] : 0;
+  return load_raw<VecU>(bytes);
+#endif
+}
+
 // sum + the products of the bf16 pairs in a and b.
 #if defined(RBLN_BF16_DOT)
 inline VecF dot_pairs(VecF a, VecF b, VecF sum) {

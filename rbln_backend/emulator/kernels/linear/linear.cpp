@@ -174,4 +174,18 @@ void linear(const LinearArgs& args) {
   RBLN_DISPATCH(args.dtype, T, run<T>(args));
 }
 
+void linear_heads(const LinearArgs& first, int64_t heads, int64_t x_elements,
+                  int64_t packed_elements) {
+  const int64_t size = first.dtype == Dtype::f32 ? 4 : 2;
+  const int threads = team_size(heads * first.rows * first.depth * first.columns, kSerialWork);
+  // What a thread does of one head is serial.
+  parallel_for(heads, 1, threads, [&](int64_t head) {
+    LinearArgs args = first;
+    args.x = static_cast<const char*>(first.x) + head * x_elements * size;
+    args.packed = static_cast<const char*>(first.packed) + head * packed_elements * size;
+    args.out = static_cast<char*>(first.out) + head * first.columns * size;
+    linear(args);
+  });
+}
+
 }  // namespace rbln

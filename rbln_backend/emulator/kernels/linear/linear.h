@@ -12,9 +12,15 @@ struct LinearArgs {
   const void* packed;  // see pack_weight
   const void* bias;    // [columns] or null
   int64_t columns;
-  void* out;  // [rows, columns], contiguous
+  void* out;  // [rows, columns]
+  int64_t out_stride = 0;  // 0: contiguous
 };
 void linear(const LinearArgs& args);
+
+// A product for each head, of which `first` is the first: the others' inputs and weights lie so many
+// elements further, their results beside each other.
+void linear_heads(const LinearArgs& first, int64_t heads, int64_t x_elements,
+                  int64_t packed_elements);
 
 // Depth rows of a packed weight: bf16 neighbours along the depth share a word.
 inline int64_t padded_depth(Dtype dtype, int64_t depth) {

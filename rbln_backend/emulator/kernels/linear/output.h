@@ -24,6 +24,7 @@ struct Buffer {
 template <class T>
 void write_tile(const LinearArgs& args, int64_t row, int rows, int64_t column, int vectors,
                 const float* sums) {
+  const int64_t stride = args.out_stride == 0 ? args.columns : args.out_stride;
   for (int c = 0; c < vectors; ++c) {
     const int64_t first = column + c * kLanes;
     const int64_t count = std::min<int64_t>(kLanes, args.columns - first);
@@ -34,7 +35,7 @@ void write_tile(const LinearArgs& args, int64_t row, int rows, int64_t column, i
     for (int r = 0; r < rows; ++r) {
       const VecF sum = load(sums + (r * vectors + c) * kLanes);
       const VecF value = args.bias == nullptr ? sum : sum + bias;
-      store_some(static_cast<T*>(args.out) + (row + r) * args.columns + first, value, count);
+      store_some(static_cast<T*>(args.out) + (row + r) * stride + first, value, count);
     }
   }
 }

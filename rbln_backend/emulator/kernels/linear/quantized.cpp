@@ -1,4 +1,5 @@
-// x W^T + bias over weights of 4 or 8 bits, read as they are packed; see quantized_tile.h.
+// x W^T + bias over weights of 4 or 8 bits, read as they are packed; see quantized_tile.h and
+// fields.h.
 //
 // As in linear.cpp, a few panels meet every row group, depth block by depth block, and fields are
 // taken from their words anew for each group: what that costs hides behind the multiplications. The
@@ -30,6 +31,15 @@ constexpr int tile_panels(int rows) {
 }
 constexpr int64_t kItemPanels = tile_panels(1);
 
+// 2^(exponent - 127) of kLanes bytes; the largest stands for NaN.
+VecF powers_of_two(const uint8_t* exponents) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  const VecU words = __builtin_convertvector(load_raw<Bytes>(exponents), VecU);
+  // 2^-127 is a denormal float, and NaN is what infinity with a bit more is.
+  const VecU odd = (VecU)((words == 0u) | (words == 255u));
+  return (VecF)((words << 23) | (odd & 0x00400000u));
+}
+
 // Activations as the tiles read them: per row group and chunk [Tile::kWords][rows of the group].
 template <class Tile>
 struct Chunks {
@@ -48,10 +58,11 @@ void prepare_group(const LinearArgs& args, const Chunks<Tile>& to, int64_t g) {
   for (int r = 0; r < size; ++r) {
     const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
     for (int64_t chunk = 0; chunk < to.count; ++chunk) {
-      float values[kChunk];
-      for (int64_t t = 0; t < kChunk; t += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, args.depth - chunk * kChunk - t);
-        store(values + t, count > 0 ? load_some(row + chunk * kChunk + t, count) : VecF{});
+      float values[Tile::F::kChunk];
+      const int64_t first = chunk * Tile::F::kChunk;
+      for (int64_t t = 0; t < Tile::F::kChunk; t += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, args.depth - first - t);
+        store(values + t, count > 0 ? load_some(row + first + t, count) : VecF{});
       }
       Tile::prepare(values, to.of(g, chunk) + r, size);
     }
@@ -71,20 +82,38 @@ struct Item {
     return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
   }
 
+  // What `panels` have at scale `row`.
   template <int P>
-  void widen_scales(const int64_t (&panels)[P], int64_t row, float* scales) const {
+  void begin_group(const int64_t (&panels)[P], int64_t row, Group<Tile, P>& group) const {
+    for (int p = 0; p < P; ++p) {
+      const int64_t place = (panels[p] * scale_rows + row) * kPanel;
+      read_scales(place, group.scales + p * kPanel);
+      for (int64_t c = 0; c < kPanel; ++c) {
+        const uint8_t* zeros = args.weight.zeros;
+        group.offsets[p * kPanel + c] = zeros == nullptr ? Tile::F::kOffset : zeros[place + c];
+      }
+    }
+  }
+
+  void read_scales(int64_t place, float* scales) const {
+    if (args.weight.format == Format::e2m1) {
+      const auto* source = static_cast<const uint8_t*>(args.weight.scales) + place;
+      for (int64_t c = 0; c < kPanel; c += kLanes)
+        store(scales + c, powers_of_two(source + c) * Tile::F::kUnit);
+      return;
+    }
     RBLN_DISPATCH(args.weight.scale_dtype, S, {
-      const S* source = static_cast<const S*>(args.weight.scales) + row * kPanel;
-      for (int p = 0; p < P; ++p)
-        for (int64_t c = 0; c < kPanel; c += kLanes)
-          store(scales + p * kPanel + c, load(source + panels[p] * scale_rows * kPanel + c));
+      const S* source = static_cast<const S*>(args.weight.scales) + place;
+      for (int64_t c = 0; c < kPanel; c += kLanes)
+        store(scales + c, load(source + c) * Tile::F::kUnit);
     });
   }
 
   // One group and P panels over chunks [begin, end), the sums continued from and left in `totals`.
   template <int R, int P>
   void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* totals) const {
-    constexpr int64_t kFields = Tile::F::kCount, kWords = kChunk / kFields * kPanel;
+    constexpr int64_t kFields = Tile::F::kCount, kChunk = Tile::F::kChunk;
+    constexpr int64_t kWords = kChunk / kFields * kPanel;
     if (begin == 0) std::fill_n(totals, R * P * kPanel, 0.0f);
     // The words come from memory for the first group alone.
     const int64_t ahead = g == first ? kAhead / int64_t(sizeof(uint32_t)) : 0;
@@ -95,13 +124,13 @@ struct Item {
       words[p] = args.weight.words + panels[p] * (args.plain.depth / kFields) * kPanel;
       words[p] += begin * kWords;
     }
-    alignas(64) float scales[P * kPanel];
+    Group<Tile, P> group;
     const typename Tile::Word* a = x.of(g, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       if (chunk == begin || chunk % chunks_per_scale == 0)
-        widen_scales<P>(panels, chunk / chunks_per_scale, scales);
+        begin_group<P>(panels, chunk / chunks_per_scale, group);
       const int64_t depths = std::min(kChunk, args.plain.depth - chunk * kChunk);
-      multiply_chunk<Tile, R, P>(words, a, scales, depths / kFields, ahead, totals);
+      multiply_chunk<Tile, R, P>(words, a, group, depths / kFields, ahead, totals);
       a += R * Tile::kWords;
       for (int p = 0; p < P; ++p) words[p] += kWords;
     }
@@ -130,6 +159,7 @@ struct Item {
 template <class Tile, class T>
 void run(const QuantizedLinearArgs& args) {
   thread_local Buffer buffer;
+  constexpr int64_t kChunk = Tile::F::kChunk;
   const LinearArgs& plain = args.plain;
   const int64_t count = (plain.depth + kChunk - 1) / kChunk;
   auto* const data = buffer.take(plain.rows * count * Tile::kWords);
@@ -154,10 +184,11 @@ void run(const QuantizedLinearArgs& args) {
   });
 }
 
-template <int kBits>
-void run_bits(const QuantizedLinearArgs& args) {
+// Activations of 16 bits lose nothing to speak of by ShortTile.
+template <class Decoder>
+void run_any(const QuantizedLinearArgs& args) {
   RBLN_DISPATCH(args.plain.dtype, T, {
-    using Tile = std::conditional_t<sizeof(T) == 4, FloatTile<kBits>, ShortTile<kBits>>;
+    using Tile = std::conditional_t<sizeof(T) == 4, FloatTile<Decoder>, ShortTile<Decoder>>;
     run<Tile, T>(args);
   });
 }
@@ -166,10 +197,11 @@ void run_bits(const QuantizedLinearArgs& args) {
 
 void quantized_linear(const QuantizedLinearArgs& args) {
   if (args.plain.rows == 0 || args.plain.columns == 0) return;
-  if (args.weight.bits == 4) {
-    run_bits<4>(args);
-  } else {
-    run_bits<8>(args);
+  switch (args.weight.format) {
+    case Format::int4: return run_any<Integers<4>>(args);
+    case Format::int8: return run_any<Integers<8>>(args);
+    case Format::e2m1: return run_any<E2m1>(args);
+    case Format::e4m3: RBLN_DISPATCH(args.plain.dtype, T, run<FloatTile<E4m3>, T>(args));
   }
 }
 

@@ -5,17 +5,28 @@
 
 namespace rbln {
 
-// Depths whose products are added up before they are multiplied by their columns' scales.
-inline constexpr int64_t kChunk = 64;
+// What a field of a word stands for. Of int4 and int8 an unsigned number less 2^(bits - 1), or less
+// the zero point of its group and column; e4m3 and e2m1 are the floats of the Open Compute Project
+// (e4m3fn: no infinities; its NaN is read as 480).
+enum class Format { int4, int8, e4m3, e2m1 };
 
-// A weight is (field - 2^(bits - 1)) * scale. A word of 32 bits holds the fields of as many depths,
-// the first in its lowest bits. Words and scales lie in panels of kPanel columns.
+constexpr int bits_of(Format format) {
+  return format == Format::int4 || format == Format::e2m1 ? 4 : 8;
+}
+
+// Depths whose products are added up before they are multiplied by their columns' scales. Scales of
+// e2m1 are shared by 32 depths, others by 64 at least.
+constexpr int64_t chunk_of(Format format) { return format == Format::e2m1 ? 32 : 64; }
+
+// A weight is what its field stands for times its scale. A word of 32 bits holds the fields of as
+// many depths, the first in its lowest bits. All lie in panels of kPanel columns.
 struct QuantizedWeight {
-  int bits;               // 4 or 8
-  int64_t group;          // depths that share a scale: a multiple of kChunk, or the whole depth
-  const uint32_t* words;  // [columns/16, depth * bits / 32, 16]
+  Format format;
+  int64_t group;          // depths that share a scale: whole chunks, or the whole depth
+  const uint32_t* words;  // [columns/16, depth * bits / 32, 16]; null: there is no weight
   Dtype scale_dtype;
-  const void* scales;  // [columns/16, depth / group, 16]
+  const void* scales;    // [columns/16, depth / group, 16]; of e2m1 uint8: 2^(scale - 127)
+  const uint8_t* zeros;  // the same shape; null for symmetric weights
 };
 
 struct QuantizedLinearArgs {

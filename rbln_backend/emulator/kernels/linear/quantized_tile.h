@@ -1,12 +1,12 @@
 // The tiles of quantized.cpp: one chunk of activations times the fields of a few panels.
 //
-// Fields are unsigned, so what their offset adds to a sum, the offset times the sum of the
-// activations, is what the sum starts from, negated. Two ways to multiply, by the dtype of the
-// activations:
+// Numbers are stored plus an offset, each column's zero point or the format's. What it adds to a
+// sum, the offset times the sum of the activations, is what the sum starts from, negated. Two ways
+// to multiply, by the dtype of the activations:
 //
-// FloatTile, float32: a field becomes a float where it lies in its word: masked, and converted to a
-// number too large by the power of two of its place. Its activation is divided by that power
-// beforehand, which is exact. Only the float32 sums are rounded.
+// FloatTile, float32, and e4m3 with any: fields become floats, some too large by a power of two.
+// Their activations are divided by that power beforehand, which is exact. Only the float32 sums are
+// rounded.
 //
 // ShortTile, bfloat16 and float16: the activations of a chunk become whole numbers of 16 bits, all
 // times one power of two that gives the largest its full 15 bits. That is exact for the activations
@@ -18,53 +18,41 @@
 #include <algorithm>
 #include <utility>
 
-#include "linear/quantized.h"
+#include "linear/fields.h"
 #include "linear/tile.h"
 
 namespace rbln {
 
-template <int kBits>
-struct Fields {
-  static constexpr int kCount = 32 / kBits;
-  static constexpr int kOffset = 1 << (kBits - 1);
-  static constexpr uint32_t kMask = (1u << kBits) - 1;
-};
-
-template <int kBits>
+template <class Decoder>
 struct FloatTile {
-  using F = Fields<kBits>;
+  using F = Decoder;
   using Word = float;
   using Vec = VecF;
-  // Per chunk and row: the start of its sums, and one word per depth.
+  // Per chunk and row: minus the sum of the activations, and one word per depth.
   static constexpr int kHead = 1;
-  static constexpr int kWords = kHead + int(kChunk);
+  static constexpr int kWords = kHead + int(F::kChunk);
   static constexpr int kProducts = F::kCount;  // per word of weights
 
   // The words of one row, `stride` apart, from its kChunk activations.
   static void prepare(const float* values, Word* target, int64_t stride) {
     float total = 0.0f;
-    for (int64_t t = 0; t < kChunk; t += F::kCount) {
-      float inverse_place = 1.0f;
-      for (int f = 0; f < F::kCount; ++f, inverse_place *= 1.0f / float(1 << kBits)) {
-        // The last field is shifted, not masked.
-        const float factor = f == F::kCount - 1 ? 1.0f : inverse_place;
+    for (int64_t t = 0; t < F::kChunk; t += F::kCount) {
+      for (int f = 0; f < F::kCount; ++f) {
         total += values[t + f];
-        target[(1 + t + f) * stride] = values[t + f] * factor;
+        target[(1 + t + f) * stride] = values[t + f] * (1.0f / F::place(f));
       }
     }
-    target[0] = -float(F::kOffset) * total;
+    target[0] = -total;
   }
 
-  static Vec start(const Word* head, int64_t /*stride*/) { return broadcast(head[0]); }
+  static Vec start(const Word* head, Vec offsets) {
+    return F::kOffset == 0 ? Vec{} : broadcast(head[0]) * offsets;
+  }
   static Vec activation(Word word) { return broadcast(word); }
 
   template <int kProduct>
   static inline __attribute__((always_inline)) Vec weights(const uint32_t* words) {
-    const VecU word = load_raw<VecU>(words);
-    constexpr bool is_last = kProduct == F::kCount - 1;
-    const VecU field =
-        is_last ? word >> (kProduct * kBits) : word & (F::kMask << (kProduct * kBits));
-    return __builtin_convertvector((VecI)field, VecF);
+    return F::template floats<kProduct>(load_raw<VecU>(words));
   }
 
   static Vec multiply(Vec a, Vec b, Vec sum) { return accumulate(a, b, sum); }
@@ -74,21 +62,19 @@ struct FloatTile {
   }
 };
 
-template <int kBits>
+template <class Decoder>
 struct ShortTile {
-  using F = Fields<kBits>;
+  using F = Decoder;
   using Word = int32_t;
   using Vec = VecI;
-  typedef int16_t Shorts __attribute__((vector_size(kLanes * 4)));
-  typedef uint16_t Halves __attribute__((vector_size(kLanes * 4)));
-  // Per chunk and row: the start of its sums, what their numbers were divided by, and pairs.
+  // Per chunk and row: minus the sum of its numbers, what they were divided by, and pairs.
   static constexpr int kHead = 2;
-  static constexpr int kWords = kHead + int(kChunk) / 2;
+  static constexpr int kWords = kHead + int(F::kChunk) / 2;
   static constexpr int kProducts = F::kCount / 2;
 
   static void prepare(const float* values, Word* target, int64_t stride) {
     uint32_t largest = 0;
-    for (int64_t t = 0; t < kChunk; ++t)
+    for (int64_t t = 0; t < F::kChunk; ++t)
       largest = std::max(largest, bit_cast<uint32_t>(values[t]) & 0x7fffffffu);
     const bool is_finite = largest < 0x7f800000u;
     // Of the powers of two from 2^-126 to 2^126, the one that brings the largest below 2^15.
@@ -97,32 +83,30 @@ struct ShortTile {
     const float factor = bit_cast<float>(uint32_t(up) << 23);
     // Adding this rounds to a whole number, which the low bits then hold.
     constexpr float kWhole = 12582912.0f;
-    int32_t numbers[kChunk];
+    int32_t numbers[F::kChunk];
     int32_t total = 0;
-    for (int64_t t = 0; t < kChunk; ++t) {
+    for (int64_t t = 0; t < F::kChunk; ++t) {
       const float shifted = (is_finite ? values[t] * factor : 0.0f) + kWhole;
       numbers[t] = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(kWhole);
       total += numbers[t];
     }
-    target[0] = -F::kOffset * total;
+    target[0] = -total;
     const float back = bit_cast<float>(uint32_t(254 - up) << 23);
     target[stride] = bit_cast<int32_t>(is_finite ? back : bit_cast<float>(0x7fc00000u));
     // A product takes two fields of a word, half of the word apart.
-    for (int64_t p = 0; p < kChunk / 2; ++p) {
+    for (int64_t p = 0; p < F::kChunk / 2; ++p) {
       const int64_t low = p / kProducts * F::kCount + p % kProducts;
       target[(kHead + p) * stride] =
           (numbers[low] & 0xffff) | int32_t(uint32_t(numbers[low + kProducts]) << 16);
     }
   }
 
-  static Vec start(const Word* head, int64_t /*stride*/) { return Vec{} + head[0]; }
+  static Vec start(const Word* head, Vec offsets) { return (Vec{} + head[0]) * offsets; }
   static Vec activation(Word word) { return Vec{} + word; }
 
   template <int kProduct>
   static inline __attribute__((always_inline)) Vec weights(const uint32_t* words) {
-    const Halves halves = load_raw<Halves>(words) >> (kProduct * kBits);
-    constexpr bool is_last = kProduct == kProducts - 1;
-    return (Vec)(is_last ? halves : halves & uint16_t(F::kMask));
+    return F::template pairs<kProduct>(load_raw<Halves>(words));
   }
 
   static Vec multiply(Vec a, Vec b, Vec sum) { return add_products(a, b, sum); }
@@ -133,19 +117,27 @@ struct ShortTile {
   }
 };
 
-// One chunk of R rows and P panels: totals[r][c] += scales[c] * (products of row r and column c).
+// What the sums of P panels' columns are made with, until another group begins.
+template <class Tile, int P>
+struct Group {
+  alignas(64) float scales[P * kPanel];
+  alignas(64) typename Tile::Word offsets[P * kPanel];
+};
+
+// One chunk of R rows and P panels: totals[r][c] += scale[c] * (products of row r and column c).
 template <class Tile, int R, int P>
 __attribute__((noinline)) void multiply_chunk(const uint32_t* const (&panels)[P],
-                                              const typename Tile::Word* a, const float* scales,
-                                              int64_t steps, int64_t ahead, float* totals) {
+                                              const typename Tile::Word* a,
+                                              const Group<Tile, P>& group, int64_t steps,
+                                              int64_t ahead, float* totals) {
   using Vec = Tile::Vec;
   constexpr int C = P * kPanelVectors;
   Vec acc[R][C];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const Vec start = Tile::start(a + r, R);
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) acc[r][c] = start;
+    for (int c = 0; c < C; ++c)
+      acc[r][c] = Tile::start(a + r, load_raw<Vec>(group.offsets + c * kLanes));
   }
   const typename Tile::Word* const head = a;
   a += Tile::kHead * R;
@@ -204,7 +196,7 @@ __attribute__((noinline)) void multiply_chunk(const uint32_t* const (&panels)[P]
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       float* total = totals + (r * C + c) * kLanes;
-      store(total, Tile::finish(head + r, R, load(scales + c * kLanes), acc[r][c], load(total)));
+      store(total, Tile::finish(head + r, R, load(group.scales + c * kLanes), acc[r][c], load(total)));
     }
   }
 }

@@ -149,12 +149,15 @@ const T* of_expert(const void* stacked, int64_t elements, int64_t e) {
 
 // One expert's product; `weight` is the first expert's, if there is one.
 void multiply(const LinearArgs& plain, QuantizedWeight weight, int64_t e) {
-  if (weight.bits == 0) return linear(plain);
+  if (weight.words == nullptr) return linear(plain);
   const int64_t columns = (plain.columns + kPanel - 1) / kPanel * kPanel;
-  const int64_t scale_bytes = weight.scale_dtype == Dtype::f32 ? 4 : 2;
-  weight.words += e * columns * (plain.depth * weight.bits / 32);
-  weight.scales = static_cast<const char*>(weight.scales) +
-                  e * columns * (plain.depth / weight.group) * scale_bytes;
+  const int64_t scales = e * columns * (plain.depth / weight.group);
+  const int64_t scale_bytes = weight.format == Format::e2m1        ? 1
+                              : weight.scale_dtype == Dtype::f32 ? 4
+                                                                 : 2;
+  weight.words += e * columns * (plain.depth * bits_of(weight.format) / 32);
+  weight.scales = static_cast<const char*>(weight.scales) + scales * scale_bytes;
+  if (weight.zeros != nullptr) weight.zeros += scales;
   quantized_linear({plain, weight});
 }
 

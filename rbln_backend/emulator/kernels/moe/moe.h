@@ -28,8 +28,8 @@ struct MoeArgs {
   const void *w13, *w13_bias;  // each expert's packed [2 * intermediate_size, hidden_size]; or null
   const void *w2, *w2_bias;    // each expert's packed [hidden_size, intermediate_size]; or null
   int64_t w13_elements, w2_elements;  // of one packed matrix
-  // With bits that are not 0 these are the first expert's matrices, the others' behind them, and
-  // w13 and w2 are null.
+  // With words these are the first expert's matrices, the others' behind them, and w13 and w2 are
+  // null.
   QuantizedWeight quantized_w13, quantized_w2;
   bool interleaved;  // gate and up alternate (SwiGLU of gpt-oss) instead of being halves (SiLU)
   void* out;         // [rows, hidden_size], contiguous

@@ -1,0 +1,94 @@
+// What a word's fields become on their way into a product, by format.
+//
+// A decoder names kBits and kCount, the fields of a word; kChunk; kOffset, what its numbers are
+// stored plus; kUnit, what its numbers are to be multiplied by; and
+//
+// floats<F>(word): field F as float, times place(F).
+// pairs<P>(halves): fields P and P + kCount / 2 as unsigned numbers of 16 bits.
+#pragma once
+
+#include "core/simd.h"
+#include "linear/quantized.h"
+
+namespace rbln {
+
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 4)));
+
+template <int kBits_, Format kFormat>
+struct Fields {
+  static constexpr int kBits = kBits_;
+  static constexpr int kCount = 32 / kBits;
+  static constexpr int64_t kChunk = chunk_of(kFormat);
+  static constexpr uint32_t kMask = (1u << kBits) - 1;
+};
+
+// A float is made of a field where it lies in its word: masked, and converted to a number too large
+// by the power of two of its place. The last field is shifted, not masked.
+template <int kBits_>
+struct Integers : Fields<kBits_, kBits_ == 4 ? Format::int4 : Format::int8> {
+  using F = Fields<kBits_, kBits_ == 4 ? Format::int4 : Format::int8>;
+  static constexpr int kOffset = 1 << (kBits_ - 1);
+  static constexpr float kUnit = 1.0f;
+
+  static constexpr float place(int field) {
+    return field == F::kCount - 1 ? 1.0f : float(1u << (field * kBits_));
+  }
+
+  template <int kField>
+  static inline __attribute__((always_inline)) VecF floats(VecU word) {
+    constexpr bool is_last = kField == F::kCount - 1;
+    const VecU field =
+        is_last ? word >> (kField * kBits_) : word & (F::kMask << (kField * kBits_));
+    return __builtin_convertvector((VecI)field, VecF);
+  }
+
+  template <int kPair>
+  static inline __attribute__((always_inline)) VecI pairs(Halves halves) {
+    const Halves shifted = halves >> (kPair * kBits_);
+    constexpr bool is_last = kPair == F::kCount / 2 - 1;
+    return (VecI)(is_last ? shifted : shifted & uint16_t(F::kMask));
+  }
+};
+
+// Twice the value is a whole number, which a table of 16 bytes holds, plus 12.
+struct E2m1 : Fields<4, Format::e2m1> {
+  static constexpr int kOffset = 12;
+  static constexpr float kUnit = 0.5f;
+  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                     12, 11, 10, 9,  8,  6,  4,  0};
+
+  static constexpr float place(int /*field*/) { return 1.0f; }
+
+  template <int kField>
+  static inline __attribute__((always_inline)) VecF floats(VecU word) {
+    const VecU index = select_bits(0xfu, word >> (kField * kBits), 0x80808000u);
+    return __builtin_convertvector((VecI)look_up(kTable, index), VecF);
+  }
+
+  template <int kPair>
+  static inline __attribute__((always_inline)) VecI pairs(Halves halves) {
+    const VecU shifted = (VecU)(halves >> (kPair * kBits));
+    return (VecI)look_up(kTable, select_bits(0x000f000fu, shifted, 0x80008000u));
+  }
+};
+
+// The bits of a normal number are those of a float of another bias. A denormal one then reads as
+// c/2 (1 + m/8), c the least normal number, instead of c m/8: twice what is read less c. For normal
+// numbers that is no less than what is read, and so the smaller of both is right for either.
+struct E4m3 : Fields<8, Format::e4m3> {
+  static constexpr int kOffset = 0;
+  static constexpr float kUnit = 256.0f;
+
+  static constexpr float place(int /*field*/) { return 1.0f; }
+
+  template <int kField>
+  static inline __attribute__((always_inline)) VecF floats(VecU word) {
+    constexpr int shift = 20 - 8 * kField;
+    const VecU moved = shift > 0 ? word << (shift > 0 ? shift : 0) : word >> (shift > 0 ? 0 : -shift);
+    const VecF read = (VecF)select_bits(0x07f00000u, moved, 0x38000000u);
+    const VecF size = min(read, fma(read, broadcast(2.0f), broadcast(-6.103515625e-05f)));
+    return (VecF)select_bits(0x80000000u, word << (24 - 8 * kField), (VecU)size);
+  }
+};
+
+}  // namespace rbln

@@ -1,0 +1,79 @@
+"""Checkpoints with the method fp8: e4m3 weights per tensor, or in blocks as DeepSeek publishes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
+from rbln_backend.quantization.expert_formats import ByteRows
+from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
+from rbln_backend.quantization.schemes import check_fp8
+from rbln_backend.unsupported import QUANTIZATION
+from rbln_backend.vllm_compat.quantization import (
+    Attention,
+    CompressedTensorsLinearMethod,
+    Fp8Config,
+    LinearBase,
+    QuantizeMethodBase,
+    RoutedExperts,
+    UnquantizedLinearMethod,
+    is_layer_skipped,
+)
+
+
+class RblnFp8Config(Fp8Config):
+    """Weights of e4m3; activations are in the model's dtype."""
+
+    block: tuple[int, int] | None = None
+    """Rows and inputs that share a scale."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Upstream's, and float32."""
+        return [torch.float32, *super().get_supported_act_dtypes()]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8Config:
+        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
+        check_fp8(config)
+        made = super().from_config(config)
+        if made.weight_block_size is not None:
+            # Under upstream's name vLLM would switch on an operator of its own for it.
+            rows, inputs = made.weight_block_size
+            made.block, made.weight_block_size = (rows, inputs), None  # type: ignore[attr-defined]
+        return made
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        if not self.is_checkpoint_fp8_serialized:
+            raise QUANTIZATION.refusal("quantization 'fp8' of a checkpoint that is not")
+        if isinstance(layer, Attention):
+            # Scales of a quantised KV cache are read, and mean nothing to one that is not.
+            return super().get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase | RoutedExperts):
+            return None
+        skipped = is_layer_skipped(
+            prefix,
+            self.ignored_layers,
+            self.packed_modules_mapping,
+            match_mode=self.ignored_layers_match_mode,
+        )
+        if isinstance(layer, RoutedExperts):
+            stored = ByteRows.of(self._stored())
+            return None if skipped else RblnQuantizedMoEMethod(layer.moe_config, stored, stored)
+        if skipped:
+            return UnquantizedLinearMethod()
+        # The method does what the layer's scheme says.
+        scheme: Any = RblnByteScheme(self._stored(), prefix)
+        layer.scheme = scheme
+        return CompressedTensorsLinearMethod(cast(Any, self))
+
+    def _stored(self) -> ByteWeights:
+        dropped = ("input_scale",) if self.activation_scheme == "static" else ()
+        rest: dict[str, Any] = {"is_float": True, "dropped": dropped, "published": "FP8 W8A8"}
+        if self.block is None:
+            return ByteWeights(scope="tensor", **rest)
+        return ByteWeights(scope="block", block=self.block, scale_name="weight_scale_inv", **rest)

@@ -1,0 +1,14 @@
+"""What we use of vLLM's multi-head latent attention: only engines of such models import it."""
+
+from __future__ import annotations
+
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+__all__ = [
+    "MLAModules",
+    "MultiHeadLatentAttentionWrapper",
+    "QuantizeMethodBase",
+    "UnquantizedLinearMethod",
+]
