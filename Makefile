@@ -21,7 +21,7 @@ fetched := smollm2
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench dashboards chart docs models names upstream lock sbom image clean
+.PHONY: help install dev serve test lint bench dashboards chart docs models published names upstream lock sbom image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -59,6 +59,9 @@ docs: dev ## Rewrite the generated pages of docs/
 
 models: dev ## Compare model families (ARGS, else all) with transformers for docs/models.md
 	$(quiet) $(python) docs/models.py $(ARGS)
+
+published: dev ## Ask `check` of published models (ARGS, else all) for docs/models.md
+	$(quiet) $(python) docs/published.py $(ARGS)
 
 names: dev ## Rewrite the list of what is used of vLLM, deploy/upstream/names.txt
 	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream --write

@@ -2,7 +2,8 @@
 
 Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
 
-What models.md says of each family was measured by docs/models.py.
+What models.md says of each family was measured by docs/models.py, of each published model asked by
+docs/published.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
 when a page is not what the code says.
@@ -26,6 +27,7 @@ from observability_page import (
     alert_rows,
     dashboard_parts,
 )
+from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
 
 from rbln_backend.config import GRAPH, RblnConfig
@@ -150,6 +152,12 @@ def models_page() -> str:
         "`python docs/models.py [FAMILY ...]` measures again.",
         "\n".join(conditions(results)) or "Nothing was measured yet.",
         _table(HEADER, family_rows(results)),
+        "## Published models",
+        "What `rbln-serve check` says of the `config.json` of published models on the emulated "
+        "device, from their public pages (`docs/published_configs.json`), with enough memory. It "
+        "reads no weights; that a model's family computes the right tokens is what the table above "
+        "and the tests show. `python docs/published.py` asks again. " + published_summary(),
+        _table(PUBLISHED_HEADER, published_rows()),
         "## What is refused",
         "A refusal is one line: the feature, why this backend lacks it, and what to do instead.",
         _table(("Feature", "Known from", "The backend is one ...", "Instead"), refusal_rows()),

@@ -124,8 +124,10 @@ def _model_keys(config: Any) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
         keys["ARCH.rope.scaling.original_context_length"] = original
-    if config.model_type in ("gemma2", "gemma3_text"):
-        keys["ARCH.attention.sliding_window"] = config.sliding_window
+    if config.model_type == "phi3":
+        keys["ARCH.rope.scaling.original_context_length"] = config.max_position_embeddings
+    if config.model_type in ("gemma2", "gemma3_text", "phi3"):
+        keys["ARCH.attention.sliding_window"] = config.sliding_window or 0
     if config.model_type == "gemma2":
         keys["ARCH.attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         keys["ARCH.final_logit_softcapping"] = float(config.final_logit_softcapping)

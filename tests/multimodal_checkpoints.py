@@ -27,6 +27,20 @@ _VL_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id":
 # Half the pairs of a head of 32: as Qwen2-VL's proportions, 16, 24 and 24 of 64.
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
 
+# Of Ministral-3, with a first context that the tests' prompts leave.
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 1024,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 CONFIGS: Mapping[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {**_TEXT, **FAMILIES["gemma3_text"].fields},
@@ -38,6 +52,30 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **_TOWER, **_HEADS, "head_dim": 16},
+        "image_token_index": 5,
+        "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "text_config": {
+            "model_type": "ministral3",
+            **_TEXT,
+            "rope_parameters": _MINISTRAL_ROPE,
+            "sliding_window": None,
+        },
+        "vision_config": {"model_type": "pixtral", **_TOWER, **_HEADS, "head_dim": 16},
+        "image_token_index": 5,
+        "tie_word_embeddings": False,
+    },
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER, **_HEADS},
+        "image_token_index": 5,
+        "tie_word_embeddings": False,
+    },
+    "llava_next": {
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER, **_HEADS},
+        "image_grid_pinpoints": [[28, 28]],
         "image_token_index": 5,
         "tie_word_embeddings": False,
     },
@@ -70,11 +108,13 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     },
 }
 _FAMILY_OF = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3"}
+_TYPES = {"ministral3": "mistral3"}
 
 
 def make_multimodal_checkpoint(model_type: str, path: Path, **fields: Any) -> Path:
-    """Write a member of `model_type` into `path`, which is returned; `fields` replace its own."""
-    config = transformers.CONFIG_MAPPING[model_type](**{**CONFIGS[model_type], **fields})
+    """Write the member called `model_type`, `fields` replaced, into `path`, which is returned."""
+    config_class = transformers.CONFIG_MAPPING[_TYPES.get(model_type, model_type)]
+    config = config_class(**{**CONFIGS[model_type], **fields})
     model = transformers.AutoModelForImageTextToText.from_config(config)
     family: Family = FAMILIES[_FAMILY_OF.get(model_type, "llama")]
     # What the weights are scaled by is the text's.

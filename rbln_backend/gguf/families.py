@@ -91,8 +91,10 @@ def _llama(file: GgufFile, _keys: ModelKeys, _config: Config) -> Config:
     }
 
 
-def _phi3(_file: GgufFile, keys: ModelKeys, _config: Config) -> Config:
-    return {"sliding_window": keys.get("attention.sliding_window")}
+def _phi3(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
+    # Longer contexts than the first have frequencies by tensors, which are refused.
+    keys.only("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {"sliding_window": keys.get("attention.sliding_window") or None}
 
 
 def _gemma2(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:

@@ -45,7 +45,7 @@ class _Cut:
 
 _LLAMA3 = _Cut(whole_words_first=True, adds_bos=True)
 _CUTS: Mapping[str, _Cut] = {
-    "gpt-2": _Cut(),
+    **dict.fromkeys(("gpt-2", "dbrx"), _Cut()),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(single_digits=True)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Cut(composed=True)),

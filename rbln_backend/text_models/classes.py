@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -19,7 +19,9 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import WeightsMapper
 
-_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.")
+from rbln_backend.unsupported import MULTIMODAL
+
+_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
 _NAMES = WeightsMapper(
     orig_to_new_prefix={
         "model.language_model.": "model.",
@@ -34,7 +36,13 @@ _MULTIMODAL_ROPE = ("type", "mrope_section", "mrope_interleaved")
 class _TextOf:
     """Put before a text model's class: it takes the configuration and weights that enclose it."""
 
+    text_types: ClassVar[tuple[str, ...]]
+    """Values of `text_config.model_type` that the class computes; others are refused."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        found = vllm_config.model_config.hf_config.get_text_config().model_type
+        if found not in self.text_types:
+            raise MULTIMODAL.refusal(f"text_config.model_type {found!r}")
         super().__init__(vllm_config=_text_config(vllm_config), prefix=prefix)  # type: ignore[call-arg]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -46,25 +54,32 @@ class _TextOf:
 class Gemma3Text(_TextOf, Gemma3ForCausalLM):
     """Of Gemma-3 with SigLIP: 4b, 12b and 27b."""
 
+    text_types = ("gemma3_text",)
     # Adapters and lists of quantised layers name layers as the checkpoint does.
     hf_to_vllm_mapper = Gemma3ForCausalLM.hf_to_vllm_mapper | _NAMES
 
 
-class Mistral3Text(_TextOf, MistralForCausalLM):
-    """Of Mistral-Small-3.1 and 3.2."""
+class MistralText(_TextOf, MistralForCausalLM):
+    """Of Mistral-Small-3.1 and 3.2, Ministral-3, and Llava's, of which some are Llamas.
 
+    Mistral's class is Llama's with queries that may be scaled by their position.
+    """
+
+    text_types = ("mistral", "ministral3", "llama")
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | _NAMES
 
 
 class Qwen2VLText(_TextOf, Qwen2ForCausalLM):
     """Of Qwen2-VL and Qwen2.5-VL."""
 
+    text_types = ("qwen2_vl_text", "qwen2_5_vl_text")
     hf_to_vllm_mapper = Qwen2ForCausalLM.hf_to_vllm_mapper | _NAMES
 
 
 class Qwen3VLText(_TextOf, Qwen3ForCausalLM):
     """Of Qwen3-VL without experts."""
 
+    text_types = ("qwen3_vl_text",)
     hf_to_vllm_mapper = Qwen3ForCausalLM.hf_to_vllm_mapper | _NAMES
 
 
@@ -75,7 +90,12 @@ def _text_config(vllm_config: VllmConfig) -> VllmConfig:
     text = copy.deepcopy(whole.get_text_config())
     # The class that sees both ends of the model decides; vLLM corrects it by the weights' names.
     text.tie_word_embeddings = whole.tie_word_embeddings
-    text.rope_parameters = _plain(text.rope_parameters)
+    rope = text.rope_parameters
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        # vLLM 0.30 looks for it where Mistral's own format has it.
+        first = rope["original_max_position_embeddings"]
+        text.llama_4_scaling = {"original_max_position_embeddings": first, "beta": beta}
+    text.rope_parameters = _plain(rope)
     model.hf_config = text
     config = copy.copy(vllm_config)
     config.model_config = model

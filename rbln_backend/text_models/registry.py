@@ -8,7 +8,9 @@ _CLASSES = "rbln_backend.text_models.classes"
 
 TEXT_MODELS: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3Text",
-    "Mistral3ForConditionalGeneration": "Mistral3Text",
+    "LlavaForConditionalGeneration": "MistralText",
+    "LlavaNextForConditionalGeneration": "MistralText",
+    "Mistral3ForConditionalGeneration": "MistralText",
     "Qwen2VLForConditionalGeneration": "Qwen2VLText",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2VLText",
     "Qwen3VLForConditionalGeneration": "Qwen3VLText",

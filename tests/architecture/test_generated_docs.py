@@ -31,7 +31,7 @@ def test_the_pages_are_not_stale() -> None:
 
 SOURCES = (
     *("fields_page.py", "models_page.py", "observability_page.py", "models.json"),
-    *("security.md", "http_api.md"),
+    *("published_page.py", "published.json", "security.md", "http_api.md"),
 )
 PAGES = ["configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"]
 

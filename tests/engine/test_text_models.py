@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
+from tests.adapters import make_adapter, merge
 from tests.engine.conftest import Engines
 from tests.engine.test_equality import make_prompts
 from tests.multimodal_checkpoints import CONFIGS, make_multimodal_checkpoint, name_as_in_memory
@@ -51,6 +53,29 @@ def test_weights_may_have_their_names_of_today(
     checkpoint = make_multimodal_checkpoint(model_type, tmp_path)
     name_as_in_memory(checkpoint)
     assert_equals_transformers(engines, checkpoint)
+
+
+@pytest.mark.wide
+def test_adapters_name_the_layers_as_transformers_has_them(
+    engines: Engines, tmp_path: Path
+) -> None:
+    checkpoint = make_multimodal_checkpoint("gemma3", tmp_path / "gemma3")
+    name_as_in_memory(checkpoint)
+    # The vision tower has none of these.
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", targets=("o_proj", "down_proj"))
+    merged = merge(checkpoint, adapter, tmp_path / "merged")
+    engine = engines.fresh(checkpoint=checkpoint, rbln=TEXT, enable_lora=True)
+    prompts = make_prompts(PROMPT_LENGTHS, seed=8)
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        GREEDY,
+        lora_request=LoRARequest("a", 1, str(adapter)),
+        use_tqdm=False,
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reference = reference_generate(merged, prompt, NUM_TOKENS)
+        assert list(output.outputs[0].token_ids) == reference.token_ids
+        assert reference.token_ids != reference_generate(checkpoint, prompt, NUM_TOKENS).token_ids
 
 
 def test_text_has_to_be_asked_for(engines: Engines, tmp_path: Path) -> None:

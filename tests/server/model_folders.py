@@ -60,8 +60,8 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "multimodal": (
         {
-            "architectures": ["LlavaForConditionalGeneration"],
-            "model_type": "llava",
+            "architectures": ["LlavaOnevisionForConditionalGeneration"],
+            "model_type": "llava_onevision",
             "image_token_index": 5,
             "text_config": dict(LLAMA),
             "vision_config": {

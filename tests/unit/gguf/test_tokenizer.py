@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,15 @@ def converted(checkpoint: Path, folder: Path, **keys: Any) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "dbrx"])
 def test_byte_level(pre: str, checkpoints: CheckpointCache, tmp_path: Path) -> None:
     checkpoint = checkpoints("llama", num_hidden_layers=1)
     wanted = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     if pre == "smollm":
         wanted.pre_tokenizer = by_digits()
-    elif pre == "llama-bpe":
+    elif pre in ("llama-bpe", "dbrx"):
         wanted.pre_tokenizer = split(r"\p{N}{1,3}")
-        wanted.model.ignore_merges = True
+        wanted.model.ignore_merges = pre == "llama-bpe"
     elif pre == "qwen2":
         wanted.pre_tokenizer = split(r"\p{N}")
         wanted.normalizer = normalizers.NFC()
@@ -78,6 +79,22 @@ def test_byte_level(pre: str, checkpoints: CheckpointCache, tmp_path: Path) -> N
         turn, tokenize=False
     )
     assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, 3, 0)
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("gpt-2", False)])
+def test_llama3_takes_words_whole_that_no_merge_makes(
+    pre: str, whole: bool, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("llama", num_hidden_layers=1)
+    merges = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
+    # A word of letters, which either way of cutting leaves alone.
+    last = max(i for i, pair in enumerate(merges) if "".join(pair).removeprefix("Ġ").isalpha())
+    word = "".join(merges.pop(last))
+    kept = [" ".join(pair) for pair in merges]
+    keys = {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": kept}
+    found = converted(checkpoint, tmp_path / "c", **keys)
+    ids = found.encode(word.replace("Ġ", " "), add_special_tokens=False)
+    assert (ids == [found.convert_tokens_to_ids(word)]) is whole
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
