@@ -170,6 +170,7 @@ class RblnPlatform(Platform):
 
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
+        _settle_tuning(vllm_config)
         refuse_unsupported(vllm_config, rbln)
         keep_rows_whole(vllm_config.parallel_config)
         _set_classes(vllm_config)
@@ -205,6 +206,16 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
     for warning in resolved.warnings:
         logger.warning_once(warning)
     return resolved.config, {key: additional[key] for key in additional if key != "rbln"}
+
+
+def _settle_tuning(config: VllmConfig) -> None:
+    """Let Llama-4 attend as its config.json says beyond 8192 tokens.
+
+    vLLM looks for the field in the generation config alone, where published checkpoints lack it.
+    """
+    model, field = model_config(config), "attn_temperature_tuning"
+    if model is not None and getattr(model.hf_text_config, field, None):
+        model.override_generation_config.setdefault(field, True)
 
 
 def _settle_pooling(vllm_config: VllmConfig) -> None:

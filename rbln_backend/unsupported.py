@@ -28,9 +28,9 @@ class Feature:
 
 
 EXPERT_ROUTING = Feature(
-    "expert routing by token ids, to experts that do nothing, or with weights on the inputs",
-    "DeepSeek-V4, LongCat-Flash, Llama-4",
-    "whose experts are chosen by the router's scores and weighted afterwards",
+    "expert routing by token ids, to experts that do nothing, or with weights on several inputs",
+    "DeepSeek-V4, LongCat-Flash",
+    "whose experts are chosen by the router's scores; weights on the input need a single expert",
     "serve a model that routes like Mixtral, Qwen-MoE, GLM-4.5 or gpt-oss",
 )
 EXPERT_ACTIVATION = Feature(
@@ -180,10 +180,10 @@ SPARSE_ATTENTION = Feature(
     "serve a model with dense attention",
 )
 CHUNKED_ATTENTION = Feature(
-    "chunked local attention",
-    "Llama-4",
-    "whose ops attend to every cached token or to a sliding window",
-    "serve a model with full or sliding-window attention",
+    "chunked local attention of contexts above a chunk",
+    "Llama-4 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "whose ops there attend to every cached token or to a sliding window",
+    "set --max-model-len to the chunk (8192) or less, or run it on the emulated device",
 )
 DUAL_CHUNK_ATTENTION = Feature(
     "dual chunk attention",
@@ -205,9 +205,15 @@ ALIBI = Feature(
 )
 KV_SHARING = Feature(
     "KV sharing between layers",
+    "Gemma-4 E2B and E4B on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "whose ops there write the cache that they read",
+    "run it on the emulated device, or serve a model whose layers do not share KV",
+)
+ALTERNATING_UPDATES = Feature(
+    "alternating updates of several residual streams (AltUp)",
     "Gemma-3n",
-    "where every attention layer has a KV cache of its own",
-    "serve a model whose layers do not share KV",
+    "whose log-probabilities here differ from transformers' by hundredths, for no known reason",
+    "serve Gemma-3 or Gemma-4",
 )
 SOFT_CAP = Feature(
     "attention logit soft capping",
@@ -217,9 +223,9 @@ SOFT_CAP = Feature(
 )
 UNEQUAL_HEADS = Feature(
     "values of another head size than keys",
-    "MiMo-V2",
-    "whose caches hold keys and values in one tensor",
-    "serve a model with one head size",
+    "MiMo-V2 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "whose ops there have one size for both",
+    "run it on the emulated device, or serve a model with one head size",
 )
 
 FEATURES: tuple[Feature, ...] = (
@@ -233,6 +239,7 @@ FEATURES: tuple[Feature, ...] = (
     PREFIX_LM,
     ALIBI,
     KV_SHARING,
+    ALTERNATING_UPDATES,
     SOFT_CAP,
     UNEQUAL_HEADS,
     EXPERT_ROUTING,

@@ -213,6 +213,21 @@ OTHERS: Mapping[str, Family] = {
         # It does not divide the scores by anything.
         head_norm=0.6,
     ),
+    # The last two layers read what the first two have cached, one of which slides.
+    "gemma4_shared": replace(
+        _family(
+            "Gemma4",
+            **_GEMMA,
+            **_mixed(48),
+            num_kv_shared_layers=2,
+            global_head_dim=64,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+        ),
+        config_class="Gemma4TextConfig",
+        # It does not divide the scores by anything.
+        head_norm=0.6,
+    ),
     "iquestcoder": replace(_family("IQuestCoder"), model_class="LlamaForCausalLM"),
     "ministral": _family("Ministral", **_mixed(48)),
     "ministral3": _family(
@@ -313,6 +328,23 @@ MIXTURES: Mapping[str, Family] = {
         n_group=4,
         topk_group=2,
         norm_topk_prob=True,
+    ),
+    # A chunk of the context in some layers, no positions in the others; weights on inputs.
+    "llama4": replace(
+        _family(
+            "Llama4",
+            num_hidden_layers=4,
+            no_rope_layers=[1, 0, 1, 0],
+            attention_chunk_size=40,
+            floor_scale=32,
+            attn_scale=0.5,
+            interleave_moe_layer_step=2,
+            intermediate_size=80,
+            intermediate_size_mlp=256,
+            num_local_experts=6,
+            num_experts_per_tok=1,
+        ),
+        config_class="Llama4TextConfig",
     ),
     # Softmax scores with such a bias.
     "ernie4_5_moe": _family(

@@ -17,13 +17,7 @@ from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.attention.sdk_ops import SdkAttention
 from rbln_backend.compiler.device import find_npu
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.unsupported import (
-    ALIBI,
-    ENCODER_DECODER,
-    KV_SHARING,
-    SOFT_CAP,
-    Feature,
-)
+from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_SHARING, SOFT_CAP
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
     AttentionImpl,
@@ -85,15 +79,6 @@ class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadat
         raise NotImplementedError("RblnModelRunner builds attention metadata per graph")
 
 
-def _missing_feature(attn_type: str, kv_sharing_target_layer_name: str | None) -> Feature | None:
-    """The first thing that this layer needs and we lack, or None."""
-    if attn_type != AttentionType.DECODER:
-        return ENCODER_DECODER
-    if kv_sharing_target_layer_name is not None:
-        return KV_SHARING
-    return None
-
-
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise for what a model asks of this layer by a name that only other backends know."""
     asked = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
@@ -121,9 +106,8 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> None:
-        missing = _missing_feature(attn_type, kv_sharing_target_layer_name)
-        if missing is not None:
-            raise missing.refusal()
+        if attn_type != AttentionType.DECODER:
+            raise ENCODER_DECODER.refusal()
         _refuse_options(options)
         self.num_heads = num_heads
         self.head_size = head_size
@@ -140,12 +124,17 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         # vLLM writes "no cap" as 0.
         self.soft_cap = logits_soft_cap or None
         self.sliding_window = sliding_window
-        rbln = configured(get_current_vllm_config())
+        self.shares_kv = kv_sharing_target_layer_name is not None
+        config = get_current_vllm_config()
+        rbln = configured(config)
+        self._context: int | None = getattr(config.model_config, "max_model_len", None)
         npu = find_npu(rbln)
         if npu is not None and self.soft_cap is not None:
             raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
         if npu is not None and alibi_slopes is not None:
             raise ALIBI.refusal("device 'rebel'")
+        if self.shares_kv and (npu is not None or rbln.use_custom_kernel):
+            raise KV_SHARING.refusal()
         if npu is not None and head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
                 f"head size {head_size}: the attention kernels of {npu.name} have "
@@ -174,25 +163,26 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query, output [B*L, Hq, D]; key, value [B*L, Hkv, D]; writes ``output``."""
-        batch, length = attn_metadata.batch_size, attn_metadata.query_len
-        group = self.num_heads // self.num_kv_heads
-        q_shape = (batch, length, self.num_kv_heads, group, self.head_size)
-        kv_shape = (batch, length, self.num_kv_heads, 1, self.head_size)
+        """query [B*L, Hq, D]; key [B*L, Hkv, D]; value [B*L, Hkv, Dv]; writes output [B*L, Hq, Dv].
+
+        A layer that shares the cache of another has neither key nor value.
+        """
+        given = {"q": query} if self.shares_kv else {"q": query, "k": key, "v": value}
+        heads = {name: self._by_head(rows, attn_metadata) for name, rows in given.items()}
         result = self._attend(
-            layer,
-            attn_metadata,
-            q=query.view(q_shape).permute(0, 2, 3, 1, 4),
-            k=key.view(kv_shape).permute(0, 2, 3, 1, 4),
-            v=value.view(kv_shape).permute(0, 2, 3, 1, 4),
-            kv_cache=kv_cache,
-            scale=self.scale_tensor,
+            layer, attn_metadata, **heads, kv_cache=kv_cache, scale=self.scale_tensor
         )
-        output.copy_(result.permute(0, 3, 1, 2, 4).reshape(query.shape))
+        output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))
         return output
 
-    def _attend(self, layer: Any, metadata: RblnAttentionMetadata, **tensors: Tensor) -> Tensor:
-        """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; the result is shaped like q.
+    def _by_head(self, rows: Tensor, metadata: RblnAttentionMetadata) -> Tensor:
+        """rows [B*L, H, D] as the ops take them: [B, Hkv, H / Hkv, L, D]."""
+        tokens = (metadata.batch_size, metadata.query_len)
+        heads = rows.view(*tokens, self.num_kv_heads, -1, rows.shape[-1])
+        return heads.permute(0, 2, 3, 1, 4)
+
+    def _attend(self, layer: Any, metadata: RblnAttentionMetadata, **tensors: Any) -> Tensor:
+        """q, k, v as in ``attention.ops``; the result is [B, Hkv, G, L, Dv].
 
         What a layer does follows from the metadata of its KV cache group: a window that reaches
         over the whole context is no window.
@@ -210,9 +200,22 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         if metadata.window is not None:
             assert isinstance(self._attention, SdkAttention)
             return self._attention.appended_window(**tensors, window=metadata.window)
+        tensors |= {
+            "chunk": self._within_context(getattr(layer, "attention_chunk_size", None)),
+            # Of a cache that is shared: other windows are shifted.
+            "window": self._within_context(self.sliding_window),
+        }
+        if self.shares_kv:
+            assert isinstance(self._attention, EmulatedAttention)
+            return self._attention.shared(**tensors)
         return self._attention.causal(
             **tensors,
             is_prefill=metadata.is_prefill,
             one_block=metadata.one_block,
             layer=layer,
         )
+
+    def _within_context(self, tokens: int | None) -> int | None:
+        """``tokens`` where they are less than the whole context."""
+        is_bound = tokens is not None and (self._context is None or tokens < self._context)
+        return tokens if is_bound else None

@@ -20,7 +20,7 @@ whose ops end after the documented required arguments. ``sinks`` are one more lo
 in the softmax's denominator. The other options are ours, not the SDK's. ``logits_soft_cap``: a
 scaled score s becomes cap * tanh(s / cap), before sinks join. ``alibi_slopes`` [Hq]: a score loses
 its head's slope times the distance of the key. ``attention_chunk`` c: position p sees none before
-p // c * c.
+p // c * c; ``attention_window`` w: none before p + 1 - w, though the cache keeps all.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _WINDOW = (
 )
 _MASK = ", Tensor? attn_mask=None"
 _OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None"
-_CHUNK = ", int? attention_chunk=None"
+_BOUNDS = ", int? attention_chunk=None, int? attention_window=None"
 # Per op: the arguments of both namespaces, and what only the first takes after them.
 SCHEMAS = {
-    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS + _CHUNK),
-    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS + _CHUNK),
-    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS + _CHUNK),
-    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS + _CHUNK),
+    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS + _BOUNDS),
+    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS + _BOUNDS),
+    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS + _BOUNDS),
+    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS + _BOUNDS),
     "sliding_window_attention_naive_prefill": (_WINDOW, _OPTIONS),
     "sliding_window_attention_naive_decode": (_WINDOW, _MASK + _OPTIONS),
 }
@@ -95,16 +95,14 @@ class AttentionOptions:
     sinks: Tensor | None = None
     soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
-    chunk: int | None = None
 
     def named(self) -> dict[str, Any]:
         """Those that are set, but for the sinks, by the names of the ops' arguments."""
-        options = {
-            "logits_soft_cap": self.soft_cap,
-            "alibi_slopes": self.alibi_slopes,
-            "attention_chunk": self.chunk,
-        }
-        return {name: value for name, value in options.items() if value is not None}
+        return _set(logits_soft_cap=self.soft_cap, alibi_slopes=self.alibi_slopes)
+
+
+def _set(**options: object) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class EmulatedAttention:
@@ -133,19 +131,41 @@ class EmulatedAttention:
         block_tables: Tensor,
         is_prefill: bool,
         one_block: bool,
+        chunk: int | None = None,
+        window: int | None = None,
         layer: object = None,
     ) -> Tensor:
         """q, k, v as in the module; scale 0-dim float32; seq_idx [B, 1].
 
+        ``chunk``, ``window``: what the layer sees of its context, where that is not all of it.
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
         """
         phase = "prefill" if is_prefill else "decode"
+        bounds = _set(attention_chunk=chunk, attention_window=window)
         if one_block:
             arguments = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
-            return self._call(f"causal_attention_naive_{phase}", arguments)
+            return self._call(f"causal_attention_naive_{phase}", arguments, bounds)
         arguments = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale)
-        return self._call(f"flash_causal_attention_naive_{phase}", arguments)
+        return self._call(f"flash_causal_attention_naive_{phase}", arguments, bounds)
+
+    def shared(
+        self,
+        *,
+        q: Tensor,
+        kv_cache: Tensor,
+        scale: Tensor,
+        seq_idx: Tensor,
+        block_tables: Tensor,
+        chunk: int | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """As ``causal`` over a cache that another layer of the same step has written."""
+        bounds = _set(attention_chunk=chunk, attention_window=window)
+        options = self._named | _set(sinks=self._sinks) | bounds
+        op = torch.ops.rbln_emulator.shared_attention
+        result: Tensor = op(q, kv_cache, scale, seq_idx, block_tables, **options)
+        return result
 
     def shifted_window(
         self,
@@ -170,12 +190,14 @@ class EmulatedAttention:
         arguments = (q, k, v, kv_cache, *lengths, scale, block_tables, scale)
         return self._call(f"sliding_window_attention_naive_{phase}", arguments)
 
-    def _call(self, name: str, arguments: tuple[Tensor, ...]) -> Tensor:
+    def _call(
+        self, name: str, arguments: tuple[Tensor, ...], bounds: dict[str, Any] | None = None
+    ) -> Tensor:
         positional: list[Tensor | None] = [*arguments]
         if self._sinks is not None:
             # By position, as the documented callers do: None stands for the mask before them.
             positional += [None] if _MASK in SCHEMAS[name][1] else []
             positional.append(self._sinks)
         op = getattr(getattr(torch.ops, self._namespace), name)
-        result: Tensor = op(*positional, **self._named)
+        result: Tensor = op(*positional, **self._named, **(bounds or {}))
         return result

@@ -53,13 +53,18 @@ class SdkAttention:
         block_tables: Tensor,
         is_prefill: bool,
         one_block: bool,
+        chunk: int | None,
+        window: int | None,
         layer: Any,
     ) -> Tensor:
         """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; seq_idx [B, 1]; scale 0-dim float32.
 
-        ``one_block``: a block holds a whole request. ``layer`` has the scales of quantised caches;
+        ``one_block``: a block holds a whole request. ``chunk`` and ``window`` are refused when
+        caches are planned. ``layer`` has the scales of quantised caches;
         the softmax's stands where nothing is read.
         """
+        assert chunk is None
+        assert window is None
         if one_block and self._sinks_of_heads is None:
             one = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale, None)
             return _call("causal_attention_naive", is_prefill, *one)

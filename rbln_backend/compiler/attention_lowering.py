@@ -58,6 +58,7 @@ class _Call:
     soft_cap: float | None
     alibi_slopes: fx.Node | None
     chunk: int | None
+    window: int | None
 
 
 def fuse_attention(graph: fx.Graph) -> None:
@@ -99,6 +100,7 @@ def _attention_call(node: fx.Node) -> _Call | None:
         given.get("logits_soft_cap"),
         given.get("alibi_slopes"),
         given.get("attention_chunk"),
+        given.get("attention_window"),
     )
 
 
@@ -120,7 +122,8 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
                 *(q.norm, k.norm, q.eps),
                 *(rotation.positions, rotation.cos_sin_cache, rotation.is_neox),
                 *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
-                *(call.sinks, call.soft_cap, call.alibi_slopes, call.chunk, group, batch),
+                *(call.sinks, call.soft_cap, call.alibi_slopes, call.chunk, call.window),
+                *(group, batch),
             ),
         )
         width = kv_heads * group * head_size

@@ -61,6 +61,7 @@ def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tenso
     graph = module.graph
     _refuse_constants(graph)
     _drop_inert_nodes(graph)
+    _write_numbers(graph)
     bindings = []
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
         grapharg = node.meta.get("grapharg")
@@ -70,8 +71,28 @@ def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tenso
                 raise CompileError(f"graph input {node.name!r} is not a tensor")
             graph.erase_node(node)
             continue
+        if example.dim() == 0 and not table.knows(example):
+            _inline_number(graph, node, example)
+            continue
         bindings.append(table.name_of(example, inputs))
     return Program(graph, tuple(bindings))
+
+
+def _write_numbers(graph: fx.Graph) -> None:
+    """Turn ``torch.tensor(number)``, which could hold any data, into what holds a number alone."""
+    for node in graph.nodes:
+        if node.target is torch.tensor and isinstance(node.args[0], int | float):
+            node.target, node.args = torch.full, ((), node.args[0])
+
+
+def _inline_number(graph: fx.Graph, node: fx.Node, number: Tensor) -> None:
+    """A number that the model's code keeps as a tensor is the same wherever that code runs."""
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        full = graph.call_function(torch.full, ((), number.item()), {"dtype": number.dtype})
+    full.meta = dict(node.meta)
+    node.replace_all_uses_with(full)
+    graph.erase_node(node)
 
 
 def _refuse_constants(graph: fx.Graph) -> None:

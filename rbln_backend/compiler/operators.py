@@ -29,12 +29,12 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 _TORCH = frozenset(
     (
         "abs add addmm all any arange argmax bmm cat chunk clamp concat cos cumsum div einsum "
-        "empty empty_like eq exp expand expm1 flatten full full_like gather ge gt index_select "
-        "le log logical_and logical_not logical_or lt masked_fill matmul max maximum mean min "
-        "minimum mm movedim mul narrow ne neg ones ones_like outer permute pow reciprocal relu "
-        "repeat repeat_interleave reshape rsqrt scatter select sigmoid sin slice softmax split "
-        "sqrt square squeeze stack std sub sum tanh tensor_split tile topk transpose tril triu "
-        "unbind unsqueeze var where zeros zeros_like"
+        "empty empty_like eq exp expand expm1 flatten floor full full_like gather ge gt "
+        "index_select le log logical_and logical_not logical_or lt masked_fill matmul max maximum "
+        "mean min minimum mm movedim mul narrow ne neg ones ones_like outer permute pow "
+        "reciprocal relu repeat repeat_interleave reshape rsqrt scatter select sigmoid sin slice "
+        "softmax split sqrt square squeeze stack std sub sum tanh tensor_split tile topk "
+        "transpose tril triu unbind unsqueeze var where zeros zeros_like"
     ).split()
 )
 

@@ -63,6 +63,10 @@ class TensorTable:
             )
         return name
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has a name, whatever a step's inputs are called."""
+        return id(tensor) in self._names
+
     def resolve(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
         """The tensor behind a stored name; raises ``CompileError`` when there is none."""
         if name.startswith(INPUT):

@@ -146,6 +146,7 @@ def self_attention(
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
     attention_chunk: int | None,
+    attention_window: int | None,
     group: int,
     batch: int,
 ) -> Tensor:
@@ -165,7 +166,9 @@ def self_attention(
     options = (sinks, logits_soft_cap, alibi_slopes)
     if ends is None:
         required = (scale, starts, block_tables, scale)
-        out = fallback_attention.flash_causal_attention(*rows, *required, *options, attention_chunk)
+        out = fallback_attention.flash_causal_attention(
+            *rows, *required, *options, attention_chunk, attention_window
+        )
     else:
         out = fallback_attention.sliding_window_prefill(
             *rows, starts, ends, scale, block_tables, scale, *options
@@ -203,7 +206,8 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         for body in (
             *(pack_linear_weight, pack_linear_weight_, linear, linear_heads, quantized_linear),
             *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
-            *(self_attention, fallback_attention.latent_attention, add_lora_),
+            *(self_attention, add_lora_),
+            *(fallback_attention.shared_attention, fallback_attention.latent_attention),
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),
         )
     },

@@ -71,21 +71,46 @@ def flash_causal_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk: int | None = None,
+    attention_window: int | None = None,
+) -> Tensor:
+    """Write the new keys and values, then attend."""
+    batch = q.shape[0]
+    for b, table in enumerate(block_tables.reshape(batch, -1).long()):
+        _write_pages(kv_cache, table, int(seq_idx.reshape(batch)[b]), k[b, :, 0], v[b, :, 0])
+    options = (sinks, logits_soft_cap, alibi_slopes, attention_chunk, attention_window)
+    required = (q, kv_cache, scale, seq_idx, block_tables)
+    return shared_attention(*required, *options, value_size=v.shape[-1])
+
+
+def shared_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    scale: Tensor,
+    seq_idx: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    attention_chunk: int | None = None,
+    attention_window: int | None = None,
+    *,
+    value_size: int | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over the paged cache, request by request."""
-    batch, kv_heads, group, length, _ = q.shape
-    value_size = v.shape[-1]
+    batch, kv_heads, group, length, head_size = q.shape
+    value_size = value_size or head_size
     out = q.new_empty(batch, length, kv_heads, group, value_size)
     starts = seq_idx.reshape(batch).tolist()
     softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
     for b, table in enumerate(block_tables.reshape(batch, -1).long()):
         start = int(starts[b])
-        _write_pages(kv_cache, table, start, k[b, :, 0], v[b, :, 0])
         keys, values = _read_pages(kv_cache, table, start + length)
         key, row = torch.arange(keys.shape[2]), torch.arange(start, start + length)[:, None]
         seen = key <= row
         if attention_chunk is not None:
             seen &= key >= row // attention_chunk * attention_chunk
+        if attention_window is not None:
+            seen &= key > row - attention_window
         attended = softmax.attend(q[b], keys, values[..., :value_size], row - key, seen)
         out[b] = attended.permute(2, 0, 1, 3)
     return out.permute(0, 2, 3, 1, 4)

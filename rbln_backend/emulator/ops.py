@@ -134,12 +134,24 @@ def greedy(logits: Tensor) -> Tensor:
     "(Tensor q, int q_column, Tensor k, int k_column, Tensor v, int v_column, Tensor? q_norm,"
     " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
     " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"
-    " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, int? attention_chunk, int group,"
-    " int batch) -> Tensor"
+    " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, int? attention_chunk,"
+    " int? attention_window, int group, int batch) -> Tensor"
 )
 def self_attention(q: Tensor, *arguments: Any) -> Tensor:
-    kv_cache, group = arguments[11], arguments[20]
+    kv_cache, group = arguments[11], arguments[21]
     return q.new_empty(q.shape[0], kv_cache.shape[2] * group * kv_cache.shape[5])
+
+
+# As the causal ops, over keys and values that another op has written, the new tokens' included: q
+# [B, Hkv, G, L, D]; returns its shape, laid out as theirs.
+@_op(
+    "(Tensor q, Tensor kv_cache, Tensor scale, Tensor seq_idx, Tensor block_tables,"
+    " Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None,"
+    " int? attention_chunk=None, int? attention_window=None) -> Tensor"
+)
+def shared_attention(q: Tensor, *_: object, **__: object) -> Tensor:
+    batch, kv_heads, group, length, size = q.shape
+    return q.new_empty(batch, length, kv_heads, group, size).permute(0, 2, 3, 1, 4)
 
 
 # Causal attention of H heads over one compressed head: q [T, H, C + R], kv_c [T, C], k_pe [T, R],

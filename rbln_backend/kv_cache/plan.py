@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rbln_backend.errors import ConfigError
@@ -21,7 +21,13 @@ from rbln_backend.kv_cache.specs import (
     window_of,
     window_spec,
 )
-from rbln_backend.vllm_compat.surface import AttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rbln_backend.unsupported import CHUNKED_ATTENTION, UNEQUAL_HEADS
+from rbln_backend.vllm_compat.surface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 # Tokens of a log page below which finding and copying pages costs more than they save.
 SMALLEST_PAGE = 4
@@ -45,16 +51,28 @@ class KvLimits:
     """False: the user switched vLLM's hybrid KV cache manager off."""
     appends_windows: bool = False
     """The device keeps windows in pages."""
+    own_ops: bool = True
+    """Attention is ours, which knows chunks of the context and values narrower than keys."""
 
 
-def plan_specs(layers: Mapping[str, KVCacheSpec], limits: KvLimits) -> dict[str, LayerSpec]:
-    """Our spec for each attention layer.
+def plan_specs(
+    layers: Mapping[str, KVCacheSpec], limits: KvLimits, shared: Collection[str] = ()
+) -> dict[str, LayerSpec]:
+    """Our spec for each attention layer that has a cache.
+
+    Those of ``shared`` have it for others as well. A window would have moved on before those read
+    it, so they keep their whole context.
 
     Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
     layers meet a configuration that excludes them.
     """
     dense = {name: check_supported(name, spec) for name, spec in layers.items()}
-    windows = {name: window_of(spec, limits.max_model_len) for name, spec in dense.items()}
+    windows = {
+        name: None if name in shared else window_of(spec, limits.max_model_len)
+        for name, spec in dense.items()
+    }
+    if not limits.own_ops:
+        _refuse_own_ops(dense, limits.max_model_len)
     if any(windows.values()) and not limits.hybrid:
         raise ConfigError(
             "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
@@ -71,6 +89,16 @@ def plan_specs(layers: Mapping[str, KVCacheSpec], limits: KvLimits) -> dict[str,
         else:
             planned[name] = window_spec(spec, window, limits.block_size, storage[window])
     return planned
+
+
+def _refuse_own_ops(layers: Mapping[str, AttentionSpec], context: int) -> None:
+    """Raise ``UnsupportedModelError`` for a layer that only our own ops can compute."""
+    for name, spec in layers.items():
+        if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size < context:
+            raise CHUNKED_ATTENTION.refusal(f"layer {name}")
+        if spec.head_size_v not in (0, spec.head_size):
+            sizes = f"{spec.head_size} and {spec.head_size_v}"
+            raise UNEQUAL_HEADS.refusal(f"layer {name} with heads of {sizes}")
 
 
 def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:

@@ -12,12 +12,10 @@ from typing import TypeAlias
 
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import (
-    CHUNKED_ATTENTION,
     ENCODER_DECODER,
     MLA,
     PREFIX_LM,
     STATE_SPACE,
-    UNEQUAL_HEADS,
     Feature,
 )
 from rbln_backend.vllm_compat.surface import (
@@ -168,11 +166,16 @@ def window_spec(
 
 _KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {
     SlidingWindowMLASpec: MLA,
-    ChunkedLocalAttentionSpec: CHUNKED_ATTENTION,
     MambaSpec: STATE_SPACE,
     CrossAttentionSpec: ENCODER_DECODER,
 }
 """vLLM's specs that are known to need an op we lack."""
+_KNOWN_KINDS = (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    ChunkedLocalAttentionSpec,
+    MLAAttentionSpec,
+)
 
 
 def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
@@ -180,18 +183,14 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
     kind = type(spec)
     if kind in _KINDS_WITHOUT_OP:
         raise _KINDS_WITHOUT_OP[kind].refusal(f"layer {layer_name}")
-    known = kind in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+    known = kind in _KNOWN_KINDS
     if not known or not isinstance(spec, AttentionSpec):
         raise UnsupportedModelError(
             f"layer {layer_name}: KV cache kind {kind.__name__} is not supported by the "
-            "RBLN backend, which has full attention and sliding windows"
+            "RBLN backend, which has full, latent and chunked attention and sliding windows"
         )
     if isinstance(spec, FullAttentionSpec) and spec.non_causal:
         raise PREFIX_LM.refusal(f"layer {layer_name}")
-    if spec.head_size_v != spec.head_size and kind is not MLAAttentionSpec:
-        raise UNEQUAL_HEADS.refusal(
-            f"layer {layer_name} with heads of {spec.head_size} and {spec.head_size_v}"
-        )
     return spec
 
 

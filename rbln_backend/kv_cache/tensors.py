@@ -73,8 +73,11 @@ class KvCaches:
 
     def bind(self, layers: Mapping[str, Any]) -> None:
         """Give each attention layer its cache, where the traced forward reads it."""
-        for layer_name, cache in self.tensors.items():
-            layers[layer_name].kv_cache = cache
+        sharing = sharing_layers(layers)
+        for name, layer in layers.items():
+            owner = sharing.get(name, name)
+            if owner in self.tensors:
+                layer.kv_cache = self.tensors[owner]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks ``(source, destination)`` in every paged layer."""
@@ -91,6 +94,14 @@ class KvCaches:
         for store in transfers.stores:
             for layer in self.windows.get(store.group, ()):
                 self.memory.store_window(layer.cache, layer.log, store)
+
+
+def sharing_layers(layers: Mapping[str, Any]) -> dict[str, str]:
+    """The names of layers that read the cache of another, which has it for them."""
+    targets = {
+        name: getattr(layer, "kv_sharing_target_layer_name", None) for name, layer in layers.items()
+    }
+    return {name: target for name, target in targets.items() if target is not None}
 
 
 def _places(config: KVCacheConfig) -> Mapping[str, int]:

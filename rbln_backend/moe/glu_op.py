@@ -18,13 +18,13 @@ from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """See ``ExpertPath``; experts are halves of w13, as every activation that the op knows has."""
     assert isinstance(experts, PlainExperts)  # others are refused where the path is chosen
-    weights, ids = routing.choose(tokens.x, tokens.logits)
+    x, weights, ids = routing.route(tokens.x, tokens.logits)
     everywhere = local_ids(ids, None, tokens.tokens_mask)
     by_expert = weights_by_expert(weights, everywhere, tokens.logits.shape[1]).t()
     inner = experts.intermediate_size
     mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu(
-        *(tokens.x, experts.w13[:, :inner], experts.w13[:, inner:], experts.w2),
-        *(by_expert.to(tokens.x.dtype), experts.activation, tokens.expert_map),
+        *(x, experts.w13[:, :inner], experts.w13[:, inner:], experts.w2),
+        *(by_expert.to(x.dtype), experts.activation, tokens.expert_map),
         *_split_biases(experts, inner),
     )
     return mixed

@@ -173,6 +173,7 @@ def routing_of(layer: RoutedExperts) -> Routing:
         bias=layer.e_score_correction_bias,
         scale=layer.routed_scaling_factor,
         function=None if groups > 1 else layer.custom_routing_function,
+        on_input=layer.apply_router_weight_on_input,
     )
 
 
@@ -219,6 +220,7 @@ def _missing_feature(layer: RoutedExperts) -> Feature | None:
     """The first thing that this layer needs and no path has, or None."""
     if layer.activation.value not in _ACTIVATIONS or layer.swiglu_limit is not None:
         return EXPERT_ACTIVATION
-    if layer.apply_router_weight_on_input or layer.scoring_func not in SCORINGS:
+    weighs_inputs = layer.apply_router_weight_on_input and layer.top_k > 1
+    if weighs_inputs or layer.scoring_func not in SCORINGS:
         return EXPERT_ROUTING
     return None

@@ -58,11 +58,14 @@ class RoutedTokens:
     tokens_mask: Tensor | None
     """float32 [T, 1]: 0 in padding; None: every row counts."""
 
-    def weights_by_expert(self, routing: Routing, count: int) -> Tensor:
-        """float32 [T, count]: what this rank's experts count in each row, 0 if not chosen."""
-        weights, ids = routing.choose(self.x, self.logits)
+    def by_expert(self, routing: Routing, count: int) -> tuple[Tensor, Tensor]:
+        """What experts are given, and what this rank's count in each row, 0 if not chosen.
+
+        [T, H] and float32 [T, count].
+        """
+        x, weights, ids = routing.route(self.x, self.logits)
         here = local_ids(ids, self.expert_map, self.tokens_mask)
-        return weights_by_expert(weights, here, count)
+        return x, weights_by_expert(weights, here, count)
 
 
 class ExpertPath(Protocol):
@@ -75,29 +78,30 @@ class ExpertPath(Protocol):
 
 def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """An op takes the router's logits; routing that it does not know is plain operators before."""
+    x = tokens.x
     if routing.is_plain:
         weights, ids = torch.ops.rbln_emulator.moe_route(
             *(tokens.logits, routing.top_k, routing.renormalize),
             *(tokens.expert_map, tokens.tokens_mask),
         )
     else:
-        weights, chosen = routing.choose(tokens.x, tokens.logits)
+        x, weights, chosen = routing.route(x, tokens.logits)
         ids = local_ids(chosen, tokens.expert_map, tokens.tokens_mask)
-    return experts.chosen(tokens.x, weights, ids)
+    return experts.chosen(x, weights, ids)
 
 
 def run_custom(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """An op takes each row's weight of each expert, and how many rows chose each."""
-    weights = tokens.weights_by_expert(routing, experts.count)
+    x, weights = tokens.by_expert(routing, experts.count)
     counts = (weights != 0).sum(dim=0, dtype=torch.int32)
-    return experts.weighted(tokens.x, weights, counts)
+    return experts.weighted(x, weights, counts)
 
 
 def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Every expert of the rank over every row, weighted afterwards: several nodes for each."""
-    weights = tokens.weights_by_expert(routing, experts.count)
-    total = torch.zeros_like(tokens.x, dtype=torch.float32)
+    x, weights = tokens.by_expert(routing, experts.count)
+    total = torch.zeros_like(x, dtype=torch.float32)
     for number in range(experts.count):
         share = weights[:, number : number + 1]
-        total = total + experts.expert(tokens.x, number).float() * share
-    return total.to(tokens.x.dtype)
+        total = total + experts.expert(x, number).float() * share
+    return total.to(x.dtype)

@@ -35,6 +35,8 @@ class Routing:
     scale: float = 1.0
     function: Callable[..., Any] | None = None
     """The model's own, in place of all above: vLLM's ``custom_routing_function``."""
+    on_input: bool = False
+    """The one expert of a row gets the row times its weight, and its result counts as it is."""
 
     @property
     def is_plain(self) -> bool:
@@ -45,7 +47,15 @@ class Routing:
             and self.groups == 1
             and self.bias is None
             and self.scale == 1.0
+            and not self.on_input
         )
+
+    def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What experts are given of x, how much of their results counts, and ``choose``'s ids."""
+        weights, ids = self.choose(x, logits)
+        if not self.on_input:
+            return x, weights, ids
+        return x * weights.to(x.dtype), torch.ones_like(weights), ids
 
     def choose(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H], logits [T, E]; returns weights float32 and ids int64 [T, top_k]."""

@@ -7,6 +7,7 @@ import logging
 # Beginnings of warnings of vLLM 0.30 about what this platform decides, which nobody can heed.
 _EXPECTED = (
     "Inductor compilation was disabled by user settings",
+    "There is a latency regression when using chunked local attention",
     "Model Runner V2 requires Triton",
     "Using custom scheduler class rbln_backend.",
 )

@@ -21,7 +21,7 @@ from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
@@ -118,7 +118,8 @@ class EngineBuild:
         config, rbln = parts.vllm_config, parts.rbln
         self._parts = parts
         self._generates = config.model_config.runner_type == "generate"
-        self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len)
+        sharing = sharing_layers(parts.attention_layers)
+        self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len, sharing)
         self._moe = moe_methods(parts.model)
         self._kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel

@@ -34,6 +34,7 @@ from rbln_backend.kv_cache.layout import (
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec
+from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.reporting.description import DescriptionWriter
@@ -43,7 +44,6 @@ from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
-    AttentionLayerBase,
     BaseModelLoader,
     CompilationTimes,
     GrammarOutput,
@@ -74,7 +74,12 @@ from rbln_backend.worker.startup.quantized_model import quantized_summary, regis
 from rbln_backend.worker.startup.rank_place import rank_place
 from rbln_backend.worker.startup.runtime import set_up_runtime
 from rbln_backend.worker.startup.self_description import SelfDescription
-from rbln_backend.worker.startup.skeleton import Skeleton, kv_cache_specs, weight_bytes
+from rbln_backend.worker.startup.skeleton import (
+    Skeleton,
+    attention_layers,
+    kv_cache_specs,
+    weight_bytes,
+)
 from rbln_backend.worker.step.host_pooler import pooling_tasks
 
 if TYPE_CHECKING:
@@ -214,7 +219,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _layer_specs(self) -> dict[str, LayerSpec]:
         limits = kv_limits(self.vllm_config, self._rbln)
-        return plan_specs(kv_cache_specs(self.vllm_config), limits)
+        shared = set(sharing_layers(self._attention_layers()).values())
+        return plan_specs(kv_cache_specs(self.vllm_config), limits, shared)
 
     @_told
     def determine_available_memory(self) -> int:
@@ -348,8 +354,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._board.close()
 
     def _attention_layers(self) -> dict[str, Any]:
-        layers = self.compilation_config.static_forward_context
-        return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+        return attention_layers(self.vllm_config)
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()

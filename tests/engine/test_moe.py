@@ -112,7 +112,7 @@ ROUTING, ACTIVATION = "expert routing by token ids, to", "experts with another a
     [
         ({"activation": "gelu"}, ACTIVATION),
         ({"swiglu_limit": 7.0}, ACTIVATION),
-        ({"top_k": 1, "apply_router_weight_on_input": True}, ROUTING),
+        ({"top_k": 2, "apply_router_weight_on_input": True}, ROUTING),
         ({"zero_expert_type": "identity", "e_score_correction_bias": torch.zeros(4)}, ROUTING),
     ],
 )

@@ -106,37 +106,16 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("state-space", "all attention"),
     ),
-    "KV sharing": (
+    "alternating updates": (
         {
             **_SMALL,
             "architectures": ["Gemma3nForCausalLM"],
             "model_type": "gemma3n_text",
-            "num_hidden_layers": 5,
             "num_key_value_heads": 2,
             "head_dim": 32,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-            "sliding_window": 64,
-            "laurel_rank": 8,
             "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 512,
-            "altup_num_inputs": 2,
         },
-        ("KV sharing between layers",),
-    ),
-    "chunked attention": (
-        {
-            **_SMALL,
-            "architectures": ["Llama4ForCausalLM"],
-            "model_type": "llama4_text",
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "attention_chunk_size": 64,
-            # No layer of these has experts.
-            "interleave_moe_layer_step": 100,
-            "intermediate_size_mlp": 256,
-        },
-        ("chunked local attention", "model.layers.0"),
+        ("(AltUp)", "Gemma-4"),
     ),
     "dual chunk attention": (
         {

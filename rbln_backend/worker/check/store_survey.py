@@ -102,7 +102,8 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
     specs, groups = dict(found.specs), []
     if specs:
         (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
-        groups = kv_groups(kv_config, config.model_config.max_model_len)
+        sharing = found.skeleton.sharing_layers()
+        groups = kv_groups(kv_config, config.model_config.max_model_len, sharing)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}

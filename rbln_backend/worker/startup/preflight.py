@@ -120,7 +120,9 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     if not generates(config):
         # Raises where a prefix hit would hide tokens from the pooler.
         HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
-    specs = plan_specs(skeleton.kv_cache_specs(), kv_limits(config, rbln))
+    limits = kv_limits(config, rbln)
+    shared = set(skeleton.sharing_layers().values())
+    specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)
     if find_npu(rbln) is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if not specs and config.model_config.attn_type != "encoder_only":
@@ -169,6 +171,7 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         log_tokens=rbln.window_prefix_tokens,
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
         appends_windows=npu is not None and npu.appends_windows,
+        own_ops=npu is None and not rbln.use_custom_kernel,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rbln_backend.errors import RblnError
+from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.unsupported import QUANTIZATION
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
@@ -86,9 +87,13 @@ class Skeleton:
         return hasattr(self.model, "compute_logits")
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """vLLM's spec of every attention layer, by layer name."""
+        """vLLM's spec of every attention layer with a KV cache of its own, by layer name."""
         with set_current_vllm_config(self._config):
             return kv_cache_specs(self._config)
+
+    def sharing_layers(self) -> dict[str, str]:
+        """The layers that read the cache of another, by name, and which one has it."""
+        return sharing_layers(attention_layers(self._config))
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -96,14 +101,17 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """vLLM's spec of every attention layer that was made under ``config``, by layer name."""
+def attention_layers(config: VllmConfig) -> dict[str, Any]:
+    """Every attention layer that was made under ``config``, by its name."""
     layers = config.compilation_config.static_forward_context
-    found = {
-        name: layer.get_kv_cache_spec(config)
-        for name, layer in layers.items()
-        if isinstance(layer, AttentionLayerBase)
-    }
+    return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
+
+
+def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """vLLM's spec of every attention layer that has a KV cache of its own, by layer name."""
+    layers = attention_layers(config)
+    sharing = sharing_layers(layers)
+    found = {n: x.get_kv_cache_spec(config) for n, x in layers.items() if n not in sharing}
     return {name: spec for name, spec in found.items() if spec is not None}
 
 

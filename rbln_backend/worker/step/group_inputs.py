@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,8 +60,10 @@ class KvGroup:
         return maker(self, spec, suffix)
 
 
-def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
-    """The groups of an engine, in vLLM's order."""
+def kv_groups(
+    config: KVCacheConfig, max_model_len: int, sharing: Mapping[str, str]
+) -> list[KvGroup]:
+    """The groups of an engine, in vLLM's order; layers ``sharing`` a cache are of its group."""
     groups = []
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
@@ -71,7 +73,7 @@ def kv_groups(config: KVCacheConfig, max_model_len: int) -> list[KvGroup]:
         block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
         groups.append(
             KvGroup(
-                layer_names=tuple(specs),
+                layer_names=(*specs, *(n for n, owner in sharing.items() if owner in specs)),
                 block_size=block_size,
                 width=1 if is_window else num_partitions(max_model_len, block_size),
                 is_window=is_window,

@@ -228,7 +228,7 @@ def test_without_our_platform(folder: Any) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("feature", ["state space", "chunked attention"])
+@pytest.mark.parametrize("feature", ["state space", "prefix LM"])
 def test_serve_refuses_for_the_same_reason(
     verdict: Verdict, folder: Any, tmp_path: Path, feature: str
 ) -> None:

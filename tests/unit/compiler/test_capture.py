@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rbln_backend.compiler.capture import capture
@@ -54,6 +54,19 @@ def test_what_computes_nothing_is_left_out(function: Callable[[Tensor], Tensor])
     program = captured(function)
     assert operators(program) == ["cos"]
     assert operators(Program.from_bytes(program.to_bytes())) == ["cos"]
+
+
+NUMBER = torch.tensor(1.5, dtype=torch.float64)
+
+
+def test_a_number_that_code_keeps_as_a_tensor_is_written_into_the_program() -> None:
+    program = captured(lambda x: x.cos() * (NUMBER / torch.tensor(2.0)))
+    assert program.bindings == ("input:x",)
+    again = Program.from_bytes(program.to_bytes())
+    x = torch.randn(3, 4)
+    (result,) = fx.Interpreter(fx.GraphModule({}, again.graph)).run(x)
+    assert torch.equal(result, x.cos() * 0.75)
+    assert result.dtype == torch.float32
 
 
 def with_dropout(x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class Attention:
     soft_cap: float | None = None
     slopes: Tensor | None = None
     chunk: int | None = None
+    window: int | None = None
     value_size: int | None = None  # where it is not the keys'
     scale: Tensor = field(init=False)
     cache: Tensor = field(init=False)
@@ -70,7 +71,7 @@ class Attention:
     @property
     def options(self) -> tuple[object, ...]:
         """What a layer may ask for, as the causal ops take it."""
-        return self.sinks, self.soft_cap, self.slopes, self.chunk
+        return self.sinks, self.soft_cap, self.slopes, self.chunk, self.window
 
     def _tokens(self, heads: int, group: int, size: int) -> Tensor:
         # As the model gives them: [B, L, H, G, D] in memory, seen as [B, H, G, L, D].
@@ -111,6 +112,8 @@ class Attention:
         seen = distance >= 0
         if self.chunk is not None:
             seen &= rows[:, None] // self.chunk == rows // self.chunk
+        if self.window is not None:
+            seen &= distance < self.window
         scores = scores.masked_fill(~seen, float("-inf"))
         if self.sinks is not None:
             sink = self.sinks.double().reshape(self.kv_heads, self.group, 1, 1)

@@ -150,6 +150,7 @@ OPTIONS = {
     "slopes": {"slopes": torch.tensor([0.5, 0.0625, 2.0, 0.01, 0.3, 0.007])},
     "chunk": {"chunk": 24},
     "a chunk of many tiles": {"chunk": 150},
+    "window": {"window": 90},
     "values": {"value_size": 24},
     "all": {"slopes": torch.linspace(0.01, 0.6, 6), "chunk": 70, "value_size": 48, "soft_cap": 4.0},
 }
@@ -170,6 +171,19 @@ def test_slopes_chunks_and_narrow_values(name: str, dtype: torch.dtype) -> None:
     arguments = (run.q, run.k, run.v, run.cache, run.scale, torch.tensor([[0]]), run.tables)
     plain = fallback.BODIES["rbln_emulated_ops"]["flash_causal_attention_naive_prefill"]
     assert_near(plain(*arguments, run.scale, *run.options)[0], run.expected())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_reads_what_another_wrote(dtype: torch.dtype) -> None:
+    run = make((2, 3, 64, 32, 200), dtype, window=90, sinks=torch.randn(6))
+    whole = run.prefill(0, 200)
+    cache = run.cache.clone()
+    for start, end in ((0, 200), (130, 131), (150, 200)):
+        part = run.q[:, :, :, start:end]
+        arguments = (run.cache, run.scale, torch.tensor([[start]]), run.tables[0], *run.options)
+        read = torch.ops.rbln_emulator.shared_attention(part, *arguments)
+        assert torch.equal(read[0], whole[:, :, start:end])
+        assert torch.equal(run.cache, cache)
 
 
 def test_a_chunk_goes_on_where_another_ended_and_one_block_ops_agree() -> None:

@@ -29,6 +29,7 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ("linear", (x.view(2, 3, 64)[:, 1:], packed, torch.randn(33).to(dtype), 33)),
         ("linear_heads", (x.view(3, 2, 64)[..., 8:40], *heads)),
         ("latent_attention", latent_arguments(dtype)),
+        ("shared_attention", shared_arguments(dtype)),
         ("rms_norm", (x[::2], scale, 1e-5)),
         ("fused_add_rms_norm", (x, residual, scale, 1e-5)),
         ("layer_norm", (x[::2], scale, residual[0], 1e-5)),
@@ -39,6 +40,13 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
     ]
+
+
+def shared_arguments(dtype: torch.dtype) -> tuple[object, ...]:
+    """Two requests of three tokens after two and three others, over pages of four."""
+    q, cache = (torch.randn(shape).to(dtype) for shape in ((2, 2, 3, 3, 32), (7, 2, 2, 1, 4, 32)))
+    starts, tables = torch.tensor([[2], [3]]), torch.tensor([[3, 0], [1, 6]])
+    return q, cache, torch.tensor(0.2), starts, tables, None, None, None, None, 4
 
 
 def latent_arguments(dtype: torch.dtype) -> tuple[object, ...]:

@@ -56,7 +56,7 @@ class Layer:
             *(item for part in parts for item in part),
             *(*self.norms, EPS, self.positions, self.rotary if self.rotated else None, True),
             *(cache, self.scale, self.starts, self.ends, self.tables, self.sinks, 5.0),
-            *(self.slopes, None if self.window else 7, GROUP, self.batch),
+            *(self.slopes, *((None, None) if self.window else (7, 20)), GROUP, self.batch),
         )
 
     def one_by_one(self, cache: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Layer:
         rest = (self.tables, self.scale, self.sinks, 5.0, self.slopes)
         if self.ends is None:
             out = ATTENTION.flash_causal_attention_naive_prefill(
-                *heads, cache, self.scale, self.starts, *rest, 7
+                *heads, cache, self.scale, self.starts, *rest, 7, 20
             )
         else:
             out = ATTENTION.sliding_window_attention_naive_prefill(
@@ -126,7 +126,7 @@ def test_mistakes_are_named() -> None:
         (9, torch.tensor([0, 50]), "position 50 is outside the rotary cache of 50"),
         (10, None, "positions come without a cos_sin_cache"),
         (12, layer.cache[0], r"kv_cache has shape .* instead of \[N,2,Hkv,1,S,D\]"),
-        (22, 3, r"q has shape \[2, 325\] for a batch of 3"),
+        (23, 3, r"q has shape \[2, 325\] for a batch of 3"),
     ):
         arguments = list(layer.fused(layer.cache, apart=False))
         arguments[place] = value

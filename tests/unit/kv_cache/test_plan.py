@@ -10,6 +10,8 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -21,7 +23,7 @@ from rbln_backend.kv_cache.plan import (
     reuse_unit_of,
     window_bytes,
 )
-from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
+from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec, parts_of
 
 HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 TOKEN_BYTES = 2 * 2 * 32 * 2
@@ -60,6 +62,40 @@ def test_a_hybrid_has_both_kinds() -> None:
     assert paged_bytes_per_block(specs.values()) == 32 * TOKEN_BYTES
     held = 5 * 48 + (4 * 4 * 48 + 16)
     assert window_bytes(specs.values(), 4) == held * TOKEN_BYTES
+
+
+def test_a_compressed_cache_holds_values_within_keys() -> None:
+    (spec,) = plan({"a": MLAAttentionSpec(block_size=32, **HEADS)}).values()
+    assert isinstance(spec, PagedSpec)
+    assert parts_of(spec) == 1
+    assert paged_bytes_per_block([spec]) == 32 * TOKEN_BYTES // 2
+
+
+def chunked(size: int) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=size, **HEADS)
+
+
+def test_a_chunked_layer_keeps_its_whole_context() -> None:
+    specs = plan({"a": full(), "b": chunked(400)})
+    assert specs["a"] == specs["b"]
+    # Below a chunk any op will do.
+    assert plan({"b": chunked(1000)}, own_ops=False) == {"b": specs["b"]}
+    with pytest.raises(UnsupportedModelError, match="layer b: chunked local attention"):
+        plan({"b": chunked(999)}, own_ops=False)
+
+
+def test_narrow_values_lie_in_rows_of_the_keys_size() -> None:
+    narrow = dataclasses.replace(full(), head_size_v=16)
+    assert plan({"a": narrow}) == plan({"a": full()})
+    with pytest.raises(UnsupportedModelError, match="heads of 32 and 16"):
+        plan({"a": narrow}, own_ops=False)
+
+
+def test_a_shared_cache_does_not_slide() -> None:
+    layers = {"a": window(48), "b": window(48)}
+    specs = plan_specs(layers, LIMITS, {"b"})
+    assert isinstance(specs["a"], WindowSpec)
+    assert isinstance(specs["b"], PagedSpec)
 
 
 def test_windows_alone_take_their_blocks_from_vllms_pool() -> None:
@@ -111,6 +147,6 @@ def test_windows_need_the_hybrid_manager() -> None:
 
 
 def test_other_kinds_are_refused_by_layer() -> None:
-    chunked = ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=64, **HEADS)
+    sliding = SlidingWindowMLASpec(block_size=32, sliding_window=64, **HEADS)
     with pytest.raises(UnsupportedModelError, match=r"layers\.3"):
-        plan({"layers.3": chunked})
+        plan({"layers.3": sliding})

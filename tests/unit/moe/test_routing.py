@@ -80,6 +80,17 @@ def test_a_model_may_bring_its_own_function() -> None:
     )
 
 
+def test_weights_on_inputs_leave_results_alone() -> None:
+    x = torch.randn(20, 4)
+    weights, ids = Routing(top_k=1, scoring="sigmoid", renormalize=False).choose(x, LOGITS)
+    routing = Routing(top_k=1, scoring="sigmoid", renormalize=False, on_input=True)
+    given, counts, chosen = routing.route(x, LOGITS)
+    assert torch.equal(given, x * weights)
+    assert torch.equal(counts, torch.ones(20, 1))
+    assert torch.equal(chosen, ids)
+    assert not Routing(top_k=1, on_input=True).is_plain
+
+
 def test_the_op_knows_nothing_but_a_softmax() -> None:
     assert Routing(top_k=2).is_plain
     assert not Routing(top_k=2, scale=2.0).is_plain

@@ -30,7 +30,9 @@ struct AttentionArgs {
   float soft_cap;       // scaled scores s become cap * tanh(s / cap); 0 leaves them
   const float* sinks;   // [kv_heads, group] or null
   const float* slopes;  // the same: a score grows by it with every position (ALiBi); or null
-  int64_t chunk;        // causal_attention alone: tokens see their own chunk of so many; 0: all
+  // Of causal_attention alone; 0 is no bound.
+  int64_t chunk;   // tokens see their own chunk of so many
+  int64_t window;  // tokens see the last so many
   void* out;            // [batch, length, kv_heads, group, value_size], contiguous
 };
 void causal_attention(const AttentionArgs& args);

@@ -84,7 +84,8 @@ void run(const AttentionArgs& args) {
     if (tiles == 1) write_cache<T>(args, batch, head);
     const Pages<T> pages(args, batch, head);
     const int64_t count = std::min(tokens, args.length - first);
-    const QueryRun run{batch, head, first, count, args.starts[batch], pages.reach(), kUnlimited};
+    const int64_t window = args.window == 0 ? kUnlimited : args.window;
+    const QueryRun run{batch, head, first, count, args.starts[batch], pages.reach(), window};
     Attention<T, const Pages<T>>(args, scratch, pages, run).compute();
   });
 }

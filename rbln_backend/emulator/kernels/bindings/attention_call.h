@@ -1,0 +1,179 @@
+// What the bindings of attention have in common: sizes, options, and a call of the kernels.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "attention/attention.h"
+#include "bindings/tensors.h"
+
+namespace rbln::bindings {
+
+using at::Tensor;
+
+// Rows of one of q, k, v: where they lie, for kernels that read heads through strides.
+struct Heads {
+  const void* data;
+  TokenStrides stride;
+};
+
+inline Heads heads_of(const Tensor& t) {
+  return {t.const_data_ptr(), {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}};
+}
+
+struct Sizes {
+  int64_t batch, kv_heads, group, length, head_size, value_size;
+};
+
+// What a layer may ask for; attention/ops.py says what they mean.
+struct Options {
+  std::optional<Tensor> sinks;
+  std::optional<double> soft_cap;
+  std::optional<Tensor> slopes;
+  std::optional<int64_t> chunk = std::nullopt, window = std::nullopt;
+};
+
+inline void check_tables(const Tensor& tables, int64_t batch) {
+  TORCH_CHECK(tables.numel() > 0 && tables.numel() % batch == 0, "block_tables has shape ",
+              tables.sizes(), " for a batch of ", batch);
+}
+
+// The first query position of each request; checks every block that its keys will be read from.
+inline std::vector<int64_t> checked_starts(const Tensor& seq_idx, const std::vector<int64_t>& tables,
+                                    int64_t batch, int64_t length, const Tensor& cache) {
+  std::vector<int64_t> starts = integers(seq_idx, "seq_idx");
+  TORCH_CHECK(int64_t(starts.size()) == batch, "seq_idx has shape ", seq_idx.sizes(),
+              " for a batch of ", batch);
+  const int64_t width = int64_t(tables.size()) / batch, block_size = cache.size(4);
+  for (int64_t b = 0; b < batch; ++b) {
+    TORCH_CHECK(starts[b] >= 0, "seq_idx[", b, "] is ", starts[b]);
+    const int64_t used = std::min(width, (starts[b] + length + block_size - 1) / block_size);
+    for (int64_t p = 0; p < used; ++p) {
+      const int64_t block = tables[b * width + p];
+      TORCH_CHECK_INDEX(block >= 0 && block < cache.size(0), "block_tables[", b, "][", p, "] is ",
+                        block, ", the cache has ", cache.size(0), " blocks");
+    }
+  }
+  return starts;
+}
+
+// One whole number per request.
+inline std::vector<int64_t> per_request(const Tensor& tensor, const char* name, int64_t batch) {
+  TORCH_CHECK(tensor.numel() == batch, name, " has shape ", tensor.sizes(), " for a batch of ",
+              batch);
+  return integers(tensor, name);
+}
+
+// The new tokens of every request; 0 for padding, of which nothing else is looked at.
+inline std::vector<int64_t> checked_counts(const std::vector<int64_t>& cached,
+                                    const std::vector<int64_t>& ends,
+                                    const std::vector<int64_t>& blocks, int64_t length,
+                                    const Tensor& cache) {
+  std::vector<int64_t> counts(cached.size());
+  for (size_t b = 0; b < cached.size(); ++b) {
+    counts[b] = std::max<int64_t>(0, ends[b] - cached[b]);
+    if (counts[b] == 0) continue;
+    TORCH_CHECK(cached[b] >= 0 && cached[b] <= cache.size(4), "cache_seq_len[", b, "] is ",
+                cached[b], ", the window has ", cache.size(4), " slots");
+    TORCH_CHECK(counts[b] <= length, "cache_offset[", b, "] is ", ends[b], ", ", counts[b],
+                " more than cache_seq_len, but q has ", length, " rows");
+    TORCH_CHECK_INDEX(blocks[b] >= 0 && blocks[b] < cache.size(0), "block_tables[", b, "] is ",
+                      blocks[b], ", the cache has ", cache.size(0), " blocks");
+  }
+  return counts;
+}
+
+// A number for each query head, as float32; undefined where there is none.
+inline Tensor by_head(const std::optional<Tensor>& given, const char* name, int64_t query_heads) {
+  if (!given.has_value()) return {};
+  TORCH_CHECK(given->numel() == query_heads, name, " has ", given->numel(), " elements for ",
+              query_heads, " query heads");
+  const Tensor numbers = given->to(at::kFloat).contiguous();
+  if (!numbers.is_same(*given)) forbid_replay();
+  return numbers;
+}
+
+inline const float* data_of(const Tensor& numbers) {
+  return numbers.defined() ? numbers.const_data_ptr<float>() : nullptr;
+}
+
+// What every attention op hands to the kernels.
+struct AttentionCall {
+  Tensor sinks, slopes, out;
+  AttentionArgs args{};
+
+  AttentionCall(const Sizes& sizes, const Heads& q, const Heads& k, const Heads& v,
+                const Tensor& cache, const Tensor& scale, const Options& options) {
+    const int64_t query_heads = sizes.kv_heads * sizes.group;
+    const double soft_cap = options.soft_cap.value_or(1);
+    const int64_t chunk = options.chunk.value_or(1), window = options.window.value_or(1);
+    TORCH_CHECK(scale.numel() == 1 && scale.scalar_type() == at::kFloat,
+                "scale is not a float32 scalar tensor");
+    TORCH_CHECK(soft_cap > 0, "logits_soft_cap is ", soft_cap, "; it must be positive");
+    TORCH_CHECK(chunk > 0 && window > 0, "attention_chunk is ", chunk, " and attention_window ",
+                window, "; they must be positive");
+    sinks = by_head(options.sinks, "sinks", query_heads);
+    slopes = by_head(options.slopes, "alibi_slopes", query_heads);
+    args.sinks = data_of(sinks);
+    args.slopes = data_of(slopes);
+    out = empty_like_dtype({sizes.batch * sizes.length, query_heads * sizes.value_size}, cache);
+    args.dtype = dtype_of(cache, "q");
+    args.q = q.data;
+    args.k = k.data;
+    args.v = v.data;
+    args.q_stride = q.stride;
+    args.k_stride = k.stride;
+    args.v_stride = v.stride;
+    args.cache = cache.mutable_data_ptr();
+    args.cache_stride = {cache.stride(0), cache.stride(1), cache.stride(2), cache.stride(4)};
+    args.batch = sizes.batch;
+    args.kv_heads = sizes.kv_heads;
+    args.group = sizes.group;
+    args.length = sizes.length;
+    args.head_size = args.k_size = sizes.head_size;
+    args.value_size = args.v_size = sizes.value_size;
+    args.v_place = cache.stride(1);
+    args.block_size = cache.size(4);
+    args.scale = *scale.const_data_ptr<float>();
+    args.soft_cap = float(options.soft_cap.value_or(0));
+    args.chunk = options.chunk.value_or(0);
+    args.window = options.window.value_or(0);
+    args.out = out.mutable_data_ptr();
+  }
+
+  void run_causal(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
+    launch([args = args, seq_idx, block_tables, cache]() mutable {
+      const std::vector<int64_t> tables = integers(block_tables, "block_tables");
+      const std::vector<int64_t> starts =
+          checked_starts(seq_idx, tables, args.batch, args.length, cache);
+      args.table_width = int64_t(tables.size()) / args.batch;
+      args.starts = starts.data();
+      args.tables = tables.data();
+      causal_attention(args);
+    });
+  }
+
+  void run_window(const Tensor& cache_seq_len, const Tensor& cache_offset,
+                  const Tensor& block_tables, const Tensor& cache) {
+    launch([args = args, cache_seq_len, cache_offset, block_tables, cache]() mutable {
+      const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", args.batch),
+                                 ends = per_request(cache_offset, "cache_offset", args.batch),
+                                 blocks = per_request(block_tables, "block_tables", args.batch),
+                                 counts = checked_counts(cached, ends, blocks, args.length, cache);
+      args.table_width = 1;
+      args.starts = cached.data();
+      args.counts = counts.data();
+      args.tables = blocks.data();
+      window_attention(args);
+    });
+  }
+
+  // The documented ops' [B, Hkv, G, L, D].
+  Tensor result() const {
+    return out.view({args.batch, args.length, args.kv_heads, args.group, args.value_size})
+        .permute({0, 2, 3, 1, 4});
+  }
+};
+
+}  // namespace rbln::bindings
