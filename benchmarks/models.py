@@ -41,6 +41,7 @@ class Shape:
 _LLAMA = Family(config_class="LlamaConfig", model_class="LlamaForCausalLM")
 _MISTRAL = Family(config_class="MistralConfig", model_class="MistralForCausalLM")
 _GEMMA3 = Family(config_class="Gemma3TextConfig", model_class="Gemma3ForCausalLM", is_gemma=True)
+_GPT_OSS = Family(config_class="GptOssConfig", model_class="GptOssForCausalLM")
 _15M: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 288,
@@ -100,6 +101,23 @@ SHAPES: dict[str, Shape] = {
             "num_key_value_heads": 8,
             "head_dim": 64,
             "tie_word_embeddings": True,
+        },
+    ),
+    # gpt-oss-20b with fewer, narrower layers: its experts are nine tenths of it.
+    "gpt-oss-0.9b": Shape(
+        family=_GPT_OSS,
+        fields={
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "tie_word_embeddings": False,
         },
     ),
 }

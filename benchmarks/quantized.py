@@ -1,4 +1,4 @@
-"""Quantised decode: ours in bfloat16 and at both widths, llama.cpp's Q8_0 and Q4_0, in one run.
+"""Quantised decode: ours in bfloat16 and other forms, llama.cpp's Q8_0 and Q4_0, in one run.
 
 ``python -m benchmarks.quantized --save``. Rounds, cells and limits are those of the steps that
 ``benchmarks.compare`` measures; see benchmarks/README.md. Invariant: one run gives all figures of a
@@ -27,9 +27,9 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.models import CACHE_ROOT, find_checkpoint
 from benchmarks.peers import gguf_of, peer_versions, peers_python
 from benchmarks.plans import plan_for
+from benchmarks.quantized_forms import FORMS
 from benchmarks.quantized_model import (
     GGUF_TYPES,
-    WIDTHS,
     quantized_checkpoint,
     quantized_gguf,
     step_bytes,
@@ -68,7 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__)
     parser.add_argument("--model", default="1.2b", help="a size of models.py (default: 1.2b)")
     parser.add_argument(
-        "--width", nargs="+", choices=WIDTHS, default=["w8-channel", "w4-group128"], help="of ours"
+        "--width", nargs="+", choices=FORMS, default=["w8-channel", "w4-group128"], help="of ours"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="without llama.cpp, which some models have no form for"
     )
     parser.add_argument("--rounds", type=positive, default=4, help="default: 4")
     parser.add_argument("--steps", type=positive, default=32, help="tokens a cell (default: 32)")
@@ -82,13 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
-    python = peers_python()
     checkpoint = find_checkpoint(args.model)
     text_model = text_checkpoint(checkpoint.path)
-    gguf = gguf_of(text_model)
     paths = {BASE: text_model}
     paths |= {our_name(width): quantized_checkpoint(text_model, width) for width in args.width}
-    paths |= {llama_name(kind): quantized_gguf(gguf, kind, python) for kind in GGUF_TYPES}
+    # What ours are started with names no GGUF.
+    gguf = text_model
+    if not args.alone:
+        python, gguf = peers_python(), gguf_of(text_model)
+        paths |= {llama_name(kind): quantized_gguf(gguf, kind, python) for kind in GGUF_TYPES}
     sides = [_side(name, path) for name, path in paths.items()]
     log.add(
         Header(
@@ -144,7 +149,8 @@ def _report(log: Log, *, save: bool) -> None:
     if not save:
         return
     header = log.of(Header)[0]
-    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-quantized"
+    model = log.of(ModelRecord)[0].model
+    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-quantized-{model}"
     (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
     (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
     say(f"written: {RESULTS / stem}.md and .jsonl")

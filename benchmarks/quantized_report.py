@@ -21,7 +21,7 @@ Value = Callable[[StepRecord], float | None]
 
 
 def our_name(width: str) -> str:
-    """Return the name of ours at a width of quantized_model.WIDTHS."""
+    """Return the name of ours in a form of quantized_forms.FORMS."""
     return f"ours {width}"
 
 

@@ -123,7 +123,9 @@ def test_tokens_equal_those_of_the_plain_weights(
     assert_holds_nothing_else(engine, recipe.of("down_proj.weight"))
 
 
-EXPERT_SIZES = {
+SIZES = {
+    # Whole blocks of 64 for each of two ranks.
+    "llama": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 128},
     "gpt_oss": {"intermediate_size": 64},
@@ -157,7 +159,7 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
 def test_experts_equal_those_of_the_plain_weights(
     engines: Engines, make: Make, arch: str, recipe: Recipe, rbln: dict[str, Any]
 ) -> None:
-    checkpoint = make(arch, recipe, **EXPERT_SIZES.get(arch, {}))
+    checkpoint = make(arch, recipe, **SIZES.get(arch, {}))
     engine = engines.fresh(checkpoint=checkpoint, rbln=rbln)
     assert_equals_plain(engine, checkpoint, seed=71)
 
@@ -210,7 +212,7 @@ def test_ranks_share_packed_weights(
     recipe: Recipe,
     options: dict[str, Any],
 ) -> None:
-    engine = engines.fresh(checkpoint=make(arch, recipe, **EXPERT_SIZES.get(arch, {})))
+    engine = engines.fresh(checkpoint=make(arch, recipe, **SIZES.get(arch, {})))
     prompts = make_prompts(PROMPT_LENGTHS, seed=73)
     answers = run_ranks(engine.checkpoint, tmp_path, prompts, **options)
     assert_as_one_rank(engine, prompts, answers, 1e-4)

@@ -88,10 +88,8 @@ struct Item {
     for (int p = 0; p < P; ++p) {
       const int64_t place = (panels[p] * scale_rows + row) * kPanel;
       read_scales(place, group.scales + p * kPanel);
-      for (int64_t c = 0; c < kPanel; ++c) {
-        const uint8_t* zeros = args.weight.zeros;
-        group.offsets[p * kPanel + c] = zeros == nullptr ? Tile::F::kOffset : zeros[place + c];
-      }
+      if (args.weight.zeros != nullptr)
+        std::copy_n(args.weight.zeros + place, kPanel, group.offsets + p * kPanel);
     }
   }
 
@@ -125,6 +123,7 @@ struct Item {
       words[p] += begin * kWords;
     }
     Group<Tile, P> group;
+    std::fill_n(group.offsets, P * kPanel, Tile::F::kOffset);
     const typename Tile::Word* a = x.of(g, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       if (chunk == begin || chunk % chunks_per_scale == 0)
