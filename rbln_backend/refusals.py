@@ -12,7 +12,6 @@ from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
-    ALTERNATING_UPDATES,
     CONTEXT_PARALLEL,
     DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
@@ -98,7 +97,6 @@ def refuse_model(model: ModelConfig) -> None:
             ENCODER_DECODER: model.is_encoder_decoder,
             MULTIMODAL: model.is_multimodal_model,
             STATE_SPACE: model.is_hybrid or model.is_attention_free,
-            ALTERNATING_UPDATES: hasattr(model.hf_text_config, "altup_num_inputs"),
             # Before the model is made: its rotary embedding looks for a GPU.
             DUAL_CHUNK_ATTENTION: bool(
                 getattr(model.hf_text_config, "dual_chunk_attention_config", None)

@@ -205,15 +205,9 @@ ALIBI = Feature(
 )
 KV_SHARING = Feature(
     "KV sharing between layers",
-    "Gemma-4 E2B and E4B on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "Gemma-3n, Gemma-4 E2B and E4B on an NPU or with RBLN_USE_CUSTOM_KERNEL",
     "whose ops there write the cache that they read",
     "run it on the emulated device, or serve a model whose layers do not share KV",
-)
-ALTERNATING_UPDATES = Feature(
-    "alternating updates of several residual streams (AltUp)",
-    "Gemma-3n",
-    "whose log-probabilities here differ from transformers' by hundredths, for no known reason",
-    "serve Gemma-3 or Gemma-4",
 )
 SOFT_CAP = Feature(
     "attention logit soft capping",
@@ -239,7 +233,6 @@ FEATURES: tuple[Feature, ...] = (
     PREFIX_LM,
     ALIBI,
     KV_SHARING,
-    ALTERNATING_UPDATES,
     SOFT_CAP,
     UNEQUAL_HEADS,
     EXPERT_ROUTING,

@@ -214,6 +214,22 @@ OTHERS: Mapping[str, Family] = {
         head_norm=0.6,
     ),
     # The last two layers read what the first two have cached, one of which slides.
+    "gemma3n_text": replace(
+        _family(
+            "Gemma3n",
+            **(_GEMMA | _mixed(48)),
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=16,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            laurel_rank=8,
+            altup_num_inputs=2,
+            activation_sparsity_pattern=[0.5, 0.0, 0.5, 0.0],
+            # vLLM leaves out a factor before a norm, which counts where embeddings are this small.
+            rms_norm_eps=1e-12,
+        ),
+        config_class="Gemma3nTextConfig",
+        head_norm=0.6,
+    ),
     "gemma4_shared": replace(
         _family(
             "Gemma4",

@@ -62,6 +62,7 @@ def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tenso
     _refuse_constants(graph)
     _drop_inert_nodes(graph)
     _write_numbers(graph)
+    _name_transposes(graph)
     bindings = []
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
         grapharg = node.meta.get("grapharg")
@@ -83,6 +84,13 @@ def _write_numbers(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.tensor and isinstance(node.args[0], int | float):
             node.target, node.args = torch.full, ((), node.args[0])
+
+
+def _name_transposes(graph: fx.Graph) -> None:
+    """``x.T`` is an attribute, which no stored program may ask for; of a matrix it is ``x.t()``."""
+    for node in graph.nodes:
+        if node.target is getattr and node.args[1] == "T":
+            node.op, node.target, node.args = "call_method", "t", node.args[:1]
 
 
 def _inline_number(graph: fx.Graph, node: fx.Node, number: Tensor) -> None:

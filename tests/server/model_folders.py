@@ -106,17 +106,6 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("state-space", "all attention"),
     ),
-    "alternating updates": (
-        {
-            **_SMALL,
-            "architectures": ["Gemma3nForCausalLM"],
-            "model_type": "gemma3n_text",
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "hidden_size_per_layer_input": 16,
-        },
-        ("(AltUp)", "Gemma-4"),
-    ),
     "dual chunk attention": (
         {
             **LLAMA,

@@ -104,11 +104,25 @@ def _forward(model: Any, part: ModelPart) -> _Forward:
         intermediates = None
         if not part.is_first:
             intermediates = IntermediateTensors(dict(zip(part.handed, received, strict=True)))
+        tokens = input_ids.view(-1)
         return model(
-            input_ids=input_ids.view(-1),
+            input_ids=tokens,
             positions=positions.view(-1),
             intermediate_tensors=intermediates,
             inputs_embeds=None,
+            **_embedded_by_layer(model, tokens),
         )
 
     return forward
+
+
+def _embedded_by_layer(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """What Gemma-3n adds of each token in every layer; vLLM's text class leaves it to its caller.
+
+    tokens [T] to [T, layers, width].
+    """
+    embed = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
+    if embed is None:
+        return {}
+    layers = model.config.num_hidden_layers
+    return {"per_layer_inputs": embed(tokens).unflatten(-1, (layers, -1))}

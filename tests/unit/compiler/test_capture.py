@@ -69,6 +69,13 @@ def test_a_number_that_code_keeps_as_a_tensor_is_written_into_the_program() -> N
     assert result.dtype == torch.float32
 
 
+def test_a_transpose_is_a_method_that_can_be_stored() -> None:
+    program = Program.from_bytes(captured(lambda x: x.T.cos()).to_bytes())
+    x = torch.randn(3, 4)
+    (result,) = fx.Interpreter(fx.GraphModule({}, program.graph)).run(x)
+    assert torch.equal(result, x.t().cos())
+
+
 def with_dropout(x: Tensor) -> Tensor:
     return functional.dropout(x.cos(), p=0.5)
 
