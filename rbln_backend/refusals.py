@@ -23,6 +23,7 @@ from rbln_backend.unsupported import (
     QUANTIZATION,
     SPECULATION,
     STATE_SPACE,
+    UNEQUAL_HEADS,
     Feature,
 )
 
@@ -97,6 +98,7 @@ def refuse_model(model: ModelConfig) -> None:
             ENCODER_DECODER: model.is_encoder_decoder,
             MULTIMODAL: model.is_multimodal_model,
             STATE_SPACE: model.is_hybrid or model.is_attention_free,
+            UNEQUAL_HEADS: _has_narrow_values(model),
             # Before the model is made: its rotary embedding looks for a GPU.
             DUAL_CHUNK_ATTENTION: bool(
                 getattr(model.hf_text_config, "dual_chunk_attention_config", None)
@@ -105,6 +107,14 @@ def refuse_model(model: ModelConfig) -> None:
     )
     if model.quantization not in (None, *METHODS):
         raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
+
+
+def _has_narrow_values(model: ModelConfig) -> bool:
+    """Whether values have a size of their own, but for latent attention, which expands none."""
+    config = model.hf_text_config
+    sizes = [getattr(config, name, None) for name in ("head_dim", "v_head_dim")]
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    return None not in sizes and sizes[0] != sizes[1] and not latent
 
 
 def refuse_first(present: Mapping[Feature, bool]) -> None:

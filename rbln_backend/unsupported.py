@@ -217,9 +217,9 @@ SOFT_CAP = Feature(
 )
 UNEQUAL_HEADS = Feature(
     "values of another head size than keys",
-    "MiMo-V2 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
-    "whose ops there have one size for both",
-    "run it on the emulated device, or serve a model with one head size",
+    "MiMo-V2, whose layers in vLLM choose a GPU's backend; any on an NPU",
+    "whose emulated device alone takes them, of layers that leave the backend to the platform",
+    "serve a model with one head size",
 )
 
 FEATURES: tuple[Feature, ...] = (

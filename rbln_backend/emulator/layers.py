@@ -24,7 +24,6 @@ from rbln_backend.vllm_compat.surface import (
     ReLUSquaredActivation,
     RMSNorm,
     RotaryEmbedding,
-    RotaryEmbeddingBase,
     SiluAndMul,
     YaRNScalingRotaryEmbedding,
 )
@@ -110,11 +109,15 @@ class EmulatedReLUSquared(ReLUSquaredActivation):
         return _activate(x, "relu2", gated=False)
 
 
-class _RotaryKernel(RotaryEmbeddingBase):
+class _RotaryKernel:
     """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D] by whatever cos_sin_cache holds.
 
-    Both may be [T, H, D] as well.
+    Both may be [T, H, D] as well. Mixed into vLLM's layers, whose common base has no such method.
     """
+
+    cos_sin_cache: Tensor
+    head_size: int
+    is_neox_style: bool
 
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None

@@ -44,10 +44,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.pooler import DispatchPooler, Pooler
 from vllm.model_executor.layers.pooler.seqwise import LastPool, SequencePooler
-from vllm.model_executor.layers.rotary_embedding.base import (
-    RotaryEmbedding,
-    RotaryEmbeddingBase,
-)
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
     DeepseekScalingRotaryEmbedding,
 )
@@ -234,7 +231,6 @@ __all__ = [
     "Request",
     "RequestStatus",
     "RotaryEmbedding",
-    "RotaryEmbeddingBase",
     "RoutedExperts",
     "Sampler",
     "SamplerOutput",

@@ -106,6 +106,16 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("state-space", "all attention"),
     ),
+    "unequal heads": (
+        {
+            **LLAMA,
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "model_type": "mimo_v2_flash",
+            "head_dim": 32,
+            "v_head_dim": 16,
+        },
+        ("values of another head size than keys", "one head size"),
+    ),
     "dual chunk attention": (
         {
             **LLAMA,
