@@ -124,7 +124,12 @@ class RblnByteScheme(CompressedTensorsScheme):
         """No GPU has to have anything."""
         return -1
 
-    def create_weights(
+    def create_weights(self, *args: Any, **given: Any) -> None:
+        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
+        # Upstream's scheme declares no names, and an override takes what it declares.
+        self._register(*args, **given)
+
+    def _register(
         self,
         layer: Any,
         input_size: int,
@@ -135,7 +140,6 @@ class RblnByteScheme(CompressedTensorsScheme):
         weight_loader: Callable[..., Any],
         **_: Any,
     ) -> None:
-        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
         del params_dtype
         stored, depth, columns = self._stored, input_size_per_partition, output_partition_sizes
         self._columns, self._depth = columns, depth

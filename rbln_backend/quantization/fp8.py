@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -27,8 +28,12 @@ from rbln_backend.vllm_compat.quantization import (
 class RblnFp8Config(Fp8Config):
     """Weights of e4m3; activations are in the model's dtype."""
 
-    block: tuple[int, int] | None = None
-    """Rows and inputs that share a scale."""
+    def __init__(
+        self, *args: Any, weight_block_size: Sequence[int] | None = None, **options: Any
+    ) -> None:
+        # Under upstream's name vLLM would switch on an operator of its own for blocks.
+        super().__init__(*args, **options)
+        self._block = None if weight_block_size is None else tuple(weight_block_size)
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -39,12 +44,7 @@ class RblnFp8Config(Fp8Config):
     def from_config(cls, config: dict[str, Any]) -> Fp8Config:
         """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
         check_fp8(config)
-        made = super().from_config(config)
-        if made.weight_block_size is not None:
-            # Under upstream's name vLLM would switch on an operator of its own for it.
-            rows, inputs = made.weight_block_size
-            made.block, made.weight_block_size = (rows, inputs), None  # type: ignore[attr-defined]
-        return made
+        return super().from_config(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What multiplies by ``layer``'s weights; None for layers that are as they are."""
@@ -74,6 +74,9 @@ class RblnFp8Config(Fp8Config):
     def _stored(self) -> ByteWeights:
         dropped = ("input_scale",) if self.activation_scheme == "static" else ()
         rest: dict[str, Any] = {"is_float": True, "dropped": dropped, "published": "FP8 W8A8"}
-        if self.block is None:
+        if self._block is None:
             return ByteWeights(scope="tensor", **rest)
-        return ByteWeights(scope="block", block=self.block, scale_name="weight_scale_inv", **rest)
+        rows, inputs = self._block
+        return ByteWeights(
+            scope="block", block=(rows, inputs), scale_name="weight_scale_inv", **rest
+        )
