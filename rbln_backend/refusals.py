@@ -112,9 +112,11 @@ def refuse_model(model: ModelConfig) -> None:
 def _has_narrow_values(model: ModelConfig) -> bool:
     """Whether values have a size of their own, but for latent attention, which expands none."""
     config = model.hf_text_config
-    sizes = [getattr(config, name, None) for name in ("head_dim", "v_head_dim")]
-    latent = getattr(config, "kv_lora_rank", None) is not None
-    return None not in sizes and sizes[0] != sizes[1] and not latent
+    values = getattr(config, "v_head_dim", None)
+    if values is None or getattr(config, "kv_lora_rank", None) is not None:
+        # The size of keys is not asked for without need: where layers differ in it, that raises.
+        return False
+    return bool(values != getattr(config, "head_dim", values))
 
 
 def refuse_first(present: Mapping[Feature, bool]) -> None:
