@@ -56,6 +56,8 @@ class Tally:
 class _Running:
     line: Line
     task: asyncio.Task[None]
+    is_answered: bool = False
+    """Whether it only waits for the disk."""
 
 
 class Feeder:
@@ -85,7 +87,7 @@ class Feeder:
     @property
     def running(self) -> int:
         """How many lines are being answered."""
-        return len(self._running)
+        return sum(not run.is_answered for run in self._running.values())
 
     def take_tally(self) -> Tally:
         """Return what was done since the last call."""
@@ -113,9 +115,10 @@ class Feeder:
         try:
             batches = await self._database.run(table.unfinished)
             pause_s = _TICK_S if batches else _IDLE_S
-            await self._write()
+            # Free rows are filled before the answers go to the disk, which takes longer.
             for batch in batches:
                 await self._advance(batch)
+            await self._write()
         except Exception:
             # A fault with one batch must not be the end of all.
             logger.exception("batches: a turn failed")
@@ -135,6 +138,8 @@ class Feeder:
             self._tally.lines["completed" if answer.succeeded else "failed"] += 1
             self._tally.tokens["prompt"] += answer.input_tokens
             self._tally.tokens["completion"] += answer.output_tokens
+        # It may have been the last of a batch.
+        self.nudge()
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":
@@ -190,7 +195,7 @@ class Feeder:
         logger.info("%s failed: %s", batch.id, errors[0]["message"])
 
     async def _start_lines(self, batch: Batch) -> None:
-        free = self._spare.limit() - len(self._running)
+        free = self._spare.limit() - self.running
         if free <= 0 or self._results.full:
             return
         busy = [number for batch_id, number in self._running if batch_id == batch.id]
@@ -216,6 +221,7 @@ class Feeder:
             self._running.pop(place, None)
             return
         del self._tries[place]
+        self._running[place].is_answered = True
         self._answers.append(answered(line, answer))
         self.nudge()
 
