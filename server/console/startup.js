@@ -96,10 +96,11 @@ function showAdvice(advice) {
   const better = phases.filter(([, told]) => told.suggested.join() !== told.current.join());
   show("advice-table", better.length > 0);
   show("advice-note", !better.length);
-  const noise = percent(Math.max(0, ...phases.map(([, told]) => told.noise)));
-  setText("advice-note", phases.length
-    ? `The tuner would change no size: others would save less than step times tell (${noise}).`
-    : "The tuner has nothing to go by yet.");
+  // Where few steps were measured, what they are said to take misses their time by more than all.
+  const noise = Math.max(0, ...phases.map(([, told]) => told.noise));
+  setText("advice-note", phases.length && noise < 1
+    ? `The tuner would change no size: others would save less than step times tell (${percent(noise)}).`
+    : "The tuner has too few steps to go by yet.");
   setRows("advice", better.map(([phase, told]) => [
     phase,
     number(told.steps),
