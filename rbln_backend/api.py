@@ -78,13 +78,15 @@ def profiles(config: VllmConfig) -> bool:
 
 
 def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
-    """Return the sizes of a step's decode graphs, rising. Raises ``PlatformError``."""
-    _require_platform()
-    from rbln_backend.bucketing.table import decode_bucket_table
-    from rbln_backend.vllm_compat.surface import configured
-    from rbln_backend.worker.startup.preflight import largest_decode
+    """Return the sizes of decode graphs, rising; none where a model pools.
 
-    return decode_bucket_table(configured(config), largest_decode(config)).sizes
+    Raises ``PlatformError``.
+    """
+    _require_platform()
+    from rbln_backend.parallel.stages import decode_buckets
+
+    table = decode_buckets(config)
+    return () if table is None else table.sizes
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:

@@ -19,3 +19,12 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the directory's names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

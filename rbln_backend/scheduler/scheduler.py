@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.table import prefill_chunk_table
 from rbln_backend.grammar.backend import pin_backend
+from rbln_backend.parallel.stages import decode_buckets
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import Background, background_last, is_background
 from rbln_backend.scheduler.constraints import (
@@ -74,7 +75,7 @@ class RblnScheduler(Scheduler):
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._chunks = _chunk_plan(vllm_config)
-        self._background = Background(_decode_buckets(vllm_config), board)
+        self._background = Background(decode_buckets(vllm_config), board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
 
@@ -286,15 +287,6 @@ def _board(config: VllmConfig) -> MetricsBoard:
     run_dir = configured(config).run_dir
     name = f"scheduler{config.parallel_config.data_parallel_index}"
     return MetricsBoard(Path(run_dir) if run_dir else None, name)
-
-
-def _decode_buckets(config: VllmConfig) -> BucketTable | None:
-    """None for models that pool, which never decode."""
-    if config.model_config.runner_type == "pooling":
-        return None
-    stages = config.parallel_config.pipeline_parallel_size
-    largest = config.scheduler_config.max_num_seqs // stages
-    return decode_bucket_table(configured(config), largest)
 
 
 def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:

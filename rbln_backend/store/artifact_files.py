@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.errors import ArtifactError, CorruptArtifactError
+from rbln_backend.host.replaced_files import sync_directory
 from rbln_backend.store.cache_key import CacheKey, canonical_json
 
 MANIFEST = "manifest.json"
@@ -103,15 +104,6 @@ def _is_entry(descriptor: int, directory: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), directory.stat())
     except OSError:
         return False
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the disk has the directory's names."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def encode_manifest(key: CacheKey, files: Mapping[str, bytes], *, created: float) -> bytes:

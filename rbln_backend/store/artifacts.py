@@ -26,6 +26,7 @@ from pathlib import Path
 
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
 from rbln_backend.host.file_locks import acquire, claimed_folder, open_lock, remove_if_unlocked
+from rbln_backend.host.replaced_files import sync_directory
 from rbln_backend.host.trusted_files import check_trusted
 from rbln_backend.store.artifact_files import (
     BINARIES,
@@ -34,7 +35,6 @@ from rbln_backend.store.artifact_files import (
     directory_bytes,
     read_entry,
     read_manifest,
-    sync_directory,
     write_entry,
 )
 from rbln_backend.store.cache_key import DIGEST_CHARS, CacheKey

@@ -26,6 +26,7 @@ from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
+from rbln_backend.parallel.stages import largest_decode
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
@@ -49,7 +50,7 @@ from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.startup.cache_fields import cache_fields
-from rbln_backend.worker.startup.preflight import bucket_tables, largest_decode
+from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import report_store_size, store_event_recorder
 from rbln_backend.worker.startup.warmup import WarmUp
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows

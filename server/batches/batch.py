@@ -118,6 +118,11 @@ class Batch:
         """Lines without an answer."""
         return self.total - self.completed - self.failed
 
+    @property
+    def result_bytes(self) -> dict[str, int]:
+        """Bytes of answers that are counted, by the kind of their file."""
+        return {"output": self.output_bytes, "error": self.error_bytes}
+
     def shown(self) -> dict[str, Any]:
         """Return it as a client sees it; times are Unix seconds."""
         return {

@@ -23,9 +23,9 @@ from server.batches.batch import Batch, LineError, Status
 from server.batches.input_lines import InputLine, LineRules, body_of, read_lines
 from server.batches.inside import InsideAnswer, ask
 from server.batches.line_answers import answered, never_run
-from server.batches.results import Answer, ResultFiles
+from server.batches.results import ResultFiles
 from server.batches.room import SpareRows
-from server.batches.table import Line
+from server.batches.table import Answer, Line
 from server.errors import RequestError
 from server.request.record import Insider
 from server.storage.database import Database
@@ -34,7 +34,7 @@ from server.storage.files import FileStore
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_IDLE_S = 1.0
+_PAUSE_S = 1.0
 _SLICE = 1000
 _SHOWN_ERRORS = 100
 _COMES_BACK = (429, 503)
@@ -111,10 +111,11 @@ class Feeder:
 
     async def _turn_safely(self) -> None:
         self._wake.clear()
-        pause_s = _IDLE_S
+        pause_s: float | None = _PAUSE_S
         try:
             batches = await self._database.run(table.unfinished)
-            pause_s = _TICK_S if batches else _IDLE_S
+            # Without a batch there is nothing to look for: whoever makes one says so.
+            pause_s = _TICK_S if batches else None
             # Free rows are filled before the answers go to the disk, which takes longer.
             for batch in batches:
                 await self._advance(batch)
@@ -131,8 +132,10 @@ class Feeder:
         """Put what was answered on the disk, all of it with one wait for the disk."""
         if not self._answers:
             return
-        answers, self._answers = self._answers, []
+        answers = list(self._answers)
         await self._results.add(answers)
+        # Those that came meanwhile are for the next time.
+        del self._answers[: len(answers)]
         for answer in answers:
             self._running.pop((answer.line.batch, answer.line.number), None)
             self._tally.lines["completed" if answer.succeeded else "failed"] += 1

@@ -8,8 +8,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.batches.inside import InsideAnswer
-from server.batches.results import Answer
-from server.batches.table import Line
+from server.batches.table import Answer, Line
 
 _OK = 200
 _NEVER_RUN = {

@@ -14,40 +14,19 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from server.batches import table
 from server.batches.batch import Batch, Status
-from server.batches.table import Line, Written
+from server.batches.table import Answer
 from server.storage.database import Database
 from server.storage.files import OUTPUT, StoredFile
 from server.storage.folder import DataFolder
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {True: "output", False: "error"}
 _PAUSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One line's answer, a line of JSON, and the tokens that it took."""
-
-    line: Line
-    succeeded: bool
-    text: bytes
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def written(self) -> Written:
-        """What the database is told once it is on the disk."""
-        return Written(
-            *(self.line, self.succeeded, len(self.text)),
-            *(self.input_tokens, self.cached_tokens, self.output_tokens),
-        )
 
 
 class ResultFiles:
@@ -62,10 +41,11 @@ class ResultFiles:
 
     async def recover(self, batches: Sequence[Batch]) -> None:
         """Drop what was written and not counted, and what belongs to no batch."""
-        known: dict[str, int] = {}
-        for batch in batches:
-            known[f"{batch.id}.output"] = batch.output_bytes
-            known[f"{batch.id}.error"] = batch.error_bytes
+        known = {
+            self._part(batch.id, kind).name: size
+            for batch in batches
+            for kind, size in batch.result_bytes.items()
+        }
         for part in self._folder.parts.iterdir():
             if part.name not in known:
                 part.unlink(missing_ok=True)
@@ -77,21 +57,20 @@ class ResultFiles:
         while True:
             try:
                 self._folder.require(sum(len(answer.text) for answer in answers))
+                await self._back_to_counted(answers)
                 await asyncio.to_thread(self._append, answers)
+                await self._database.run(partial(table.note_written, answers=answers))
                 break
             except Exception as error:  # noqa: BLE001 (a full disk has many faces)
                 self.full = True
                 logger.error("answers of batches wait for the disk: %s", error)
-                await self._back_to_counted(answers)
                 await asyncio.sleep(_PAUSE_S)
         self.full = False
-        told = [answer.written() for answer in answers]
-        await self._database.run(partial(table.note_written, answers=told))
 
     async def end(self, batch: Batch, status: Status) -> None:
         """Make the answers files of their own, and the batch one that ended."""
         files = []
-        for kind, size in (("output", batch.output_bytes), ("error", batch.error_bytes)):
+        for kind, size in batch.result_bytes.items():
             if size:
                 file = _file_of(batch, kind, size, self._keep_s)
                 part = self._part(batch.id, kind)
@@ -105,7 +84,7 @@ class ResultFiles:
     def _append(self, answers: Sequence[Answer]) -> None:
         parts: dict[Path, list[bytes]] = defaultdict(list)
         for answer in answers:
-            path = self._part(answer.line.batch, _KINDS[answer.succeeded])
+            path = self._part(answer.line.batch, answer.kind)
             parts[path].append(answer.text)
         for path, texts in parts.items():
             with path.open("ab") as file:
@@ -114,9 +93,10 @@ class ResultFiles:
                 os.fsync(file.fileno())
 
     async def _back_to_counted(self, answers: Sequence[Answer]) -> None:
+        """Drop what an earlier try has left behind the bytes that are counted."""
         for batch_id in {answer.line.batch for answer in answers}:
             batch = await self._database.run(partial(table.reload, batch_id=batch_id))
-            for kind, size in (("output", batch.output_bytes), ("error", batch.error_bytes)):
+            for kind, size in batch.result_bytes.items():
                 path = self._part(batch_id, kind)
                 if path.exists():
                     os.truncate(path, size)

@@ -28,15 +28,20 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A line's answer, which lies behind the others of its kind by now; `bytes` of it."""
+class Answer:
+    """One line's answer, a line of JSON, and the tokens that it took."""
 
     line: Line
     succeeded: bool
-    bytes: int
+    text: bytes
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Which of a batch's two files it belongs to, a key of `Batch.result_bytes`."""
+        return "output" if self.succeeded else "error"
 
 
 def create(db: sqlite3.Connection, wish: Wish) -> Batch:
@@ -183,12 +188,11 @@ def waiting_lines(
     return [Line(**dict(row)) for row in rows]
 
 
-def note_written(db: sqlite3.Connection, answers: Sequence[Written]) -> None:
+def note_written(db: sqlite3.Connection, answers: Sequence[Answer]) -> None:
     """Count answers that are on the disk."""
     for answer in answers:
         line = answer.line
-        kind = "output_bytes" if answer.succeeded else "error_bytes"
-        count = "completed" if answer.succeeded else "failed"
+        kind, count = f"{answer.kind}_bytes", "completed" if answer.succeeded else "failed"
         db.execute(
             "UPDATE lines SET done = 1 WHERE batch = ? AND number = ?", (line.batch, line.number)
         )
@@ -197,7 +201,7 @@ def note_written(db: sqlite3.Connection, answers: Sequence[Written]) -> None:
             "input_tokens + ?, cached_tokens = cached_tokens + ?, output_tokens = output_tokens + "
             "? WHERE id = ?",
             (
-                *(answer.bytes, answer.input_tokens, answer.cached_tokens),
+                *(len(answer.text), answer.input_tokens, answer.cached_tokens),
                 *(answer.output_tokens, line.batch),
             ),
         )

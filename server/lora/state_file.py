@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from rbln_backend.host.replaced_files import sync_directory
 from server.host.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
@@ -75,11 +76,7 @@ class StateFile:
         except OSError:
             beside.unlink(missing_ok=True)
             raise
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_directory(self.path.parent)
 
     def _put_aside(self, aside: Path) -> None:
         try:

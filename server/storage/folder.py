@@ -15,6 +15,7 @@ import os
 import shutil
 from pathlib import Path
 
+from rbln_backend.host.replaced_files import sync_directory
 from server.errors import StorageFullError
 from server.settings import SettingsError
 
@@ -62,17 +63,8 @@ class DataFolder:
         target = self.files / name
         if part.exists() or not target.exists():
             part.rename(target)
-            sync_folder(self.files)
+            sync_directory(self.files)
 
     def close(self) -> None:
         """Let another server have it."""
         os.close(self._lock)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

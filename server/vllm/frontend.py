@@ -176,8 +176,8 @@ class VllmFrontend:
         """What the engine takes."""
         config = self._engine.vllm_config
         scheduler = config.scheduler_config
-        buckets = () if config.model_config.runner_type == "pooling" else api.decode_buckets(config)
-        return Capacity(scheduler.max_num_seqs, scheduler.max_num_queued_tokens, buckets)
+        queued = scheduler.max_num_queued_tokens
+        return Capacity(scheduler.max_num_seqs, queued, api.decode_buckets(config))
 
     @property
     def keep_alive_s(self) -> float:

@@ -20,6 +20,7 @@ from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.moe.layers import install_expert_layers
+from rbln_backend.parallel.stages import largest_decode
 from rbln_backend.reporting.model_report import CacheGroup
 from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
@@ -148,12 +149,6 @@ def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTab
         Phase.PREFILL: chunks,
         Phase.DECODE: decode_bucket_table(rbln, largest_decode(config)),
     }
-
-
-def largest_decode(config: VllmConfig) -> int:
-    """Requests of the largest decode step: each of the stages of a pipeline has one under way."""
-    stages = config.parallel_config.pipeline_parallel_size
-    return config.scheduler_config.max_num_seqs // stages
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
