@@ -32,7 +32,8 @@ class Treatment(enum.Enum):
 class Treated:
     """One field; `path` has `[]` where an item of an array is meant.
 
-    `same` are the values that ask for what is done anyway, besides null: they pass without a word.
+    `same` are the values that ask for what is done anyway, besides null: they pass without a word;
+    of a field that is obeyed, all that it takes, where the request model does not say so.
     `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
     to those objects that have these entries.
     """
@@ -66,7 +67,8 @@ def _refused(
 _LABEL = "a name that clients give their requests"
 _CACHE = "prefixes are reused without marks, for as long as there is room"
 _CACHE_KEY = "prefixes are found by what they are"
-_ONE_TIER = "there is one"
+_TIER = "the class that the request runs in"
+_TIERS = ("auto", "default", "flex", "priority")
 _NO_STORE = "this server keeps no answers"
 _NO_TOOLS_HERE = "this server runs no tools"
 _NO_MODERATION = "nothing is moderated"
@@ -77,7 +79,7 @@ _NO_BUDGET = "thinking is not counted apart from the answer; max_tokens bounds b
 _COMMON = (
     *_ignored("user", "metadata", "safety_identifier", why=_LABEL),
     *_ignored("prompt_cache_key", why=_CACHE_KEY),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    Treated("service_tier", Treatment.OBEYED, _TIER, same=_TIERS),
     *_refused("store", why=_NO_STORE, same=(False,)),
     *_refused("modalities", why="answers are text", same=(["text"],)),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
@@ -99,7 +101,7 @@ _MESSAGES = (
     *_granted("messages[].content[].content[].cache_control", why=_CACHE),
     *_ignored("metadata", "user_profile_id", "workspace_id", why=_LABEL),
     *_ignored("billing_policy", why="nothing is billed"),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "standard_only")),
+    Treated("service_tier", Treatment.OBEYED, _TIER, same=("auto", "standard_only")),
     *_ignored("speed", why="there is one", same=("standard",)),
     *_ignored("diagnostics", why="usage.cache_read_input_tokens says where the match ended"),
     *_ignored("fallbacks", "fallback_credit_token", why="no request is declined by policy"),
@@ -192,7 +194,7 @@ _RESPONSES = (
     *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
     *_ignored("safety_identifier", "client_metadata", "access_programs", why=_LABEL),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    Treated("service_tier", Treatment.OBEYED, _TIER, same=_TIERS),
     *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
     *_ignored(
         *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
@@ -208,8 +210,8 @@ _RESPONSES = (
         when={"type": "web_search", "external_web_access": False},
     ),
     *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
-    *_refused("store", "background", why=_NO_STORE, same=(False,), stays=True),
-    *_refused("previous_response_id", "conversation", why=_NO_STORE),
+    *_obeyed("store", "background", "previous_response_id", why="with --data-dir"),
+    *_refused("conversation", why="conversations have no ids here; send previous_response_id"),
     *_refused("prompt", why="this server has no stored prompts"),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
 )
@@ -230,9 +232,12 @@ def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
     for row in TREATMENTS[endpoint]:
         if "[" in row.path or "." in row.path:
             continue
-        if row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
+        if row.treatment is Treatment.OBEYED:
+            if row.same:
+                found[row.path] = {"description": f"{row.why}.", "enum": [*row.same, None]}
+        elif row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
             found[row.path] = {"description": f"{row.treatment.value.capitalize()}: {row.why}."}
-        elif row.treatment is Treatment.REFUSED and row.same and not row.stays:
+        elif row.same and not row.stays:
             found[row.path] = {"enum": [*row.same, None]}
     return found
 
