@@ -153,7 +153,8 @@ MULTIMODAL = Feature(
     "Gemma-3 with its vision tower, Mistral-Small-3.x, Qwen-VL, Llava, InternVL",
     "whose graphs take token ids alone",
     "serve a text-only checkpoint, or with VLLM_RBLN_DISABLE_MM=1 or --language-model-only the "
-    "text of Gemma-3, Mistral-Small-3.x, Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
+    "text of Gemma-3, Gemma-3n, Gemma-4, Llama-4, Mistral-Small-3.x, "
+    "Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
 )
 ENCODER_DECODER = Feature(
     "encoder-decoder models",
