@@ -70,12 +70,6 @@ EXPERT_EXCHANGE = Feature(
     "whose graphs gather the tokens of all data-parallel ranks",
     "drop --all2all-backend",
 )
-DATA_PARALLEL_STAGES = Feature(
-    "data parallelism of pipelines of a mixture of experts",
-    "--data-parallel-size and --pipeline-parallel-size above 1",
-    "whose stages have several steps under way, while data-parallel ranks agree on each one",
-    "drop one of both",
-)
 CONTEXT_PARALLEL = Feature(
     "context parallelism",
     "--prefill-context-parallel-size, --decode-context-parallel-size",
@@ -243,7 +237,6 @@ FEATURES: tuple[Feature, ...] = (
     QUANTIZATION_ON_NPU,
     QUANTIZED_EMBEDDING,
     EXPERT_EXCHANGE,
-    DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
     HOSTS,
     OWN_LAUNCHER,
