@@ -14,7 +14,6 @@ from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
-    DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
@@ -86,15 +85,12 @@ def _check_kv_dtype(cache: CacheConfig, model: ModelConfig) -> None:
 
 def _check_expert_ranks(parallel: ParallelConfig, *, is_asked: bool) -> None:
     """Which divisions of experts among ranks can run; not ``is_asked``: it was settled before."""
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     splits = parallel.enable_expert_parallel
     refuse_first(
-        {
-            EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter",
-            DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
-        }
+        {EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter"}
     )
-    if splits and tensor * data == 1:
+    if splits and ranks == 1:
         logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
