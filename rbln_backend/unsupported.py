@@ -137,10 +137,11 @@ KV_TRANSFER = Feature(
     "drop --kv-transfer-config",
 )
 KV_DTYPE = Feature(
-    "a KV cache in another dtype than the model",
-    "--kv-cache-dtype fp8",
-    "whose attention ops read keys and values as the model computes them",
-    "drop --kv-cache-dtype",
+    "a KV cache in this dtype",
+    "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 on an NPU, with "
+    "RBLN_USE_CUSTOM_KERNEL, of latent attention (MLA) and of encoders, which have no cache",
+    "whose ops read keys and values as the model computes them or, on the emulated device, as e4m3",
+    "drop --kv-cache-dtype, or name the model's dtype where the checkpoint asks for fp8",
 )
 MULTIMODAL = Feature(
     "multimodal inputs",
