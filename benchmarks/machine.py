@@ -46,9 +46,8 @@ class Machine:
     def slug(self) -> str:
         """A file-name part such as ``amd-epyc-2core-avx2``: names alone may hide a generation."""
         words = "".join(c if c.isalnum() else " " for c in self.cpu.lower()).split()
-        widest = next(
-            (flag for flag in ("avx512_bf16", "avx512f", "avx2") if flag in self.flags), "x86"
-        )
+        known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+        widest = next((flag for flag in known if flag in self.flags), "x86")
         return "-".join([*words, f"{self.cores}core", widest.replace("_", "-")])
 
 

@@ -42,6 +42,4 @@ def _exception(row: Treated) -> str:
     if not row.same:
         return ""
     values = " or ".join(f"`{json.dumps(value)}`" for value in row.same)
-    if row.treatment is Treatment.OBEYED:
-        return f": {values}"
     return f"; {values} passes" if len(row.same) == 1 else f"; {values} pass"

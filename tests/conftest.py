@@ -34,7 +34,7 @@ def checkpoints() -> CheckpointCache:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """For kernels, tests/image and tests/conformance; only this conftest can make options."""
-    parser.addoption("--kernel-variant", help="avx512_bf16, avx512 or portable; see kernel_cache")
+    parser.addoption("--kernel-variant", help="one of kernel_cache.VARIANTS")
     parser.addoption("--image-folder", help="tests/image: what build_image.sh built there is run")
     parser.addoption("--base-url", help="tests/conformance: the server to test, not one of ours")
     parser.addoption("--api-key", help="tests/conformance: a key of that server")

@@ -8,5 +8,5 @@ model=$2
 bundle=$3
 "$(dirname "$0")/install_project.sh" "$venv"
 # What has no AVX2 runs on PyTorch's own operators.
-"$venv/bin/python" -m rbln_backend.emulator.variants --into "$bundle" --variants avx512_bf16 avx512 avx2
+"$venv/bin/python" -m rbln_backend.emulator.variants --into "$bundle" --variants amx_bf16 avx512_bf16 avx512 avx2
 cp -R "$venv/share/rbln-serve/default-model" "$model"

@@ -61,7 +61,12 @@ def build_key(target: Target = NATIVE) -> str:
     digest = hashlib.sha256()
     for source in _sources(".cpp", ".h"):
         digest.update(source.as_posix().encode() + b"\0" + (_SOURCE_DIR / source).read_bytes())
-    words = [*_FLAGS, *target.flags, importlib.metadata.version("torch"), platform.machine()]
+    words = [
+        *_FLAGS,
+        *target.compiler_flags(),
+        importlib.metadata.version("torch"),
+        platform.machine(),
+    ]
     if target is NATIVE:
         # What -march=native looks at. Where torch lies does not matter: the library finds it by
         # name among what the process has loaded.
@@ -104,7 +109,15 @@ def build_library(directory: Path, target: Target, tell: Tell = unheard) -> floa
         raise CompileError("no C++ compiler: g++ is not on PATH")
     began = time.monotonic()
     # Pipes: a compiler that is killed leaves its temporary files.
-    command = [compiler, "-pipe", "-c", *_FLAGS, *target.flags, "-iquote", str(_SOURCE_DIR)]
+    command = [
+        compiler,
+        "-pipe",
+        "-c",
+        *_FLAGS,
+        *target.compiler_flags(),
+        "-iquote",
+        str(_SOURCE_DIR),
+    ]
     with TemporaryDirectory(dir=directory) as scratch, _compilers() as group:
         units = _units(Path(scratch))
         objects = [f"{scratch}/{number}.o" for number in range(len(units))]

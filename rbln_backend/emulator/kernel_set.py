@@ -29,7 +29,7 @@ from rbln_backend.emulator.build import (
     unheard,
 )
 from rbln_backend.emulator.replay import Recording
-from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
+from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, has_tiles, why_no_tiles
 from rbln_backend.errors import ArtifactError, CompileError
 from rbln_backend.host.file_locks import claimed_folder
 from rbln_backend.host.trusted_files import make_trusted_folder
@@ -53,7 +53,7 @@ class KernelSet:
     """The active implementation of the kernel ops, and why it is the active one."""
 
     name: Literal["native", "aten"]
-    isa: str  # "avx2", "avx512", "avx512_bf16", "portable", or "aten"
+    isa: str  # the name of one of ``targets.LEVELS``, or "aten"
     library: Path | None
     reason: str
 
@@ -101,6 +101,8 @@ def _activate_fallback(reason: str) -> KernelSet:
 def _activate_native(roots: Sequence[Path], tell: Tell) -> KernelSet:
     if _Active.native is None:
         own, *bundles = [kernel_store(root) for root in roots]
+        if has_tiles() and why_no_tiles():
+            logger.warning("%s", why_no_tiles())
         _Active.native = _load([own, *private_stores()], bundles, tell)
     for library in _Active.fallback or ():
         library._destroy()
@@ -195,6 +197,8 @@ def _open_library(entry: Path, reason: str) -> KernelSet:
     _Active.handle = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     describe = _Active.handle.rbln_emulator_isa
     describe.restype = ctypes.c_char_p
+    if has_tiles() and why_no_tiles():
+        reason = f"{reason}; {why_no_tiles()}"
     return KernelSet("native", describe().decode(), entry / LIBRARY, reason)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +12,11 @@ from pathlib import Path
 
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_AMX = frozenset(("amx_tile", "amx_bf16"))
+
+# Linux's arch_prctl on x86-64, its request for a part of a thread's state, and the part (its
+# Documentation/arch/x86/xstate.rst).
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +29,53 @@ class Target:
 
     def runs_here(self) -> bool:
         """Whether this host's CPU has all that the library needs."""
-        return platform.machine() == "x86_64" and self.features <= cpu_features()
+        has_all = platform.machine() == "x86_64" and self.features <= cpu_features()
+        return has_all and not (self.features >= _AMX and why_no_tiles())
+
+    def compiler_flags(self) -> tuple[str, ...]:
+        """The flags, those of ``NATIVE`` as this process may use what the CPU has."""
+        if self is NATIVE and LEVELS[0].runs_here():
+            return (*self.flags, _TILES)
+        return self.flags
 
 
+# The kernels' own word: whether tiles may be used is for the process to ask, not for the compiler.
+_TILES = "-DRBLN_AMX"
 NATIVE = Target("native", ("-march=native",))
 # The best first. Names are those by which a library calls its own instruction set.
 LEVELS = (
+    Target(
+        "amx_bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", _TILES),
+        _AVX512 | {"avx512_bf16"} | _AMX,
+    ),
     Target("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     Target("avx512", ("-march=x86-64-v4",), _AVX512),
     Target("avx2", ("-march=x86-64-v3",), _AVX2),
     Target("portable", ("-march=x86-64",)),
 )
+
+
+def has_tiles() -> bool:
+    """Whether the CPU has the tiles of AMX, and products of bfloat16 with them."""
+    return cpu_features() >= _AMX
+
+
+@cache
+def why_no_tiles() -> str:
+    """Why this process may not use the tiles of AMX; "" where it may.
+
+    Linux (5.16 and later) grants them to a whole process that asks, and to its children by fork,
+    not past an exec. It refuses where a thread has an alternative signal stack that is too small
+    for them, so that asking comes before threads are started.
+    """
+    if not has_tiles():
+        return "the CPU has no tiles"
+    words = (ctypes.c_long(word) for word in (_REQUEST_PERMISSION, _TILE_DATA))
+    if ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(_ARCH_PRCTL), *words) == 0:
+        return ""
+    code = ctypes.get_errno()
+    return f"Linux refuses the tiles of AMX: {errno.errorcode.get(code, code)}, {os.strerror(code)}"
 
 
 @cache

@@ -175,8 +175,8 @@ def _check(argv: Sequence[str]) -> int:
 def _compile(argv: Sequence[str]) -> int:
     parser = _command_parser("compile")
     about = (
-        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16 or all; "
-        "unset: for this host"
+        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16, "
+        "amx_bf16 or all; unset: for this host"
     )
     parser.add_argument("--isa", action="append", metavar="X", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "core/e4m3.h"
 #include "core/functions.h"
 #include "core/team.h"
 #include "core/transpose.h"
@@ -127,6 +128,14 @@ __attribute__((noinline)) void weigh_tile(int64_t keys, const float* weights, co
     for (int c = 0; c < C; ++c) store(sums + r * sum_stride + c * kLanes, acc[r][c]);
 }
 
+// Runs f.template operator()<S>() with S as the type of the cache.
+template <class F>
+inline void with_stored_type(const AttentionArgs& args, F&& f) {
+  if (args.is_e4m3) return f.template operator()<e4m3>();
+  RBLN_DISPATCH(args.dtype, S, f.template operator()<S>());
+}
+
+// Over keys of type T; queries and results are of the arguments' own.
 // `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), asked for ascending tiles.
 template <class T, class Keys>
 class Attention {
@@ -141,13 +150,13 @@ class Attention {
     for (int64_t row = 0; row < groups_.rows; ++row)
       s_.limits[size_t(row)] =
           std::min(run_.start + run_.first + row / args_.group + 1, run_.end);
-    load_queries();
+    RBLN_DISPATCH(args_.dtype, Q, load_queries<Q>());
     std::fill_n(s_.sums, groups_.rows * width_, 0.0f);
     std::fill_n(s_.totals, groups_.rows * kLanes, 0.0f);
     std::fill_n(s_.exponents, groups_.rows, kNoExponent);
     const int64_t keys = limit(groups_.rows - 1);
     for (int64_t begin = low(0); begin < keys; begin += kKeys) attend_tile(begin, keys);
-    write_rows();
+    RBLN_DISPATCH(args_.dtype, Q, write_rows<Q>());
   }
 
  private:
@@ -172,13 +181,14 @@ class Attention {
 
   float* scores(int64_t row) const { return s_.scores + kLanes + row * kRowStride; }
 
+  template <class Q>
   void load_queries() {
     for (int64_t g = 0; g < groups_.count; ++g) {
       const int size = groups_.size(g);
       float* target = s_.queries + groups_.begin(g) * args_.head_size;
       for (int r = 0; r < size; ++r) {
         const int64_t row = groups_.begin(g) + r;
-        const T* q = static_cast<const T*>(args_.q) + run_.batch * args_.q_stride.batch +
+        const Q* q = static_cast<const Q*>(args_.q) + run_.batch * args_.q_stride.batch +
                      run_.head * args_.q_stride.head + row % args_.group * args_.q_stride.group +
                      (run_.first + row / args_.group) * args_.q_stride.token;
         for (int64_t d = 0; d < args_.head_size; ++d) target[d * size + r] = to_float(q[d]);
@@ -192,9 +202,8 @@ class Attention {
   void load_tile() {
     keys_.locate(begin_, count_, tile_);
     std::fill(tile_.keys + count_, tile_.keys + kKeys, tile_.keys[count_ - 1]);
-    for (int64_t i = 0; i < count_; i += 8)
-      transpose_keys(tile_.keys + i, args_.head_size,
-                     s_.keys + i / kPanel * kPanel * args_.head_size + i % kPanel);
+    for (int64_t i = 0; i < count_; i += kPanel)
+      transpose_panel(tile_.keys + i, args_.head_size, s_.keys + i * args_.head_size);
     in_place_ = tile_.value_stride != 0 && width_ == args_.value_size &&
                 (groups_.count <= 2 || sizeof(T) == sizeof(float));
     if (in_place_) return;
@@ -336,6 +345,7 @@ class Attention {
   }
 
   // A sink is one more logit in the denominator.
+  template <class Q>
   void write_rows() {
     for (int64_t row = 0; row < groups_.rows; ++row) {
       const int64_t member = row % args_.group, token = run_.first + row / args_.group;
@@ -347,11 +357,11 @@ class Attention {
         factor = power_of_two(broadcast(s_.exponents[row] - exponent))[0];
         total = total * factor + (e.fraction * power_of_two(e.exponent - exponent))[0];
       }
-      T* out = static_cast<T*>(args_.out) +
+      Q* out = static_cast<Q*>(args_.out) +
                (((run_.batch * args_.length + token) * args_.kv_heads + run_.head) * args_.group +
                 member) * args_.value_size;
       for (int64_t d = 0; d < args_.value_size; d += kLanes)
-        store_some(out + d, load(s_.sums + row * width_ + d) * factor / total,
+        store_some(out + d, load(s_.sums + row * width_ + d) * factor * args_.v_scale / total,
                    std::min<int64_t>(kLanes, args_.value_size - d));
     }
   }
