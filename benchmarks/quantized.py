@@ -1,4 +1,4 @@
-"""Quantised decode: ours in bfloat16 and other forms, llama.cpp's Q8_0 and Q4_0, in one run.
+"""Quantised decode: ours in bfloat16 and other forms, vLLM's CPU backend, llama.cpp, in one run.
 
 ``python -m benchmarks.quantized --save``. Rounds, cells and limits are those of the steps that
 ``benchmarks.compare`` measures; see benchmarks/README.md. Invariant: one run gives all figures of a
@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         "--width", nargs="+", choices=FORMS, default=["w8-channel", "w4-group128"], help="of ours"
     )
     parser.add_argument(
+        "--vllm", nargs="+", choices=FORMS, default=[], help="forms for vLLM's CPU backend, too"
+    )
+    parser.add_argument(
         "--alone", action="store_true", help="without llama.cpp, which some models have no form for"
     )
     parser.add_argument("--rounds", type=positive, default=4, help="default: 4")
@@ -89,12 +92,18 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     text_model = text_checkpoint(checkpoint.path)
     paths = {BASE: text_model}
     paths |= {our_name(width): quantized_checkpoint(text_model, width) for width in args.width}
+    peer = "vllm-cpu-all-cores"
+    theirs = {f"{peer} {width}": quantized_checkpoint(text_model, width) for width in args.vllm}
     # What ours are started with names no GGUF.
     gguf = text_model
+    sides = [_side(OURS.name, name, path) for name, path in paths.items()]
+    sides += [_side(peer, name, path) for name, path in theirs.items()]
     if not args.alone:
         python, gguf = peers_python(), gguf_of(text_model)
-        paths |= {llama_name(kind): quantized_gguf(gguf, kind, python) for kind in GGUF_TYPES}
-    sides = [_side(name, path) for name, path in paths.items()]
+        files = {llama_name(kind): quantized_gguf(gguf, kind, python) for kind in GGUF_TYPES}
+        sides += [_side("llama.cpp", name, path) for name, path in files.items()]
+        theirs |= files
+    paths |= theirs
     log.add(
         Header(
             started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
@@ -129,9 +138,9 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
         measure_steps(log, subject, sides, Path(folder))
 
 
-def _side(name: str, path: Path) -> StepSide:
-    """The side of ``step_sides`` that runs files like `path`, with that one."""
-    plain = step_sides()["llama.cpp" if path.is_file() else OURS.name]
+def _side(runner: str, name: str, path: Path) -> StepSide:
+    """The side `runner` of ``step_sides`` with a file or folder of its own, called `name`."""
+    plain = step_sides()[runner]
     field = "gguf" if path.is_file() else "model"
 
     def arguments(model: StepModel) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.config import RblnConfig, Settled
 from rbln_backend.errors import ConfigError
+from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
-    DATA_PARALLEL_STAGES,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
@@ -28,7 +28,7 @@ from rbln_backend.unsupported import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model is not None:
         refuse_model(model)
         _check_text_alone(model, rbln)
-        _check_kv_dtype(vllm_config.cache_config.cache_dtype, model)
+        _check_kv_dtype(vllm_config.cache_config, model)
         if model.is_moe:
             is_asked = not isinstance(vllm_config.additional_config, Settled)
             _check_expert_ranks(parallel, is_asked=is_asked)
@@ -71,23 +71,26 @@ def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
         raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
 
 
-def _check_kv_dtype(cache_dtype: str, model: ModelConfig) -> None:
-    """Caches hold what the model computes: nothing scales or converts their entries."""
-    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+def _check_kv_dtype(cache: CacheConfig, model: ModelConfig) -> None:
+    """Caches hold what the model computes or e4m3, those of all layers the same."""
+    if cache.kv_cache_dtype_skip_layers:
+        raise KV_DTYPE.refusal("--kv-cache-dtype-skip-layers")
+    cache_dtype = cache.cache_dtype
+    if cache_dtype in ("auto", str(model.dtype).removeprefix("torch.")):
+        return
+    has_cache = model.attn_type != "encoder_only" and not model.use_mla
+    if cache_dtype not in E4M3_NAMES or not has_cache:
         raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
 
 
 def _check_expert_ranks(parallel: ParallelConfig, *, is_asked: bool) -> None:
     """Which divisions of experts among ranks can run; not ``is_asked``: it was settled before."""
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     splits = parallel.enable_expert_parallel
     refuse_first(
-        {
-            EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter",
-            DATA_PARALLEL_STAGES: data > 1 and parallel.pipeline_parallel_size > 1,
-        }
+        {EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter"}
     )
-    if splits and tensor * data == 1:
+    if splits and ranks == 1:
         logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 

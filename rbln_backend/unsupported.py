@@ -70,12 +70,6 @@ EXPERT_EXCHANGE = Feature(
     "whose graphs gather the tokens of all data-parallel ranks",
     "drop --all2all-backend",
 )
-DATA_PARALLEL_STAGES = Feature(
-    "data parallelism of pipelines of a mixture of experts",
-    "--data-parallel-size and --pipeline-parallel-size above 1",
-    "whose stages have several steps under way, while data-parallel ranks agree on each one",
-    "drop one of both",
-)
 CONTEXT_PARALLEL = Feature(
     "context parallelism",
     "--prefill-context-parallel-size, --decode-context-parallel-size",
@@ -143,17 +137,19 @@ KV_TRANSFER = Feature(
     "drop --kv-transfer-config",
 )
 KV_DTYPE = Feature(
-    "a KV cache in another dtype than the model",
-    "--kv-cache-dtype fp8",
-    "whose attention ops read keys and values as the model computes them",
-    "drop --kv-cache-dtype",
+    "a KV cache in this dtype",
+    "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 on an NPU, with "
+    "RBLN_USE_CUSTOM_KERNEL, of latent attention (MLA) and of encoders, which have no cache",
+    "whose ops read keys and values as the model computes them or, on the emulated device, as e4m3",
+    "drop --kv-cache-dtype, or name the model's dtype where the checkpoint asks for fp8",
 )
 MULTIMODAL = Feature(
     "multimodal inputs",
     "Gemma-3 with its vision tower, Mistral-Small-3.x, Qwen-VL, Llava, InternVL",
     "whose graphs take token ids alone",
     "serve a text-only checkpoint, or with VLLM_RBLN_DISABLE_MM=1 or --language-model-only the "
-    "text of Gemma-3, Mistral-Small-3.x, Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
+    "text of Gemma-3, Gemma-3n, Gemma-4, Llama-4, Mistral-Small-3.x, "
+    "Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
 )
 ENCODER_DECODER = Feature(
     "encoder-decoder models",
@@ -242,7 +238,6 @@ FEATURES: tuple[Feature, ...] = (
     QUANTIZATION_ON_NPU,
     QUANTIZED_EMBEDDING,
     EXPERT_EXCHANGE,
-    DATA_PARALLEL_STAGES,
     CONTEXT_PARALLEL,
     HOSTS,
     OWN_LAUNCHER,

@@ -216,6 +216,14 @@ class EngineLauncher(Protocol):
         """Return the versions of what runs, by component; known before the launch."""
         ...
 
+    def expected_s(self) -> float | None:
+        """Return the seconds from the process's start to ready that a launch like this takes."""
+        ...
+
+    def keep_ready_s(self, seconds: float) -> None:
+        """Remember in how many seconds this launch was ready."""
+        ...
+
     async def launch(self) -> RunningEngine:
         """Build the engine and prove it with one token. Raises `LaunchError`."""
         ...

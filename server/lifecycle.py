@@ -74,8 +74,11 @@ class Status(TypedDict):
 class Lifecycle:
     """Where the service is in its life. Used from the event loop only."""
 
-    def __init__(self, started_at: float) -> None:
-        """`started_at` is the process start on `time.monotonic`'s clock, in seconds."""
+    def __init__(self, started_at: float, expected_s: float | None = None) -> None:
+        """`started_at` is the process start on `time.monotonic`'s clock, in seconds.
+
+        `expected_s` is what the way to ready will take, until the engine's process knows better.
+        """
         self.phase = Phase.INIT
         self.reason: str | None = None
         self.ready_after_s: float | None = None
@@ -83,6 +86,7 @@ class Lifecycle:
         self._cut: Callable[[], ServerError] | None = None
         self._ending = False
         self._started_at = started_at
+        self._expected_s = expected_s
         self._progress: ProgressSnapshot | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -111,6 +115,15 @@ class Lifecycle:
     def uptime_s(self) -> float:
         """Seconds since the process started."""
         return time.monotonic() - self._started_at
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the service is ready, None when nothing is known or nothing to wait for."""
+        if not self.starting:
+            return None
+        if self._progress is not None and self._progress.eta_s is not None:
+            return self._progress.eta_s
+        return None if self._expected_s is None else max(0.0, self._expected_s - self.uptime_s)
 
     @property
     def graphs(self) -> tuple[int, int]:
@@ -185,8 +198,7 @@ class Lifecycle:
 
     def retry_after_s(self) -> int:
         """Return after how many seconds a client should ask again."""
-        eta = self._progress.eta_s if self._progress is not None else None
-        if eta is None or not self.starting:
+        if (eta := self.eta_s) is None:
             return _DEFAULT_RETRY_S
         return min(max(1, round(eta)), _MAX_RETRY_S)
 
@@ -201,7 +213,7 @@ class Lifecycle:
             "in_flight": self.in_flight,
             "reason": self.reason,
             "graphs": {"done": done, "total": total},
-            "eta_s": progress.eta_s if progress is not None and self.starting else None,
+            "eta_s": self.eta_s,
             "detail": progress.detail if progress is not None else "",
         }
         if self.ready_after_s is not None:
@@ -252,8 +264,6 @@ class Lifecycle:
 
     def _story(self) -> str:
         done, total = self.graphs
-        if self._progress is None or not total:
-            return f"phase {self.phase.label}"
-        eta_s = self._progress.eta_s
-        eta = "" if eta_s is None else f", about {eta_s:.0f} s left"
-        return f"phase {self.phase.label}, {done} of {total} graphs{eta}"
+        graphs = f", {done} of {total} graphs" if total else ""
+        eta = "" if self.eta_s is None else f", about {self.eta_s:.0f} s left"
+        return f"phase {self.phase.label}{graphs}{eta}"

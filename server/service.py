@@ -129,7 +129,8 @@ class Service:
         models = ", ".join(str(card["id"]) for card in await engine.frontend.models())
         self._admission.open(engine.frontend.capacity)
         self._lifecycle.mark_ready()
-        ready_after_s = self._lifecycle.ready_after_s
+        if (ready_after_s := self._lifecycle.ready_after_s) is not None:
+            self._launcher.keep_ready_s(ready_after_s)
         logger.info("ready: %s serves %s after %.1f s", self._url, models, ready_after_s)
         death = asyncio.create_task(self._watch(engine))
         try:
@@ -246,7 +247,7 @@ async def serve(
 
     `started_at` is the process start on `time.monotonic`'s clock.
     """
-    lifecycle = Lifecycle(started_at)
+    lifecycle = Lifecycle(started_at, launcher.expected_s())
     admission = Admission(settings.max_in_flight)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
@@ -273,7 +274,12 @@ async def serve(
     server = HttpServer(http_config(app, settings, tls), settings, connections)
     http = asyncio.create_task(_serve_http(server, listener, tls))
     _warn_if_open(settings)
-    logger.info("listening on %s after %.2f s; starting the engine", url, lifecycle.uptime_s)
+    eta_s = lifecycle.eta_s
+    logger.info(
+        "listening on %s after %.2f s; starting the engine%s",
+        *(url, lifecycle.uptime_s),
+        "" if eta_s is None else f", ready in about {eta_s:.0f} s",
+    )
     end = asyncio.create_task(service.until_end())
     # The HTTP side ends first only when it could not start.
     await asyncio.wait({end, http}, return_when=asyncio.FIRST_COMPLETED)

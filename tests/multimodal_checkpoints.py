@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +51,16 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "image_token_index": 5,
         "tie_word_embeddings": True,
+    },
+    "gemma4": {
+        "text_config": {**_TEXT, **FAMILIES["gemma4_text"].fields},
+        "vision_config": {**_TOWER, **_HEADS},
+        "tie_word_embeddings": True,
+    },
+    "llama4": {
+        "text_config": {**_TEXT, **FAMILIES["llama4"].fields},
+        "vision_config": {**_TOWER, **_HEADS, "vision_output_dim": 32},
+        "tie_word_embeddings": False,
     },
     "mistral3": {
         "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
@@ -107,7 +120,11 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-_FAMILY_OF = {"gemma3": "gemma3_text", "qwen3_vl": "qwen3"}
+_FAMILY_OF = {
+    **{name: f"{name}_text" for name in ("gemma3", "gemma4")},
+    "llama4": "llama4",
+    "qwen3_vl": "qwen3",
+}
 _TYPES = {"ministral3": "mistral3"}
 
 
@@ -128,6 +145,26 @@ def make_multimodal_checkpoint(model_type: str, path: Path, **fields: Any) -> Pa
         train_tokenizer(), SIZES["max_position_embeddings"]
     ).items():
         (path / name).write_bytes(content)
+    return path
+
+
+def enclose_gemma3n(text: Path, path: Path) -> Path:
+    """Write the text checkpoint `text` into `path` as Gemma-3n is published.
+
+    transformers' own class needs a package for images to make its vision tower.
+    """
+    shutil.copytree(text, path)
+    (file,) = path.glob("*.safetensors")
+    tower = {f"model.{part}.weight": torch.zeros(2, 2) for part in ("vision_tower", "embed_audio")}
+    weights = {
+        name.replace("model.", "model.language_model.", 1): weight
+        for name, weight in load_file(file).items()
+    }
+    save_file({**weights, **tower}, file, {"format": "pt"})
+    config = json.loads((text / "config.json").read_text())
+    whole = transformers.Gemma3nConfig(text_config=config)
+    whole.architectures = ["Gemma3nForConditionalGeneration"]
+    whole.save_pretrained(path)
     return path
 
 

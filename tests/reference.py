@@ -5,7 +5,7 @@ transformers runs in a process of its own, for an engine wraps some of its class
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -14,7 +14,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from tests.e4m3 import kept_as_e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +37,29 @@ class Reference:
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path) -> PreTrainedModel:
+def _load(path: Path, attention: str | None) -> PreTrainedModel:
     # The class that the checkpoint names: one with images has no class for text alone.
     name = AutoConfig.from_pretrained(path).architectures[0]
-    model: PreTrainedModel = getattr(transformers, name).from_pretrained(path, dtype=torch.float32)
+    model: PreTrainedModel = getattr(transformers, name).from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attention
+    )
     return model.eval()
 
 
 def reference_generate(
-    path: Path, prompt_token_ids: Sequence[int], max_tokens: int, *, ignore_eos: bool = True
+    path: Path,
+    prompt_token_ids: Sequence[int],
+    max_tokens: int,
+    *,
+    ignore_eos: bool = True,
+    cache_scales: tuple[tuple[float, float], ...] = (),
 ) -> Reference:
     """Continue the prompt greedily in float32, whatever the dtype of the stored weights.
 
     With `ignore_eos` false the end-of-sequence token ends the continuation and is its last token.
+    With `cache_scales`, of each layer's keys and values, every token sees both as e4m3 keeps them.
     """
-    arguments = (path, tuple(prompt_token_ids), max_tokens, ignore_eos)
+    arguments = (path, tuple(prompt_token_ids), max_tokens, ignore_eos, cache_scales)
     return _process().submit(_generate, *arguments).result()
 
 
@@ -58,11 +71,32 @@ def _process() -> ProcessPoolExecutor:
     )
 
 
+def _over_e4m3(scales: tuple[tuple[float, float], ...]) -> Callable[..., tuple[Tensor, None]]:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: object, **named: object
+    ) -> tuple[Tensor, None]:
+        k_scale, v_scale = scales[module.layer_idx]
+        kept = (kept_as_e4m3(key, k_scale).float(), kept_as_e4m3(value, v_scale).float())
+        return sdpa_attention_forward(module, query, *kept, *rest, **named)
+
+    return attend
+
+
+_E4M3 = "sdpa_over_e4m3"
+
+
 @lru_cache(maxsize=256)
 def _generate(
-    path: Path, prompt_token_ids: tuple[int, ...], max_tokens: int, ignore_eos: bool
+    path: Path,
+    prompt_token_ids: tuple[int, ...],
+    max_tokens: int,
+    ignore_eos: bool,
+    cache_scales: tuple[tuple[float, float], ...],
 ) -> Reference:
-    model = _load(path)
+    if cache_scales:
+        AttentionInterface.register(_E4M3, _over_e4m3(cache_scales))
+        AttentionMaskInterface.register(_E4M3, sdpa_mask)
+    model = _load(path, _E4M3 if cache_scales else None)
     prompt = torch.tensor([prompt_token_ids])
     with torch.inference_mode():
         out = model.generate(

@@ -16,8 +16,10 @@ from rbln_backend.attention.metadata import (
 from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.attention.sdk_ops import SdkAttention
 from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_SHARING, SOFT_CAP
+from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
+from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_DTYPE, KV_SHARING, SOFT_CAP
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
     AttentionImpl,
@@ -42,7 +44,10 @@ class RblnAttentionBackend(AttentionBackend):
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "float32"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        *("auto", "float16", "bfloat16", "float32"),
+        *E4M3_NAMES,
+    ]
 
     @staticmethod
     def get_name() -> str:
@@ -114,6 +119,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self._is_e4m3 = kv_cache_dtype in E4M3_NAMES
         # The ops take the scale as a tensor, which makes it a graph input.
         self.scale_tensor = torch.tensor(self.scale, dtype=torch.float32)
         # A tensor as well, for the slopes of each tensor-parallel rank are its own.
@@ -129,17 +135,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         rbln = configured(config)
         self._context: int | None = getattr(config.model_config, "max_model_len", None)
         npu = find_npu(rbln)
-        if npu is not None and self.soft_cap is not None:
-            raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
-        if npu is not None and alibi_slopes is not None:
-            raise ALIBI.refusal("device 'rebel'")
-        if self.shares_kv and (npu is not None or rbln.use_custom_kernel):
-            raise KV_SHARING.refusal()
-        if npu is not None and head_size not in SUPPORTED_HEAD_SIZES:
-            raise UnsupportedModelError(
-                f"head size {head_size}: the attention kernels of {npu.name} have "
-                f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
-            )
+        self._refuse_elsewhere(npu, uses_custom_kernel=rbln.use_custom_kernel)
         self._attention: EmulatedAttention | SdkAttention = (
             EmulatedAttention(
                 AttentionOptions(
@@ -150,6 +146,22 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             if npu is None
             else SdkAttention(window=sliding_window, appends=npu.appends_windows, sinks=sinks)
         )
+
+    def _refuse_elsewhere(self, npu: Npu | None, *, uses_custom_kernel: bool) -> None:
+        """Raise for what the emulated device's plain ops alone can do."""
+        if npu is not None and self.soft_cap is not None:
+            raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
+        if npu is not None and self.alibi_slopes is not None:
+            raise ALIBI.refusal("device 'rebel'")
+        if self.shares_kv and (npu is not None or uses_custom_kernel):
+            raise KV_SHARING.refusal()
+        if self._is_e4m3 and (npu is not None or uses_custom_kernel):
+            raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}")
+        if npu is not None and self.head_size not in SUPPORTED_HEAD_SIZES:
+            raise UnsupportedModelError(
+                f"head size {self.head_size}: the attention kernels of {npu.name} have "
+                f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
+            )
 
     def forward(
         self,
@@ -168,10 +180,11 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         A layer that shares the cache of another has neither key nor value.
         """
         given = {"q": query} if self.shares_kv else {"q": query, "k": key, "v": value}
-        heads = {name: self._by_head(rows, attn_metadata) for name, rows in given.items()}
-        result = self._attend(
-            layer, attn_metadata, **heads, kv_cache=kv_cache, scale=self.scale_tensor
-        )
+        tensors = {name: self._by_head(rows, attn_metadata) for name, rows in given.items()}
+        tensors |= {"kv_cache": kv_cache, "scale": self.scale_tensor}
+        if self._is_e4m3:
+            tensors |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        result = self._attend(layer, attn_metadata, **tensors)
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))
         return output
 

@@ -18,7 +18,7 @@ from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
 from rbln_backend.compiler.device import find_npu
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.unsupported import MLA, SPARSE_ATTENTION
+from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
@@ -71,6 +71,8 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
             raise SPARSE_ATTENTION.refusal(prefix)
         if find_npu(rbln) is not None or non_causal_multi_token_decode:
             raise MLA.refusal(prefix)
+        if getattr(quant_config, "kv_cache_scheme", None) and cache_config.cache_dtype == "auto":
+            raise KV_DTYPE.refusal(f"{prefix}, kv_cache_scheme of the checkpoint")
         if rbln.use_custom_kernel:
             raise UnsupportedModelError(
                 "the custom attention kernels take no compressed keys; unset RBLN_USE_CUSTOM_KERNEL"

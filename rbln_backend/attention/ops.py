@@ -20,7 +20,10 @@ whose ops end after the documented required arguments. ``sinks`` are one more lo
 in the softmax's denominator. The other options are ours, not the SDK's. ``logits_soft_cap``: a
 scaled score s becomes cap * tanh(s / cap), before sinks join. ``alibi_slopes`` [Hq]: a score loses
 its head's slope times the distance of the key. ``attention_chunk`` c: position p sees none before
-p // c * c; ``attention_window`` w: none before p + 1 - w, though the cache keeps all.
+p // c * c; ``attention_window`` w: none before p + 1 - w, though the cache keeps all. ``k_scale``
+and ``v_scale``, float32 scalars, come with a cache of float8_e4m3fn, whatever q, k and v are: it
+keeps k / k_scale and v / v_scale, rounded to the nearest, at most 448 either way, and every token,
+new ones too, sees what it keeps times the scale.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ _WINDOW = (
     "Tensor dummy"
 )
 _MASK = ", Tensor? attn_mask=None"
-_OPTIONS = ", Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None"
+_OPTIONS = (
+    ", Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None"
+    ", Tensor? k_scale=None, Tensor? v_scale=None"
+)
 _BOUNDS = ", int? attention_chunk=None, int? attention_window=None"
 # Per op: the arguments of both namespaces, and what only the first takes after them.
 SCHEMAS = {
@@ -134,15 +140,18 @@ class EmulatedAttention:
         chunk: int | None = None,
         window: int | None = None,
         layer: object = None,
+        **cache_scales: Tensor,
     ) -> Tensor:
         """q, k, v as in the module; scale 0-dim float32; seq_idx [B, 1].
+
+        ``cache_scales``: ``k_scale`` and ``v_scale`` where the cache is of e4m3.
 
         ``chunk``, ``window``: what the layer sees of its context, where that is not all of it.
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
         """
         phase = "prefill" if is_prefill else "decode"
-        bounds = _set(attention_chunk=chunk, attention_window=window)
+        bounds = cache_scales | _set(attention_chunk=chunk, attention_window=window)
         if one_block:
             arguments = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
             return self._call(f"causal_attention_naive_{phase}", arguments, bounds)
@@ -159,9 +168,10 @@ class EmulatedAttention:
         block_tables: Tensor,
         chunk: int | None = None,
         window: int | None = None,
+        **cache_scales: Tensor,
     ) -> Tensor:
         """As ``causal`` over a cache that another layer of the same step has written."""
-        bounds = _set(attention_chunk=chunk, attention_window=window)
+        bounds = cache_scales | _set(attention_chunk=chunk, attention_window=window)
         options = self._named | _set(sinks=self._sinks) | bounds
         op = torch.ops.rbln_emulator.shared_attention
         result: Tensor = op(q, kv_cache, scale, seq_idx, block_tables, **options)
@@ -179,6 +189,7 @@ class EmulatedAttention:
         cache_offset: Tensor,
         block_tables: Tensor,
         is_prefill: bool,
+        **cache_scales: Tensor,
     ) -> Tensor:
         """kv_cache [N, 2, Hkv, 1, window, D]; cache_seq_len, cache_offset [B, 1]; see the module.
 
@@ -188,7 +199,7 @@ class EmulatedAttention:
         phase = "prefill" if is_prefill else "decode"
         lengths = (cache_seq_len, cache_offset)
         arguments = (q, k, v, kv_cache, *lengths, scale, block_tables, scale)
-        return self._call(f"sliding_window_attention_naive_{phase}", arguments)
+        return self._call(f"sliding_window_attention_naive_{phase}", arguments, cache_scales)
 
     def _call(
         self, name: str, arguments: tuple[Tensor, ...], bounds: dict[str, Any] | None = None

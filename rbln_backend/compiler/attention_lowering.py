@@ -57,6 +57,8 @@ class _Call:
     sinks: fx.Node | None
     soft_cap: float | None
     alibi_slopes: fx.Node | None
+    k_scale: fx.Node | None
+    v_scale: fx.Node | None
     chunk: int | None
     window: int | None
 
@@ -99,6 +101,8 @@ def _attention_call(node: fx.Node) -> _Call | None:
         given.get("sinks"),
         given.get("logits_soft_cap"),
         given.get("alibi_slopes"),
+        given.get("k_scale"),
+        given.get("v_scale"),
         given.get("attention_chunk"),
         given.get("attention_window"),
     )
@@ -122,7 +126,8 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
                 *(q.norm, k.norm, q.eps),
                 *(rotation.positions, rotation.cos_sin_cache, rotation.is_neox),
                 *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
-                *(call.sinks, call.soft_cap, call.alibi_slopes, call.chunk, call.window),
+                *(call.sinks, call.soft_cap, call.alibi_slopes, call.k_scale, call.v_scale),
+                *(call.chunk, call.window),
                 *(group, batch),
             ),
         )

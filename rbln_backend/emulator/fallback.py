@@ -145,6 +145,8 @@ def self_attention(
     sinks: Tensor | None,
     logits_soft_cap: float | None,
     alibi_slopes: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     attention_chunk: int | None,
     attention_window: int | None,
     group: int,
@@ -163,15 +165,21 @@ def self_attention(
     )
     q_heads, k_heads, v_heads = heads
     rows = (q_heads, k_heads, v_heads, kv_cache)
-    options = (sinks, logits_soft_cap, alibi_slopes)
+    options: dict[str, Any] = {
+        "sinks": sinks,
+        "logits_soft_cap": logits_soft_cap,
+        "alibi_slopes": alibi_slopes,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
     if ends is None:
-        required = (scale, starts, block_tables, scale)
+        options |= {"attention_chunk": attention_chunk, "attention_window": attention_window}
         out = fallback_attention.flash_causal_attention(
-            *rows, *required, *options, attention_chunk, attention_window
+            *rows, scale, starts, block_tables, scale, **options
         )
     else:
         out = fallback_attention.sliding_window_prefill(
-            *rows, starts, ends, scale, block_tables, scale, *options
+            *rows, starts, ends, scale, block_tables, scale, **options
         )
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], group * width)
 

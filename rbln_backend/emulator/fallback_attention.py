@@ -70,16 +70,20 @@ def flash_causal_attention(
     sinks: Tensor | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     attention_chunk: int | None = None,
     attention_window: int | None = None,
 ) -> Tensor:
     """Write the new keys and values, then attend."""
     batch = q.shape[0]
     for b, table in enumerate(block_tables.reshape(batch, -1).long()):
-        _write_pages(kv_cache, table, int(seq_idx.reshape(batch)[b]), k[b, :, 0], v[b, :, 0])
-    options = (sinks, logits_soft_cap, alibi_slopes, attention_chunk, attention_window)
+        new = _stored(k[b, :, 0], k_scale), _stored(v[b, :, 0], v_scale)
+        _write_pages(kv_cache, table, int(seq_idx.reshape(batch)[b]), *new)
+    options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
+    bounds = (attention_chunk, attention_window)
     required = (q, kv_cache, scale, seq_idx, block_tables)
-    return shared_attention(*required, *options, value_size=v.shape[-1])
+    return shared_attention(*required, *options, *bounds, value_size=v.shape[-1])
 
 
 def shared_attention(
@@ -91,6 +95,8 @@ def shared_attention(
     sinks: Tensor | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     attention_chunk: int | None = None,
     attention_window: int | None = None,
     *,
@@ -111,7 +117,8 @@ def shared_attention(
             seen &= key >= row // attention_chunk * attention_chunk
         if attention_window is not None:
             seen &= key > row - attention_window
-        attended = softmax.attend(q[b], keys, values[..., :value_size], row - key, seen)
+        keys, values = _seen(keys, k_scale), _seen(values[..., :value_size], v_scale)
+        attended = softmax.attend(q[b], keys, values, row - key, seen)
         out[b] = attended.permute(2, 0, 1, 3)
     return out.permute(0, 2, 3, 1, 4)
 
@@ -154,6 +161,18 @@ def latent_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], heads, -1)
 
 
+def _stored(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """New keys or values as the cache keeps them; ``scale`` is that of a cache of e4m3."""
+    if scale is None:
+        return rows
+    return (rows.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def _seen(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """What the cache keeps, as tokens see it."""
+    return rows if scale is None else rows.float() * scale
+
+
 def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tensor) -> None:
     block_size = kv_cache.shape[4]
     positions = torch.arange(start, min(start + k.shape[1], table.numel() * block_size))
@@ -184,13 +203,16 @@ def sliding_window_prefill(
     sinks: Tensor | None = None,
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over each request's window block and the new tokens."""
     batch, kv_heads, group, length, head_size = q.shape
     window, value_size = kv_cache.shape[4], v.shape[-1]
     out = q.new_zeros(batch, length, kv_heads, group, value_size)
     softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
-    v = torch.nn.functional.pad(v, (0, head_size - value_size))
+    k = _stored(k, k_scale)
+    v = _stored(torch.nn.functional.pad(v, (0, head_size - value_size)), v_scale)
     blocks = block_tables.reshape(batch).tolist()
     ends = cache_offset.reshape(batch).tolist()
     for b, cached in enumerate(cache_seq_len.reshape(batch).tolist()):
@@ -206,7 +228,7 @@ def sliding_window_prefill(
         distance = torch.arange(cached, end)[:, None] - torch.arange(end)
         seen = (distance >= 0) & (distance < window)
         keys, values = seen_by_all.unsqueeze(2)
-        values = values[..., :value_size]
+        keys, values = _seen(keys, k_scale), _seen(values[..., :value_size], v_scale)
         attended = softmax.attend(q[b, :, :, :count], keys, values, distance, seen)
         out[b, :count] = attended.permute(2, 0, 1, 3)
         slots[:, :, : min(end, window)] = seen_by_all[:, :, max(0, end - window) :]

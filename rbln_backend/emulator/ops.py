@@ -134,11 +134,11 @@ def greedy(logits: Tensor) -> Tensor:
     "(Tensor q, int q_column, Tensor k, int k_column, Tensor v, int v_column, Tensor? q_norm,"
     " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
     " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"
-    " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, int? attention_chunk,"
-    " int? attention_window, int group, int batch) -> Tensor"
+    " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, Tensor? k_scale,"
+    " Tensor? v_scale, int? attention_chunk, int? attention_window, int group, int batch) -> Tensor"
 )
 def self_attention(q: Tensor, *arguments: Any) -> Tensor:
-    kv_cache, group = arguments[11], arguments[21]
+    kv_cache, group = arguments[11], arguments[23]
     return q.new_empty(q.shape[0], kv_cache.shape[2] * group * kv_cache.shape[5])
 
 
@@ -147,7 +147,8 @@ def self_attention(q: Tensor, *arguments: Any) -> Tensor:
 @_op(
     "(Tensor q, Tensor kv_cache, Tensor scale, Tensor seq_idx, Tensor block_tables,"
     " Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None,"
-    " int? attention_chunk=None, int? attention_window=None) -> Tensor"
+    " Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk=None,"
+    " int? attention_window=None) -> Tensor"
 )
 def shared_attention(q: Tensor, *_: object, **__: object) -> Tensor:
     batch, kv_heads, group, length, size = q.shape

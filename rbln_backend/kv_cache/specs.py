@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
+
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import (
     ENCODER_DECODER,
@@ -121,6 +123,11 @@ def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
     return window if window is not None and window < max_model_len else None
 
 
+def _stored_dtype(spec: AttentionSpec) -> torch.dtype:
+    """What a layer's cache holds; vLLM calls e4m3 bytes, and no other bytes are let through."""
+    return torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
+
+
 def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
     """Our spec of a layer that keeps its whole context."""
     return PagedSpec(
@@ -128,7 +135,7 @@ def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         head_size_v=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size,
-        dtype=spec.dtype,
+        dtype=_stored_dtype(spec),
     )
 
 
@@ -143,7 +150,7 @@ def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> S
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        dtype=spec.dtype,
+        dtype=_stored_dtype(spec),
         sliding_window=window,
     )
 
@@ -156,7 +163,7 @@ def window_spec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        dtype=spec.dtype,
+        dtype=_stored_dtype(spec),
         window=window,
         own_blocks=storage.own_blocks,
         log_pages=storage.log_pages,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from rbln_backend.kv_cache.e4m3 import share_scales, tell_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
 from rbln_backend.kv_cache.transfers import WindowTransfers
@@ -78,6 +79,9 @@ class KvCaches:
             owner = sharing.get(name, name)
             if owner in self.tensors:
                 layer.kv_cache = self.tensors[owner]
+                if owner != name:
+                    share_scales(layer, layers[owner])
+        tell_scales(layers)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks ``(source, destination)`` in every paged layer."""

@@ -68,11 +68,33 @@ def _gptq_weights(config: Mapping[str, Any]) -> Weights:
 
 def check_compressed_tensors(config: Mapping[str, Any]) -> None:
     """As ``check_gptq``, of a compressed-tensors ``quantization_config``."""
-    for field in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for field in ("sparsity_config", "transform_config"):
         if config.get(field):
-            raise _refusal(field, config[field], "only weights may be compressed")
+            raise _refusal(field, config[field], "only weights and KV caches may be compressed")
+    _check_kv_cache(config.get("kv_cache_scheme") or {})
     for name, group in dict(config.get("config_groups") or {}).items():
         _check_group(f"config_groups.{name}.", group, str(config.get("format")))
+
+
+def _check_kv_cache(scheme: Mapping[str, Any]) -> None:
+    """There are caches of e4m3, with a static scale for a layer's keys and one for its values."""
+    for field, known in _KV_CACHE.items():
+        found = scheme.get(field, known)
+        if found != known:
+            raise UnsupportedModelError(
+                f"quantization_config.kv_cache_scheme.{field} is {found!r}: KV caches of a "
+                f"checkpoint have {known!r} there by the RBLN backend; remove kv_cache_scheme from "
+                "config.json, which leaves the cache in the model's dtype"
+            )
+
+
+_KV_CACHE = {
+    "type": "float",
+    "num_bits": 8,
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 
 
 def _check_group(place: str, group: Mapping[str, Any], default_format: str) -> None:

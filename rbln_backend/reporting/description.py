@@ -93,6 +93,7 @@ class KvGroupInfo:
     layers: Annotated[int, "Layers of the group."]
     block_size: Annotated[int, "Tokens of a block; of a window, its length."]
     blocks: Annotated[int, "Blocks, the one for padding included."]
+    dtype: Annotated[str, "What keys and values are kept as."]
     log_pages: Annotated[int, "Pages of the prefix log of a window, the unused first one included."]
     log_page_tokens: Annotated[int, "Tokens of such a page."]
 

@@ -17,6 +17,7 @@ class CacheGroup:
     window: int | None
     num_kv_heads: int
     head_size: int
+    dtype: str
 
     @property
     def kind(self) -> str:
@@ -130,7 +131,9 @@ class ModelReport:
 
     def _group(self, group: CacheGroup) -> str:
         layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"
-        return f"{layers}, {group.kind}, {group.num_kv_heads} KV heads of {group.head_size}"
+        heads = f"{group.num_kv_heads} KV heads of {group.head_size}"
+        stored = "" if group.dtype == self.dtype else f" in {group.dtype}"
+        return f"{layers}, {group.kind}, {heads}{stored}"
 
     def _prefix_caching(self) -> str:
         return f"{'on' if self.prefix_caching else 'off'}: {self.prefix_caching_reason}"

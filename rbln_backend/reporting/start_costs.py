@@ -1,7 +1,8 @@
 """What a start will take, from what starts on this host took: the ETA before anything is measured.
 
-`<cache_root>/rbln/start_costs.json` maps keys to seconds: `kernels` of the latest build, and per
-configuration the phases of its latest start. A configuration that is there has its graphs in the
+`<cache_root>/rbln/start_costs.json` maps keys to seconds: `kernels` of the latest build, per
+configuration the phases of its latest start, and per command line its way to `ready`, which is all
+that is known before the engine's process runs. A configuration that is there has its graphs in the
 store, most likely; whether it does is learnt when they are looked up, and the ETA with it. Nothing
 depends on the file: one that cannot be read or written is as good as none.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rbln_backend.host.cores import core_budget
@@ -25,8 +26,52 @@ _GRAPH_S, _LAYER_S = 0.2, 0.06
 _READ_BYTES_PER_S = 500e6
 _STORED_GRAPH_S = 0.03
 _WARMUP_S = 0.5
+_FIRST_START_S = 20.0
 
 _MOST_KEYS = 200
+
+
+class _CostFile:
+    """The file, shared by every process of this user."""
+
+    def __init__(self, cache_root: Path) -> None:
+        self._path = cache_root / "rbln" / "start_costs.json"
+
+    def read(self) -> dict[str, object]:
+        """Return what is known."""
+        try:
+            content = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def write(self, news: Mapping[str, object]) -> None:
+        """Add to what is known; of too much, what was told first goes."""
+        older = {name: value for name, value in self.read().items() if name not in news}
+        latest = dict([*older.items(), *news.items()][-_MOST_KEYS:])
+        try:
+            replace_file(self._path, json.dumps(latest).encode())
+        except OSError as error:
+            logger.debug("What this start took is not kept: %s", error)
+
+
+class ReadyTimes:
+    """The seconds from a command line to `ready`."""
+
+    def __init__(self, cache_root: Path, argv: Sequence[str]) -> None:
+        self._file = _CostFile(cache_root)
+        self._key = "ready-" + _digest(list(argv))
+
+    def expected_s(self) -> float:
+        """Seconds that this start will take: as the last one like it, else as any, else a guess."""
+        known = self._file.read()
+        others = [seconds for name, seconds in known.items() if name.startswith("ready-")]
+        like = (known.get(self._key), *reversed(others))
+        return next((s for s in like if isinstance(s, float)), _FIRST_START_S)
+
+    def keep(self, seconds: float) -> None:
+        """Remember what this start took."""
+        self._file.write({self._key: round(seconds, 3)})
 
 
 class StartCosts:
@@ -34,19 +79,19 @@ class StartCosts:
 
     def __init__(self, cache_root: Path, configuration: object) -> None:
         """``configuration``: what names it; its ``repr`` must be the same in every process."""
-        self._path = cache_root / "rbln" / "start_costs.json"
-        self._key = hashlib.sha256(repr(configuration).encode()).hexdigest()[:16]
+        self._file = _CostFile(cache_root)
+        self._key = _digest(configuration)
 
     def kernels_s(self) -> float:
         """Seconds that building the kernels takes."""
-        known = self._read().get("kernels")
+        known = self._file.read().get("kernels")
         if isinstance(known, float):
             return known
         return _KERNEL_CORE_S / core_budget().threads(0, 1)
 
     def phases_s(self, weight_bytes: int, graphs: int, layers: int) -> dict[str, float]:
         """Seconds of the phases `load`, `compile` and `warmup`."""
-        known = self._read().get(self._key)
+        known = self._file.read().get(self._key)
         if isinstance(known, dict):
             return {
                 "load": float(known["load"]),
@@ -61,23 +106,12 @@ class StartCosts:
 
     def keep(self, phases_s: Mapping[str, float]) -> None:
         """Remember what the phases `load` and `warmup` of this start took."""
-        self._write({self._key: {name: round(s, 3) for name, s in phases_s.items()}})
+        self._file.write({self._key: {name: round(s, 3) for name, s in phases_s.items()}})
 
     def keep_kernels(self, seconds: float) -> None:
         """Remember what building the kernels took."""
-        self._write({"kernels": round(seconds, 3)})
+        self._file.write({"kernels": round(seconds, 3)})
 
-    def _read(self) -> dict[str, object]:
-        try:
-            content = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
 
-    def _write(self, news: Mapping[str, object]) -> None:
-        older = {name: value for name, value in self._read().items() if name not in news}
-        latest = dict([*older.items(), *news.items()][-_MOST_KEYS:])
-        try:
-            replace_file(self._path, json.dumps(latest).encode())
-        except OSError as error:
-            logger.debug("What this start took is not kept: %s", error)
+def _digest(names: object) -> str:
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:16]

@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.gemma3n import Gemma3nForCausalLM
+from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
+from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -21,7 +24,10 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from rbln_backend.unsupported import MULTIMODAL
 
-_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline")
+_PARTS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 _NAMES = WeightsMapper(
     orig_to_new_prefix={
         "model.language_model.": "model.",
@@ -57,6 +63,27 @@ class Gemma3Text(_TextOf, Gemma3ForCausalLM):
     text_types = ("gemma3_text",)
     # Adapters and lists of quantised layers name layers as the checkpoint does.
     hf_to_vllm_mapper = Gemma3ForCausalLM.hf_to_vllm_mapper | _NAMES
+
+
+class Gemma3nText(_TextOf, Gemma3nForCausalLM):
+    """Of Gemma-3n: E2B and E4B."""
+
+    text_types = ("gemma3n_text",)
+    hf_to_vllm_mapper = Gemma3nForCausalLM.hf_to_vllm_mapper | _NAMES
+
+
+class Gemma4Text(_TextOf, Gemma4ForCausalLM):
+    """Of Gemma-4, with and without experts."""
+
+    text_types = ("gemma4_text",)
+    hf_to_vllm_mapper = Gemma4ForCausalLM.hf_to_vllm_mapper | _NAMES
+
+
+class Llama4Text(_TextOf, Llama4ForCausalLM):
+    """Of Llama-4: Scout and Maverick."""
+
+    text_types = ("llama4_text",)
+    hf_to_vllm_mapper = _NAMES
 
 
 class MistralText(_TextOf, MistralForCausalLM):

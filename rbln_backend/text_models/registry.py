@@ -8,6 +8,9 @@ _CLASSES = "rbln_backend.text_models.classes"
 
 TEXT_MODELS: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3Text",
+    "Gemma3nForConditionalGeneration": "Gemma3nText",
+    "Gemma4ForConditionalGeneration": "Gemma4Text",
+    "Llama4ForConditionalGeneration": "Llama4Text",
     "LlavaForConditionalGeneration": "MistralText",
     "LlavaNextForConditionalGeneration": "MistralText",
     "Mistral3ForConditionalGeneration": "MistralText",

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rbln_backend import api
+from rbln_backend.errors import ConfigError
 from rbln_backend.reporting.progress import ProgressReader
+from rbln_backend.reporting.start_costs import ReadyTimes
+from rbln_backend.settings import resolve
 from server import __version__
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
@@ -102,6 +105,7 @@ class VllmLauncher:
         self._settings = settings
         self._run_dir = run_dir
         self._model = ""
+        self._ready_times = _ready_times(argv)
         self._built: Future[tuple[Namespace, GatedLLM, EngineSocket]] | None = None
 
     @property
@@ -118,6 +122,15 @@ class VllmLauncher:
             "python": platform.python_version(),
             "platform": f"{platform.system()}-{platform.machine()}".lower(),
         }
+
+    def expected_s(self) -> float | None:
+        """Return what a start took on this host, of this command line if there was one."""
+        return None if self._ready_times is None else self._ready_times.expected_s()
+
+    def keep_ready_s(self, seconds: float) -> None:
+        """Remember what this start took."""
+        if self._ready_times is not None:
+            self._ready_times.keep(seconds)
 
     async def launch(self) -> VllmEngine:
         """Build the engine and prove it with one request. Raises `LaunchError`."""
@@ -177,3 +190,11 @@ class VllmLauncher:
         tell_queue_timeouts(engine, self._settings.max_queue_s)
         serving.result()
         return args, engine, socket
+
+
+def _ready_times(argv: Sequence[str]) -> ReadyTimes | None:
+    try:
+        return ReadyTimes(Path(resolve(None).config.cache_root), argv)
+    except ConfigError:
+        # The engine says so in a moment, with all its settings at hand.
+        return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from rbln_backend.host.replaced_files import sync_directory
+from rbln_backend.host.replaced_files import replace_file, sync_directory
 from server.host.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
@@ -66,16 +66,7 @@ class StateFile:
     def write(self, adapters: Sequence[Remembered]) -> None:
         """Replace the list. Raises `OSError`."""
         content = {"version": VERSION, "adapters": [asdict(adapter) for adapter in adapters]}
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            with beside.open("w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.path)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
+        replace_file(self.path, json.dumps(content, indent=1).encode())
         sync_directory(self.path.parent)
 
     def _put_aside(self, aside: Path) -> None:

@@ -84,6 +84,7 @@ class Kind(enum.Enum):
 
 KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("messages", "previous_input_messages", "system"), Kind.CONVERSATION),
+    "prediction": Kind.CONVERSATION,
     **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), Kind.PROMPTS),
     **dict.fromkeys(("documents", "items", "query", "queries"), Kind.PROMPTS),
     **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), Kind.PROMPTS),

@@ -11,9 +11,12 @@ from starlette.types import Scope
 from server.errors import ServerError
 from server.request.deadline import Deadline
 from server.request.route_table import Route
+from server.speculation.wishes import DraftWishes
 
 Meter = Callable[[], tuple[int, int]]
 """Tells what one of the engine's requests has used so far: prompt and completion tokens."""
+PredictionMeter = Callable[[], tuple[int, int]]
+"""Tells how many tokens of one's prediction are in the answer, and how many are not."""
 PrefixMeter = Callable[[], tuple[int, int]]
 """Tells how many tokens of one's prompt were read from the prefix cache, and written to it."""
 
@@ -39,8 +42,9 @@ class RequestRecord:
     sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
     `complete` once its last byte was sent. Every request that
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
-    vLLM's classes do not pass that on. `prefix_meter` is the last one's. `guide` is how the answer
-    is guided, one of `GUIDES`.
+    vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
+    which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
+    guided, one of `GUIDES`.
     """
 
     route: Route
@@ -62,6 +66,8 @@ class RequestRecord:
     complete: bool = False
     meters: list[Meter] = field(default_factory=list)
     prefix_meter: PrefixMeter | None = None
+    drafts: DraftWishes = field(default_factory=DraftWishes)
+    prediction_meter: PredictionMeter | None = None
 
     def tokens(self) -> tuple[int, int]:
         """Return how many prompt and completion tokens the engine has worked on for it."""
@@ -75,7 +81,7 @@ class RequestRecord:
     def close_meters(self) -> None:
         """Let go of the engine's side of the request."""
         self.meters.clear()
-        self.prefix_meter = None
+        self.prefix_meter = self.prediction_meter = None
 
     def guided_by(self, kind: str) -> None:
         """Remember how the answer is guided; what the request says comes before what is made."""

@@ -34,7 +34,8 @@ class Treated:
 
     `same` are the values that ask for what is done anyway, besides null: they pass without a word.
     `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
-    to those objects that have these entries.
+    to those objects that have these entries. `schema` is that of an obeyed field that the request
+    model does not have, because it is worked on before.
     """
 
     path: str
@@ -43,6 +44,7 @@ class Treated:
     same: tuple[object, ...] = ()
     stays: bool = False
     when: Mapping[str, object] = field(default_factory=dict)
+    schema: Mapping[str, object] = field(default_factory=dict)
 
 
 def _obeyed(*paths: str, why: str = "") -> tuple[Treated, ...]:
@@ -74,6 +76,40 @@ _OBFUSCATION = "streams are not padded"
 _TRANSFER = "no KV cache is transferred"
 _NO_BUDGET = "thinking is not counted apart from the answer; max_tokens bounds both"
 
+_SPECULATIVE = Treated(
+    "speculative",
+    Treatment.OBEYED,
+    "`false`: no drafts are checked for this request; the answer is the same. `true` is ignored "
+    "by a server without speculation",
+    schema={"type": ["boolean", "null"]},
+)
+_PREDICTION = Treated(
+    "prediction",
+    Treatment.OBEYED,
+    "as drafts, of one answer; ignored by a server without speculation",
+    schema={
+        "type": ["object", "null"],
+        "properties": {
+            "type": {"const": "content"},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                            "required": ["type", "text"],
+                        },
+                    },
+                ]
+            },
+        },
+        "required": ["type", "content"],
+        "additionalProperties": False,
+    },
+)
+
 _COMMON = (
     *_ignored("user", "metadata", "safety_identifier", why=_LABEL),
     *_ignored("prompt_cache_key", why=_CACHE_KEY),
@@ -94,6 +130,7 @@ _MESSAGES = (
     *_obeyed("model", "messages", "max_tokens", "system", "stop_sequences", "stream"),
     *_obeyed("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
     *_obeyed("thinking", why="by the switch of the model's chat template, where it has one"),
+    _SPECULATIVE,
     *_granted("cache_control", "system[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].content[].cache_control", why=_CACHE),
@@ -151,13 +188,13 @@ _CHAT = (
     *_obeyed("logprobs", "top_logprobs", "response_format", "stream", "stream_options"),
     *_obeyed("tools", "tool_choice", "parallel_tool_calls"),
     *_obeyed("reasoning_effort", why="where the model's chat template knows it"),
+    *(_PREDICTION, _SPECULATIVE),
     *_granted("cache_control", "messages[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
     *_ignored("verbosity", why="the model is not told of it", same=("medium",)),
     *_ignored("moderation", why=_NO_MODERATION, same=({},)),
-    *_ignored("prediction", why="it would change the speed alone"),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("web_search_options", why=_NO_TOOLS_HERE),
     *_refused("audio", why="answers are text"),
@@ -172,6 +209,7 @@ _COMPLETION = (
     *_obeyed("model", "prompt", "max_tokens", "n", "seed", "stop", "echo", "logprobs"),
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("stream", "stream_options"),
+    _SPECULATIVE,
     *_refused("suffix", why="the model is not asked to fill gaps", same=("",)),
     *_refused("best_of", why="it is of the past, send n instead", same=(1,)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
@@ -184,6 +222,7 @@ _RESPONSES = (
     *_obeyed("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
     *_obeyed("top_logprobs", "text", "stream", "tools", "tool_choice", "parallel_tool_calls"),
     *_obeyed("truncation"),
+    _SPECULATIVE,
     *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
     *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
     *_obeyed("include", why="message.output_text.logprobs; of the rest there is nothing to show"),
@@ -230,7 +269,9 @@ def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
     for row in TREATMENTS[endpoint]:
         if "[" in row.path or "." in row.path:
             continue
-        if row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
+        if row.schema:
+            found[row.path] = {**row.schema, "description": f"{row.why.capitalize()}."}
+        elif row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
             found[row.path] = {"description": f"{row.treatment.value.capitalize()}: {row.why}."}
         elif row.treatment is Treatment.REFUSED and row.same and not row.stays:
             found[row.path] = {"enum": [*row.same, None]}

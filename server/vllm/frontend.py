@@ -52,6 +52,7 @@ from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.vllm import stream_chunks
 from server.vllm.adapters import lease, open_adapters
+from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.messages.requests import merges_inline_system, template_of, thinker_of
@@ -227,6 +228,8 @@ class VllmFrontend:
         record = record_var.get()
         if told.deprecated and record is not None:
             record.answer_headers.update(DEPRECATION)
+        if record is not None:
+            record.drafts = told.drafts
         if told.ignored and record is not None:
             record.answer_headers[IGNORED_HEADER] = ", ".join(told.ignored)
         await self._find_model(told.fields)
@@ -259,6 +262,7 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
+            add_prediction_counts(getattr(result, "usage", None))
             by_alias, exclude_none = handler.by_alias, handler.exclude_none
             return result.model_dump_json(by_alias=by_alias, exclude_none=exclude_none).encode()
         frames: AsyncGenerator[Any, None] = result
@@ -344,6 +348,7 @@ def make_rules(
         merge_inline_system=merge_inline_system,
         thinker=thinker,
         guided="generate" in tasks,
+        speculates=config.speculative_config is not None,
         offered=offered,
         does=_in_words(tasks, model),
     )

@@ -18,7 +18,7 @@ from server.errors import ServerError
 from server.request.record import record_var
 from server.structured_outputs.constraint import Constraint, Kind
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
-from server.vllm.metered_engine import MeteredLLM
+from server.vllm.drafts.drafted_engine import DraftedLLM
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
 
 
-class GatedLLM(MeteredLLM):
+class GatedLLM(DraftedLLM):
     """Lets no grammar into the engine that `grammars`, its gate, has not seen."""
 
     grammars: GrammarGate | None = None

@@ -35,6 +35,7 @@ from server.request.media import refuse_media
 from server.request.pooling import PoolingLimits, check_pooling_limits
 from server.request.thinking import Thinker, settle_thinking
 from server.request.volatile_lines import Rule, settle_lines
+from server.speculation.wishes import DraftWishes, settle_drafts
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
@@ -52,6 +53,7 @@ class Rules:
     does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
     how Anthropic's system messages become those of a chat; `thinker` is what the model has for
     wishes about thinking, `volatile_lines` which lines of system prompts are settled.
+    `speculates`: the engine checks drafts.
     """
 
     budget: Budget
@@ -64,6 +66,7 @@ class Rules:
     merge_inline_system: bool
     thinker: Thinker
     guided: bool
+    speculates: bool
     offered: frozenset[str]
     does: str
 
@@ -74,7 +77,8 @@ class Told:
 
     `fields` are those that hold one value each: no prompts, tools or grammars. `blamed` is the
     field to name where the prompt is too long, `constraints` what the answer is to obey,
-    `deprecated` whether fields of the past were translated, `ignored` what had no effect.
+    `deprecated` whether fields of the past were translated, `ignored` what had no effect, `drafts`
+    what it says of drafts.
     """
 
     form: str
@@ -84,6 +88,7 @@ class Told:
     constraints: list[list[Constraint]]
     deprecated: bool
     ignored: list[str]
+    drafts: DraftWishes
 
 
 class BodyReader:
@@ -110,6 +115,7 @@ class BodyReader:
         settle_lines(endpoint, body, rules.volatile_lines)
         ignored = treat(endpoint, body)
         ignored += settle_thinking(endpoint, body, rules.thinker)
+        drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
         known = model_field_names(self._models[form])
         body, old = without_guided_fields(body, known)
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
@@ -122,7 +128,8 @@ class BodyReader:
             blamed=blamed_field(endpoint, fields),
             constraints=constraints,
             deprecated=bool(old),
-            ignored=ignored,
+            ignored=sorted(ignored + undrafted),
+            drafts=drafts,
         )
         return ReadRequest(answers=answers_in(endpoint, fields), told=told)
 

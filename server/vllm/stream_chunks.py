@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
+from server.vllm.drafts.usage import add_prediction_counts
+
 _CHUNK = {"id", "object", "created", "choices", "model"}
 _OPTIONS = {"exclude_unset": True}
 """How vLLM asks for the JSON of a stream's chunks."""
@@ -92,7 +94,9 @@ class ChatMakers:
         return self._choice(**{**fields, "delta": self._delta(content=delta.content)})
 
     def chunk(self, **fields: Any) -> Any:
-        """Make a ChatCompletionStreamResponse."""
+        """Make a ChatCompletionStreamResponse; vLLM gives the usage of a whole answer here."""
+        if (usage := fields.get("usage")) is not None:
+            add_prediction_counts(usage)
         return _chunk(self, fields)
 
     def whole(self, fields: dict[str, Any]) -> Any:

@@ -59,6 +59,7 @@ RULES = Rules(
     merge_inline_system=False,
     thinker=Thinker(),
     guided=True,
+    speculates=True,
     offered=frozenset(MODELS) - {"rerank"},
     does="does other things",
 )

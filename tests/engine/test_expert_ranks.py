@@ -118,6 +118,8 @@ def on_two_engines(args: AsyncEngineArgs, use: Callable[[Generate], Awaitable[No
         ("gpt_oss", {"enable_expert_parallel": True}),
         ("mixtral", {"tensor_parallel_size": 2}),
         ("qwen2_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("mixtral", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"pipeline_parallel_size": 2, "enable_expert_parallel": True}),
     ],
 )
 def test_two_engines_share_experts(engines: Engines, arch: str, options: dict[str, Any]) -> None:
@@ -136,7 +138,8 @@ def test_two_engines_share_experts(engines: Engines, arch: str, options: dict[st
     on_two_engines(data_parallel_args(single, **options), use)
 
 
-def test_requests_that_come_and_go_at_any_time(engines: Engines) -> None:
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}])
+def test_requests_that_come_and_go_at_any_time(engines: Engines, options: dict[str, Any]) -> None:
     single = engines("qwen3_moe")
     chooser = random.Random(62)
     prompts = make_prompts([chooser.randrange(1, 220) for _ in range(40)], seed=62)
@@ -150,4 +153,4 @@ def test_requests_that_come_and_go_at_any_time(engines: Engines) -> None:
         jobs = (later(place, prompt) for place, prompt in enumerate(prompts))
         assert_same(await asyncio.gather(*jobs), alone)
 
-    on_two_engines(data_parallel_args(single, enable_expert_parallel=True), use)
+    on_two_engines(data_parallel_args(single, enable_expert_parallel=True, **options), use)

@@ -9,9 +9,15 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from tests.adapters import make_adapter, merge
+from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import Engines
 from tests.engine.test_equality import make_prompts
-from tests.multimodal_checkpoints import CONFIGS, make_multimodal_checkpoint, name_as_in_memory
+from tests.multimodal_checkpoints import (
+    CONFIGS,
+    enclose_gemma3n,
+    make_multimodal_checkpoint,
+    name_as_in_memory,
+)
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -25,11 +31,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True,
 TEXT = {"disable_mm": True}
 
 
-def assert_equals_transformers(engines: Engines, checkpoint: Path) -> None:
+def assert_equals_transformers(
+    engines: Engines, checkpoint: Path, reference_of: Path | None = None
+) -> None:
     engine = engines.fresh(checkpoint=checkpoint, rbln=TEXT)
     prompts = make_prompts(PROMPT_LENGTHS, seed=7)
     for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        reference = reference_generate(checkpoint, prompt, NUM_TOKENS)
+        reference = reference_generate(reference_of or checkpoint, prompt, NUM_TOKENS)
         (completion,) = output.outputs
         assert list(completion.token_ids) == reference.token_ids, f"prompt of {len(prompt)}"
         for position, entries in enumerate(completion.logprobs):
@@ -43,6 +51,12 @@ def assert_equals_transformers(engines: Engines, checkpoint: Path) -> None:
 @pytest.mark.parametrize("model_type", MEMBERS)
 def test_tokens_are_transformers_own(model_type: str, engines: Engines, tmp_path: Path) -> None:
     assert_equals_transformers(engines, make_multimodal_checkpoint(model_type, tmp_path))
+
+
+@pytest.mark.wide
+def test_gemma3n_is_its_text_model(engines: Engines, tmp_path: Path) -> None:
+    text = make_checkpoint("gemma3n_text", tmp_path / "text")
+    assert_equals_transformers(engines, enclose_gemma3n(text, tmp_path / "whole"), text)
 
 
 @pytest.mark.wide

@@ -153,6 +153,14 @@ class ScriptedLauncher:
     error: LaunchError | None = None
     abandoned: bool = False
     engine: ScriptedEngine = field(default_factory=lambda: ScriptedEngine(ScriptedFrontend()))
+    earlier_s: float | None = None
+    kept_s: float | None = None
+
+    def expected_s(self) -> float | None:
+        return self.earlier_s
+
+    def keep_ready_s(self, seconds: float) -> None:
+        self.kept_s = seconds
 
     def versions(self) -> Mapping[str, str]:
         return {"version": "1.2.3", "vllm": "0"}

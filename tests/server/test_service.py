@@ -51,6 +51,26 @@ async def test_probes_tell_the_progress_while_the_engine_starts(tmp_path: Path) 
         assert await service.metric("rbln_serve_startup_seconds") > 0
 
 
+async def test_earlier_starts_tell_the_eta_until_the_engine_does(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher(earlier_s=5000.0)
+    async with running(tmp_path, launcher) as service:
+        eta_s = (await service.client.get("/startupz")).json()["eta_s"]
+        assert 0 < eta_s < 5000
+        refused = await service.client.post(CHAT, json={"do": "answer"})
+        assert "s left" in refused.json()["error"]["message"]
+        writer = ProgressWriter(tmp_path, 0, None)
+        writer.phase("init")
+        writer.expect({"init": 0.0, "load": 100.0, "compile": 0.0, "warmup": 0.0})
+        while (await service.client.get("/startupz")).json()["eta_s"] > 100:
+            await asyncio.sleep(0.02)
+        assert launcher.kept_s is None
+        launcher.launched.set()
+        await service.until_ready()
+        ready = (await service.client.get("/startupz")).json()
+        assert ready["eta_s"] is None
+        assert launcher.kept_s == pytest.approx(ready["ready_after_s"], abs=0.001)
+
+
 async def test_engine_boards_are_on_the_metrics_page(tmp_path: Path) -> None:
     from rbln_backend.reporting.stats import MetricsBoard
 

@@ -153,6 +153,8 @@ def _workspace_bytes(found: Preflight) -> int:
     tokens = max(max(table.sizes) for table in found.tables.values())
     hidden = config.get_hidden_size()
     wide = getattr(config.hf_text_config, "intermediate_size", None) or 4 * hidden
+    # Gemma-3n has one for each layer.
+    wide = max(wide) if isinstance(wide, list) else wide
     row = (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * wide) * found.skeleton.item_bytes
     rows = found.config.scheduler_config.max_num_seqs
     return tokens * row + rows * config.get_vocab_size() * (found.skeleton.item_bytes + 4)

@@ -173,11 +173,18 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
 def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
     """Layers whose caches are alike, in the order of their first layers."""
     counts = Counter(
-        (window_in(spec), spec.num_kv_heads, spec.head_size) for spec in specs.values()
+        (window_in(spec), spec.num_kv_heads, spec.head_size, str(spec.dtype))
+        for spec in specs.values()
     )
     return tuple(
-        CacheGroup(num_layers=number, window=window, num_kv_heads=heads, head_size=size)
-        for (window, heads, size), number in counts.items()
+        CacheGroup(
+            num_layers=number,
+            window=window,
+            num_kv_heads=heads,
+            head_size=size,
+            dtype=dtype.removeprefix("torch."),
+        )
+        for (window, heads, size, dtype), number in counts.items()
     )
 
 

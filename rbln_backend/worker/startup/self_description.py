@@ -165,6 +165,7 @@ def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
                 block_size=spec.window if isinstance(spec, WindowSpec) else spec.block_size,
                 blocks=(spec.own_blocks if isinstance(spec, WindowSpec) else 0)
                 or config.num_blocks,
+                dtype=str(spec.dtype).removeprefix("torch."),
                 log_pages=spec.log_pages if isinstance(spec, WindowSpec) else 0,
                 log_page_tokens=spec.page_tokens if isinstance(spec, WindowSpec) else 0,
             )

@@ -59,12 +59,13 @@ def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
 
 
 def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
-    done = check(folder(LLAMA), *FLAGS, "--enable-lora", "--max-loras", "3")
+    flags = (*FLAGS, "--enable-lora", "--max-loras", "3", "--kv-cache-dtype", "fp8")
+    done = check(folder(LLAMA), *flags)
     assert done.returncode == 0, done.stderr
     told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
     assert told["architecture"] == "LlamaForCausalLM (generates text)"
     assert told["layers"] == "4"
-    assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32"
+    assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32 in float8_e4m3fn"
     assert told["context"] == "256 tokens in blocks of 16"
     assert told["prefill chunks"] == "16, 32, 64"
     assert told["decode buckets"] == "1, 2, 4"

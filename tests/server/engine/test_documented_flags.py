@@ -108,10 +108,14 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--device", "cuda"), "--device must be rbln or auto, got 'cuda'"),
     (("--device-ids", "0"), "--device-ids cannot be used: RBLN_VISIBLE_DEVICES"),
     (
-        ("--kv-cache-dtype", "fp8"),
-        "--kv-cache-dtype fp8: a KV cache in another dtype than the model: not supported",
+        ("--kv-cache-dtype", "fp8_e5m2"),
+        "--kv-cache-dtype fp8_e5m2: a KV cache in this dtype: not supported",
     ),
-    (("--kv-cache-dtype", "float16"), "--kv-cache-dtype float16: a KV cache in another dtype"),
+    (("--kv-cache-dtype", "float16"), "--kv-cache-dtype float16: a KV cache in this dtype"),
+    (
+        ("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0"),
+        "--kv-cache-dtype-skip-layers: a KV cache in this dtype",
+    ),
 ]
 
 
@@ -121,6 +125,13 @@ def test_what_is_not_done_is_refused_by_name(
 ) -> None:
     with pytest.raises((LaunchError, ValueError), match=said):
         configured(checkpoints("llama"), tmp_path, *flags)
+
+
+def test_latent_attention_keeps_what_the_model_computes(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    with pytest.raises((LaunchError, ValueError), match="fp8: a KV cache in this dtype"):
+        configured(checkpoints("deepseek_v2"), tmp_path, "--kv-cache-dtype", "fp8")
 
 
 def test_python_asks_in_the_same_words(checkpoints: CheckpointCache) -> None:
@@ -135,5 +146,5 @@ def test_python_asks_in_the_same_words(checkpoints: CheckpointCache) -> None:
     assert buckets(config(compilation_config=asked)) == ("manual", (1, 4))
     with pytest.raises(ValueError, match="--enforce-eager is not supported"):
         config(enforce_eager=True)
-    with pytest.raises(ValueError, match="--kv-cache-dtype fp8"):
-        config(kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8_inc"):
+        config(kv_cache_dtype="fp8_inc")

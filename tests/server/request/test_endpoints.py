@@ -21,8 +21,9 @@ def test_every_field_that_may_be_large_says_what_it_holds() -> None:
 
 def test_no_field_is_described_that_no_model_has() -> None:
     names = {name for _, name in large_fields()}
-    # vLLM's models do not have it; the service drops it as a client's own label.
-    assert set(KINDS) - names <= {"prompt_cache_key"}
+    # vLLM's models do not have them; the service drops one as a client's own label, and works on
+    # the other itself.
+    assert set(KINDS) - names <= {"prompt_cache_key", "prediction"}
 
 
 def test_every_endpoint_has_its_forms_and_prompts() -> None:

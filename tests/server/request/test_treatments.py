@@ -39,7 +39,7 @@ DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
 }
 # A header of Anthropic's, which its client takes for a parameter.
 HEADERS = {"betas"}
-WORKED_ON_HERE = {"thinking"}
+WORKED_ON_HERE = {"thinking", "prediction", "speculative"}
 
 
 def paths(endpoint: Endpoint, *treatments: Treatment) -> set[str]:

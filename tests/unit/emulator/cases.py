@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.emulator.kernel_set import set_threads
+from tests.e4m3 import kept_as_e4m3
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place relative to the value, doubled for the rounding of f32 sums.
@@ -49,6 +50,7 @@ class Attention:
     chunk: int | None = None
     window: int | None = None
     value_size: int | None = None  # where it is not the keys'
+    cache_scales: tuple[Tensor, Tensor] | None = None  # of keys and values, in a cache of e4m3
     scale: Tensor = field(init=False)
     cache: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -61,7 +63,8 @@ class Attention:
         blocks = 1 + self.batch * partitions
         shape = (blocks, 2, self.kv_heads, 1, self.block_size, self.head_size)
         self.scale = torch.tensor(self.head_size**-0.5)
-        self.cache = torch.full(shape, self.fill, dtype=self.dtype)
+        stored = self.dtype if self.cache_scales is None else torch.float8_e4m3fn
+        self.cache = torch.full(shape, self.fill, dtype=stored)
         order = torch.randperm(blocks - 1) + 1
         self.tables = order.view(self.batch, partitions).to(torch.int32)
         self.q = self._tokens(self.kv_heads, self.group, self.head_size)
@@ -71,7 +74,8 @@ class Attention:
     @property
     def options(self) -> tuple[object, ...]:
         """What a layer may ask for, as the causal ops take it."""
-        return self.sinks, self.soft_cap, self.slopes, self.chunk, self.window
+        scales = self.cache_scales or (None, None)
+        return self.sinks, self.soft_cap, self.slopes, *scales, self.chunk, self.window
 
     def _tokens(self, heads: int, group: int, size: int) -> Tensor:
         # As the model gives them: [B, L, H, G, D] in memory, seen as [B, H, G, L, D].
@@ -102,6 +106,10 @@ class Attention:
     def expected(self, row: int = 0) -> Tensor:
         """Dense causal attention in float64 over the whole request: [Hkv, G, L, D]."""
         q, k, v = (x[row].double() for x in (self.q, self.k, self.v))
+        if self.cache_scales is not None:
+            k, v = (
+                kept_as_e4m3(x, float(s)) for x, s in zip((k, v), self.cache_scales, strict=True)
+            )
         scores = q @ k.transpose(-1, -2) * float(self.scale)
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()

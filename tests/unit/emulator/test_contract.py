@@ -46,7 +46,7 @@ def shared_arguments(dtype: torch.dtype) -> tuple[object, ...]:
     """Two requests of three tokens after two and three others, over pages of four."""
     q, cache = (torch.randn(shape).to(dtype) for shape in ((2, 2, 3, 3, 32), (7, 2, 2, 1, 4, 32)))
     starts, tables = torch.tensor([[2], [3]]), torch.tensor([[3, 0], [1, 6]])
-    return q, cache, torch.tensor(0.2), starts, tables, None, None, None, None, 4
+    return q, cache, torch.tensor(0.2), starts, tables, *(None,) * 6, 4
 
 
 def latent_arguments(dtype: torch.dtype) -> tuple[object, ...]:

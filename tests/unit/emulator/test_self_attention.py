@@ -27,6 +27,7 @@ class Layer:
     window: bool
     normed: bool = True
     rotated: bool = True
+    e4m3: bool = False
 
     def __post_init__(self) -> None:
         tokens, dtype = self.batch * self.length, self.dtype
@@ -35,7 +36,9 @@ class Layer:
         self.positions = torch.arange(tokens) % 50 if self.rotated else None
         self.rotary = torch.randn(50, HEAD_SIZE - 8).to(dtype)
         shape = (1 + 4 * self.batch, 2, KV_HEADS, 1, BLOCK_SIZE, HEAD_SIZE)
-        self.cache = torch.randn(shape).to(dtype)
+        self.cache = torch.randn(shape).to(torch.float8_e4m3fn if self.e4m3 else dtype)
+        scales = (torch.tensor(0.02), torch.tensor(1.5)) if self.e4m3 else (None, None)
+        self.cache_scales = scales
         self.scale = torch.tensor(HEAD_SIZE**-0.5)
         self.starts = torch.arange(3, 3 + self.batch, dtype=torch.int32).unsqueeze(1)
         self.ends = self.starts + self.length if self.window else None
@@ -56,7 +59,8 @@ class Layer:
             *(item for part in parts for item in part),
             *(*self.norms, EPS, self.positions, self.rotary if self.rotated else None, True),
             *(cache, self.scale, self.starts, self.ends, self.tables, self.sinks, 5.0),
-            *(self.slopes, *((None, None) if self.window else (7, 20)), GROUP, self.batch),
+            *(self.slopes, *self.cache_scales, *((None, None) if self.window else (7, 20))),
+            *(GROUP, self.batch),
         )
 
     def one_by_one(self, cache: Tensor) -> Tensor:
@@ -71,7 +75,7 @@ class Layer:
             x.view(self.batch, self.length, KV_HEADS, -1, HEAD_SIZE).permute(0, 2, 3, 1, 4)
             for x in rows
         ]
-        rest = (self.tables, self.scale, self.sinks, 5.0, self.slopes)
+        rest = (self.tables, self.scale, self.sinks, 5.0, self.slopes, *self.cache_scales)
         if self.ends is None:
             out = ATTENTION.flash_causal_attention_naive_prefill(
                 *heads, cache, self.scale, self.starts, *rest, 7, 20
@@ -90,6 +94,8 @@ CASES = [
     {"batch": 1, "length": 9, "window": True, "rotated": False},
     {"batch": 4, "length": 1, "window": True},
     {"batch": 3, "length": 2, "window": False, "normed": False, "rotated": False},
+    {"batch": 2, "length": 7, "window": False, "normed": False, "rotated": False, "e4m3": True},
+    {"batch": 3, "length": 2, "window": True, "normed": False, "rotated": False, "e4m3": True},
 ]
 
 
@@ -106,7 +112,8 @@ def test_equals_its_parts(case: dict[str, int], dtype: torch.dtype) -> None:
     plain = fallback.self_attention(*layer.fused(layer.cache, apart=False))
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(plain, expected, rtol=4 * step, atol=8 * step)
-    torch.testing.assert_close(layer.cache, expected_cache, rtol=4 * step, atol=2 * step)
+    caches = layer.cache.float(), expected_cache.float()
+    torch.testing.assert_close(*caches, rtol=4 * step, atol=2 * step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -121,12 +128,12 @@ def test_mistakes_are_named() -> None:
     for place, value, message in (
         (1, 400, r"q has shape \[2, 325\]; expected 2 rows with 6 heads of 32 from column 400 on"),
         (2, layer.qkv[:1], r"k has shape \[1, 325\]; expected 2 rows with 2 heads"),
-        (4, layer.qkv.double(), "q, k or v has dtype Double instead of Float"),
+        (4, layer.qkv.double(), "k or v has dtype Double instead of Float"),
         (6, torch.ones(5), "q_norm has 5 elements instead of 32"),
         (9, torch.tensor([0, 50]), "position 50 is outside the rotary cache of 50"),
         (10, None, "positions come without a cos_sin_cache"),
         (12, layer.cache[0], r"kv_cache has shape .* instead of \[N,2,Hkv,1,S,D\]"),
-        (23, 3, r"q has shape \[2, 325\] for a batch of 3"),
+        (25, 3, r"q has shape \[2, 325\] for a batch of 3"),
     ):
         arguments = list(layer.fused(layer.cache, apart=False))
         arguments[place] = value

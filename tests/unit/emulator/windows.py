@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.e4m3 import kept_as_e4m3
+
 NAN = float("nan")
 PREFILL = "sliding_window_attention_naive_prefill"
 DECODE = "sliding_window_attention_naive_decode"
@@ -33,6 +35,7 @@ class Windows:
     head_size: int = 32
     sinks: Tensor | None = None
     soft_cap: float | None = None
+    cache_scales: tuple[Tensor, Tensor] | None = None  # of keys and values, in a cache of e4m3
     scale: Tensor = field(init=False)
     cache: Tensor = field(init=False)
     blocks: list[int] = field(init=False)
@@ -41,7 +44,8 @@ class Windows:
     def __post_init__(self) -> None:
         shape = (self.batch + 1, 2, self.kv_heads, 1, self.window, self.head_size)
         self.scale = torch.tensor(self.head_size**-0.5)
-        self.cache = torch.full(shape, NAN, dtype=self.dtype)
+        stored = self.dtype if self.cache_scales is None else torch.float8_e4m3fn
+        self.cache = torch.full(shape, NAN, dtype=stored)
         self.blocks = (torch.randperm(self.batch) + 1).tolist()
         k, v = self._rows(1), self._rows(1)
         self.tokens = (self._rows(self.group), k, v)
@@ -57,7 +61,7 @@ class Windows:
         mask = (None,) if name == DECODE else ()
         out: Tensor = self.bodies[name](
             *(*rows, self.cache, cached, end, self.scale, table, self.scale),
-            *(*mask, self.sinks, self.soft_cap),
+            *(*mask, self.sinks, self.soft_cap, None, *(self.cache_scales or ())),
         )
         return out
 
@@ -90,6 +94,10 @@ class Windows:
     def expected(self, row: int = 0) -> Tensor:
         """Every position over its last ``window`` tokens, kept in full, in float64."""
         q, k, v = (x[row].double() for x in self.tokens)
+        if self.cache_scales is not None:
+            k, v = (
+                kept_as_e4m3(x, float(s)) for x, s in zip((k, v), self.cache_scales, strict=True)
+            )
         scores = q @ k.transpose(-1, -2) * float(self.scale)
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()

@@ -90,7 +90,12 @@ def test_orders_and_rules_that_change_nothing_are_taken() -> None:
         ("group", {"output_activations": {"num_bits": 8}}, "output_activations", "outputs not"),
         ("group", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-", "not supported"),
         ("group", {"input_activations": {"num_bits": 8}}, "input_activations", "activations not"),
-        ("config", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme", "only weights"),
+        (
+            "config",
+            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
+            "kv_cache_scheme.strategy is 'attn_head'",
+            "remove kv_cache_scheme",
+        ),
         ("config", {"transform_config": {"a": 1}}, "transform_config", "only weights"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rbln_backend.reporting.start_costs import StartCosts
+from rbln_backend.reporting.start_costs import ReadyTimes, StartCosts
 
 
 def test_a_first_start_is_guessed_from_its_sizes(tmp_path: Path) -> None:
@@ -46,3 +46,15 @@ def test_a_damaged_file_is_as_good_as_none_and_replaced(tmp_path: Path) -> None:
     costs.keep_kernels(12.0)
     assert json.loads(file.read_text()) == {"kernels": 12.0}
     assert [path.name for path in file.parent.iterdir()] == ["start_costs.json"]
+
+
+def test_a_command_line_takes_what_it_took_and_another_what_the_last_one_took(
+    tmp_path: Path,
+) -> None:
+    served, other = ReadyTimes(tmp_path, ["a"]), ReadyTimes(tmp_path, ["b"])
+    assert served.expected_s() > 1
+    served.keep(9.5)
+    StartCosts(tmp_path, "model").keep_kernels(99.0)
+    other.keep(4.25)
+    assert ReadyTimes(tmp_path, ["a"]).expected_s() == 9.5
+    assert ReadyTimes(tmp_path, ["c"]).expected_s() == 4.25

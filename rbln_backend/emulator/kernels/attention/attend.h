@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/query_rows.h"
+#include "core/e4m3.h"
 #include "core/transpose.h"
 #include "linear/tile.h"
 
@@ -58,6 +59,14 @@ __attribute__((noinline, aligned(64))) void weigh_tile(int64_t keys, const float
     for (int c = 0; c < C; ++c) store(sums + r * sum_stride + c * kLanes, acc[r][c]);
 }
 
+// Runs f.template operator()<S>() with S as the type of the cache.
+template <class F>
+inline void with_stored_type(const AttentionArgs& args, F&& f) {
+  if (args.is_e4m3) return f.template operator()<e4m3>();
+  RBLN_DISPATCH(args.dtype, S, f.template operator()<S>());
+}
+
+// Over keys of type T; queries and results are of the arguments' own.
 // `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), asked for ascending tiles.
 template <class T, class Keys>
 class Attention {
@@ -72,19 +81,20 @@ class Attention {
   // Inlined, it asks for the thread's scratch again and again.
   __attribute__((noinline)) void compute() {
     rows_.begin();
-    load_queries();
+    RBLN_DISPATCH(args_.dtype, Q, load_queries<Q>());
     const int64_t keys = rows_.limit(groups_.rows - 1);
     for (int64_t begin = rows_.low(0); begin < keys; begin += kKeys) attend_tile(begin, keys);
-    rows_.write<T>();
+    RBLN_DISPATCH(args_.dtype, Q, rows_.write<Q>());
   }
 
  private:
+  template <class Q>
   void load_queries() {
     for (int64_t g = 0; g < groups_.count; ++g) {
       const int size = groups_.size(g);
       float* target = s_.queries + groups_.begin(g) * args_.head_size;
       for (int r = 0; r < size; ++r) {
-        const T* q = rows_.query<T>(groups_.begin(g) + r);
+        const Q* q = rows_.query<Q>(groups_.begin(g) + r);
         for (int64_t d = 0; d < args_.head_size; ++d) target[d * size + r] = to_float(q[d]);
       }
     }

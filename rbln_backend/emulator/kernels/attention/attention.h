@@ -10,7 +10,8 @@ struct TokenStrides {
 };
 
 struct AttentionArgs {
-  Dtype dtype;
+  Dtype dtype;   // of q and out, and of k, v and the cache
+  bool is_e4m3;  // unless those three are of e4m3 (core/e4m3.h)
   const void *q, *k, *v;
   TokenStrides q_stride, k_stride, v_stride;
   void* cache;
@@ -26,7 +27,8 @@ struct AttentionArgs {
   const int64_t* starts;  // [batch]: tokens cached before
   const int64_t* counts;  // [batch]: real new tokens, of `length`; window_attention alone reads it
   const int64_t* tables;  // [batch, table_width], checked by the caller where they are used
-  float scale;
+  float scale;    // of q times k as they are stored
+  float v_scale;  // of values as they are stored
   float soft_cap;       // scaled scores s become cap * tanh(s / cap); 0 leaves them
   const float* sinks;   // [kv_heads, group] or null
   const float* slopes;  // the same: a score grows by it with every position (ALiBi); or null
@@ -35,6 +37,17 @@ struct AttentionArgs {
   int64_t window;  // tokens see the last so many
   void* out;            // [batch, length, kv_heads, group, value_size], contiguous
 };
+// Heads of new tokens as a cache of e4m3 keeps them: divided by `scale`, at most 448.
+struct E4m3Args {
+  Dtype dtype;
+  const void* rows;
+  TokenStrides stride;
+  int64_t batch, length, heads, size;
+  float scale;
+  void* out;  // [batch, length, heads, size], contiguous
+};
+void to_e4m3(const E4m3Args& args);
+
 void causal_attention(const AttentionArgs& args);
 // One block per request (table_width 1); block_size is the window.
 void window_attention(const AttentionArgs& args);

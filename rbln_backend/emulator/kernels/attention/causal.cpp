@@ -94,7 +94,7 @@ void run(const AttentionArgs& args) {
 
 void causal_attention(const AttentionArgs& args) {
   if (args.batch == 0 || args.length == 0 || args.kv_heads == 0 || args.group == 0) return;
-  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+  with_stored_type(args, [&]<class T>() { run<T>(args); });
 }
 
 }  // namespace rbln

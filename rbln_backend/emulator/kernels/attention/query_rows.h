@@ -163,7 +163,7 @@ class QueryRows {
                (((run_.batch * args_.length + token) * args_.kv_heads + run_.head) * args_.group +
                 member) * args_.value_size;
       for (int64_t d = 0; d < args_.value_size; d += kLanes)
-        store_some(out + d, load(s_.sums + row * width_ + d) * factor / total,
+        store_some(out + d, load(s_.sums + row * width_ + d) * factor * args_.v_scale / total,
                    std::min<int64_t>(kLanes, args_.value_size - d));
     }
   }

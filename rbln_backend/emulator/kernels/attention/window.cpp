@@ -93,13 +93,12 @@ class Window {
   T* const block_;
 };
 
-template <class T>
 void write_zeros(const AttentionArgs& args, int64_t batch, int64_t head, int64_t first,
                  int64_t end) {
-  const int64_t width = args.group * args.value_size;
+  const int64_t width = args.group * args.value_size * (args.dtype == Dtype::f32 ? 4 : 2);
   for (int64_t token = first; token < end; ++token) {
     const int64_t row = (batch * args.length + token) * args.kv_heads + head;
-    std::memset(static_cast<T*>(args.out) + row * width, 0, size_t(width) * sizeof(T));
+    std::memset(static_cast<char*>(args.out) + row * width, 0, size_t(width));
   }
 }
 
@@ -125,7 +124,7 @@ void run(const AttentionArgs& args) {
     const int64_t batch = bh / args.kv_heads, head = bh % args.kv_heads;
     const int64_t end = std::min(first + tokens, args.length);
     const int64_t real = std::min(end, args.counts[batch]);
-    write_zeros<T>(args, batch, head, std::max(first, real), end);
+    write_zeros(args, batch, head, std::max(first, real), end);
     if (real <= first) return;
     const Window<T> window(args, batch, head);
     thread_local Scratch scratch;
@@ -144,7 +143,7 @@ void run(const AttentionArgs& args) {
 
 void window_attention(const AttentionArgs& args) {
   if (args.batch == 0 || args.length == 0 || args.kv_heads == 0 || args.group == 0) return;
-  RBLN_DISPATCH(args.dtype, T, run<T>(args));
+  with_stored_type(args, [&]<class T>() { run<T>(args); });
 }
 
 }  // namespace rbln

@@ -12,7 +12,7 @@ Sizes check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const T
                   v.sizes().slice(0, 4) == k.sizes().slice(0, 4) && v.size(4) <= k.size(4),
               "expected q [B,Hkv,G,L,D], k and v [B,Hkv,1,L,D], kv_cache [N,2,Hkv,1,S,D], got ",
               q.sizes(), ", ", k.sizes(), ", ", v.sizes(), ", ", cache.sizes());
-  for (const Tensor* tensor : {&k, &v, &cache}) check_dtype(*tensor, "k, v or kv_cache", q);
+  for (const Tensor* tensor : {&k, &v}) check_dtype(*tensor, "k or v", q);
   TORCH_CHECK(k.size(0) == q.size(0) && k.size(1) == q.size(1) && k.size(2) == 1 &&
                   k.size(3) == q.size(3) && k.size(4) == q.size(4) && cache.size(1) == 2 &&
                   cache.size(2) == q.size(1) && cache.size(3) == 1 && cache.size(5) == q.size(4),
@@ -27,10 +27,11 @@ Tensor flash_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     const Tensor& scale, const Tensor& seq_idx, const Tensor& block_tables,
                     const Tensor& /*slot_mapping*/, const std::optional<Tensor>& sinks,
                     std::optional<double> soft_cap, const std::optional<Tensor>& slopes,
+                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
                     std::optional<int64_t> chunk, std::optional<int64_t> window) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
-                     {sinks, soft_cap, slopes, chunk, window});
+                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
   call.run_causal(seq_idx, block_tables, kv_cache);
   return call.result();
 }
@@ -40,20 +41,23 @@ Tensor one_block_causal(const Tensor& q, const Tensor& k, const Tensor& v,
                         const Tensor& kv_cache, const Tensor& seq_idx, const Tensor& scale,
                         const Tensor& block_tables, const Tensor& dummy,
                         const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
-                        const std::optional<Tensor>& slopes, std::optional<int64_t> chunk,
+                        const std::optional<Tensor>& slopes,
+                        const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
                         std::optional<int64_t> window) {
   return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, soft_cap,
-                      slopes, chunk, window);
+                      slopes, k_scale, v_scale, chunk, window);
 }
 
 Tensor window_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
                       const Tensor& cache_seq_len, const Tensor& cache_offset,
                       const Tensor& scale, const Tensor& block_tables, const Tensor& /*dummy*/,
                       const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
-                      const std::optional<Tensor>& slopes) {
+                      const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
+                      const std::optional<Tensor>& v_scale) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
-                     {sinks, soft_cap, slopes});
+                     {sinks, soft_cap, slopes, k_scale, v_scale});
   call.run_window(cache_seq_len, cache_offset, block_tables, kv_cache);
   return call.result();
 }
@@ -64,22 +68,24 @@ Tensor window_decode(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& block_tables, const Tensor& dummy,
                      const std::optional<Tensor>& /*attn_mask*/,
                      const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
-                     const std::optional<Tensor>& slopes) {
+                     const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
+                     const std::optional<Tensor>& v_scale) {
   return window_prefill(q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy,
-                        sinks, soft_cap, slopes);
+                        sinks, soft_cap, slopes, k_scale, v_scale);
 }
 
 // Another layer of the same step has written the keys and values.
 Tensor shared_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& scale,
                         const Tensor& seq_idx, const Tensor& block_tables,
                         const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
-                        const std::optional<Tensor>& slopes, std::optional<int64_t> chunk,
+                        const std::optional<Tensor>& slopes,
+                        const std::optional<Tensor>& k_scale,
+                        const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
                         std::optional<int64_t> window) {
-  const Tensor none = kv_cache.select(0, 0).select(0, 0).select(1, 0).narrow(1, 0, 1);
-  const Tensor rows = none.unsqueeze(0).unsqueeze(2).expand({q.size(0), -1, 1, q.size(3), -1});
+  const Tensor rows = q.narrow(2, 0, 1);  // for their shape: none is written
   const Sizes sizes = check_attention(q, rows, rows, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(rows), heads_of(rows), kv_cache, scale,
-                     {sinks, soft_cap, slopes, chunk, window});
+                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
   call.args.k_size = call.args.v_size = 0;
   call.run_causal(seq_idx, block_tables, kv_cache);
   return call.result();

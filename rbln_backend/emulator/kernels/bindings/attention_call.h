@@ -16,10 +16,11 @@ using at::Tensor;
 struct Heads {
   const void* data;
   TokenStrides stride;
+  at::ScalarType dtype;
 };
 
 inline Heads heads_of(const Tensor& t) {
-  return {t.const_data_ptr(), {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}};
+  return {t.const_data_ptr(), {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}, t.scalar_type()};
 }
 
 struct Sizes {
@@ -31,6 +32,8 @@ struct Options {
   std::optional<Tensor> sinks;
   std::optional<double> soft_cap;
   std::optional<Tensor> slopes;
+  // Of a cache of e4m3: what its keys and values are to be multiplied by.
+  std::optional<Tensor> k_scale, v_scale;
   std::optional<int64_t> chunk = std::nullopt, window = std::nullopt;
 };
 
@@ -94,6 +97,12 @@ inline Tensor by_head(const std::optional<Tensor>& given, const char* name, int6
   return numbers;
 }
 
+inline float number_of(const Tensor& scalar, const char* name) {
+  TORCH_CHECK(scalar.numel() == 1 && scalar.scalar_type() == at::kFloat, name,
+              " is not a float32 scalar tensor");
+  return *scalar.const_data_ptr<float>();
+}
+
 inline const float* data_of(const Tensor& numbers) {
   return numbers.defined() ? numbers.const_data_ptr<float>() : nullptr;
 }
@@ -101,6 +110,7 @@ inline const float* data_of(const Tensor& numbers) {
 // What every attention op hands to the kernels.
 struct AttentionCall {
   Tensor sinks, slopes, out;
+  Tensor stored_k, stored_v;  // of e4m3; keep the memory
   AttentionArgs args{};
 
   AttentionCall(const Sizes& sizes, const Heads& q, const Heads& k, const Heads& v,
@@ -108,8 +118,6 @@ struct AttentionCall {
     const int64_t query_heads = sizes.kv_heads * sizes.group;
     const double soft_cap = options.soft_cap.value_or(1);
     const int64_t chunk = options.chunk.value_or(1), window = options.window.value_or(1);
-    TORCH_CHECK(scale.numel() == 1 && scale.scalar_type() == at::kFloat,
-                "scale is not a float32 scalar tensor");
     TORCH_CHECK(soft_cap > 0, "logits_soft_cap is ", soft_cap, "; it must be positive");
     TORCH_CHECK(chunk > 0 && window > 0, "attention_chunk is ", chunk, " and attention_window ",
                 window, "; they must be positive");
@@ -117,8 +125,8 @@ struct AttentionCall {
     slopes = by_head(options.slopes, "alibi_slopes", query_heads);
     args.sinks = data_of(sinks);
     args.slopes = data_of(slopes);
-    out = empty_like_dtype({sizes.batch * sizes.length, query_heads * sizes.value_size}, cache);
-    args.dtype = dtype_of(cache, "q");
+    out = empty_of({sizes.batch * sizes.length, query_heads * sizes.value_size}, q.dtype);
+    args.dtype = dtype_of(q.dtype, "q");
     args.q = q.data;
     args.k = k.data;
     args.v = v.data;
@@ -135,11 +143,45 @@ struct AttentionCall {
     args.value_size = args.v_size = sizes.value_size;
     args.v_place = cache.stride(1);
     args.block_size = cache.size(4);
-    args.scale = *scale.const_data_ptr<float>();
+    args.scale = number_of(scale, "scale");
+    args.v_scale = 1;
     args.soft_cap = float(options.soft_cap.value_or(0));
     args.chunk = options.chunk.value_or(0);
     args.window = options.window.value_or(0);
     args.out = out.mutable_data_ptr();
+    check_cache(cache, q.dtype, options);
+    if (options.k_scale.has_value()) store_as_e4m3(options);
+  }
+
+  static void check_cache(const Tensor& cache, at::ScalarType dtype, const Options& options) {
+    const bool is_scaled = options.k_scale.has_value();
+    TORCH_CHECK(is_scaled == options.v_scale.has_value(),
+                "of k_scale and v_scale there is one alone");
+    TORCH_CHECK(cache.scalar_type() == (is_scaled ? at::kFloat8_e4m3fn : dtype),
+                "kv_cache has dtype ", cache.scalar_type(), is_scaled ? " with" : " without",
+                " k_scale and v_scale, and q has ", dtype);
+  }
+
+  // The new tokens as the cache will hold them, which is what all tokens see of them.
+  void store_as_e4m3(const Options& options) {
+    const float k_scale = number_of(*options.k_scale, "k_scale");
+    args.is_e4m3 = true;
+    args.scale *= k_scale;
+    args.v_scale = number_of(*options.v_scale, "v_scale");
+    if (args.k_size == 0) return;
+    stored_k = stored(args.k, args.k_stride, args.k_size, k_scale);
+    stored_v = stored(args.v, args.v_stride, args.v_size, args.v_scale);
+  }
+
+  Tensor stored(const void*& rows, TokenStrides& stride, int64_t size, float scale) const {
+    const Tensor bytes =
+        empty_of({args.batch, args.length, args.kv_heads, size}, at::kFloat8_e4m3fn);
+    const E4m3Args converted{args.dtype, rows, stride, args.batch, args.length, args.kv_heads,
+                             size, scale, bytes.mutable_data_ptr()};
+    launch([converted] { to_e4m3(converted); });
+    rows = bytes.const_data_ptr();
+    stride = {args.length * args.kv_heads * size, size, 0, args.kv_heads * size};
+    return bytes;
   }
 
   void run_causal(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {

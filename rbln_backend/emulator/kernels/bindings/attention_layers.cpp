@@ -30,7 +30,7 @@ struct HeadRows {
   }
 
   Heads by_request(int64_t length, int64_t group) const {
-    return {data, {length * stride, group * head_size, head_size, stride}};
+    return {data, {length * stride, group * head_size, head_size, stride}, tensor.scalar_type()};
   }
 };
 
@@ -82,12 +82,13 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
                       const Tensor& kv_cache, const Tensor& scale, const Tensor& starts,
                       const std::optional<Tensor>& ends, const Tensor& block_tables,
                       const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
-                      const std::optional<Tensor>& slopes, std::optional<int64_t> chunk,
+                      const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
+                      const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
                       std::optional<int64_t> window, int64_t group, int64_t batch) {
   TORCH_CHECK(kv_cache.dim() == 6 && kv_cache.size(1) == 2 && kv_cache.size(3) == 1 &&
                   kv_cache.stride(5) == 1,
               "kv_cache has shape ", kv_cache.sizes(), " instead of [N,2,Hkv,1,S,D]");
-  for (const Tensor* tensor : {&q, &k, &v}) check_dtype(*tensor, "q, k or v", kv_cache);
+  for (const Tensor* tensor : {&k, &v}) check_dtype(*tensor, "k or v", q);
   TORCH_CHECK(batch > 0 && group > 0 && q.dim() == 2 && q.size(0) % batch == 0, "q has shape ",
               q.sizes(), " for a batch of ", batch, " and groups of ", group);
   check_tables(block_tables, batch);
@@ -104,7 +105,7 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
   const Sizes sizes{batch, kv_heads, group, tokens / batch, head_size, head_size};
   AttentionCall call(sizes, queries.by_request(sizes.length, group),
                      keys.by_request(sizes.length, 1), values.by_request(sizes.length, 1),
-                     kv_cache, scale, {sinks, soft_cap, slopes, chunk, window});
+                     kv_cache, scale, {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
   if (ends.has_value()) {
     call.run_window(starts, *ends, block_tables, kv_cache);
   } else {
@@ -131,7 +132,8 @@ Tensor latent_attention(const Tensor& q, const Tensor& kv_c, const Tensor& k_pe,
   check_tables(block_tables, batch);
   const int64_t heads = q.size(1), length = tokens / batch;
   const auto rows = [length](const Tensor& t, int64_t head) {
-    return Heads{t.const_data_ptr(), {length * t.stride(0), 0, head, t.stride(0)}};
+    return Heads{t.const_data_ptr(), {length * t.stride(0), 0, head, t.stride(0)},
+                 t.scalar_type()};
   };
   const Sizes sizes{batch, 1, heads, length, q.size(2), latent};
   AttentionCall call(sizes, rows(q, q.stride(1)), rows(kv_c, 0), rows(k_pe, 0), kv_cache, scale,

@@ -12,15 +12,19 @@
 
 namespace rbln {
 
-inline Dtype dtype_of(const at::Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
+inline Dtype dtype_of(at::ScalarType dtype, const char* name) {
+  switch (dtype) {
     case at::kFloat: return Dtype::f32;
     case at::kBFloat16: return Dtype::bf16;
     case at::kHalf: return Dtype::f16;
     default:
-      TORCH_CHECK(false, name, " has dtype ", tensor.scalar_type(),
+      TORCH_CHECK(false, name, " has dtype ", dtype,
                   "; the kernels take float32, bfloat16 and float16");
   }
+}
+
+inline Dtype dtype_of(const at::Tensor& tensor, const char* name) {
+  return dtype_of(tensor.scalar_type(), name);
 }
 
 inline void check_dtype(const at::Tensor& tensor, const char* name, const at::Tensor& like) {

@@ -48,6 +48,8 @@ struct VecTypes {
   typedef int32_t I __attribute__((vector_size(N * 4)));
   typedef uint32_t U __attribute__((vector_size(N * 4)));
   typedef uint16_t H __attribute__((vector_size(N * 2)));
+  typedef int16_t S __attribute__((vector_size(N * 2)));
+  typedef int8_t B __attribute__((vector_size(N)));
 };
 using VecF = VecTypes<kLanes>::F;
 using VecI = VecTypes<kLanes>::I;
@@ -233,6 +235,18 @@ inline uint16_t float_to_half(float value) {
   }
   const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
   return sign | uint16_t(rounded >> 13);
+}
+
+// Signed bytes as words.
+template <int N>
+inline typename VecTypes<N>::S words_of_bytes(const void* source) {
+#if defined(RBLN_AVX512) || defined(RBLN_AVX2)
+  // The compiler's own way goes through halves of the vector.
+  if constexpr (N == 16)
+    return (typename VecTypes<N>::S)_mm256_cvtepi8_epi16(load_raw<__m128i>(source));
+#endif
+  using V = VecTypes<N>;
+  return __builtin_convertvector(load_raw<typename V::B>(source), typename V::S);
 }
 
 template <int N>

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "core/e4m3.h"
 #include "core/simd.h"
 
 namespace rbln {
@@ -37,6 +38,7 @@ template <class T>
 inline float to_float(T value) {
   if constexpr (sizeof(T) == 4) return value;
   else if constexpr (std::is_same_v<T, bf16>) return bit_cast<float>(uint32_t(value.bits) << 16);
+  else if constexpr (std::is_same_v<T, e4m3>) return e4m3_to_float(value.bits);
   else return half_to_float(value.bits);
 }
 

@@ -1,0 +1,46 @@
+// Floats of a byte: a sign, four bits of exponent, three of mantissa, no infinity; up to 448.
+//
+// Half precision has all of them, 256 times smaller, with the same mantissa behind the same sign,
+// and its conversion pays nothing for denormals, as which most small values arrive.
+#pragma once
+
+#include <type_traits>
+
+#include "core/simd.h"
+
+namespace rbln {
+
+struct e4m3 {
+  uint8_t bits;
+};
+
+inline float e4m3_to_float(uint8_t bits) {
+  const bool is_nan = (bits & 0x7fu) == 0x7fu;
+  const auto half = uint16_t((bits & 0x80u) << 8 | (is_nan ? 0x7e00u : (bits & 0x7fu) << 7));
+  return half_to_float(half) * 256.0f;
+}
+
+template <int N>
+inline typename VecTypes<N>::F widen(const e4m3* source) {
+  using Words = typename VecTypes<N>::S;
+  // The sign's copies fill the upper bits: the first is the half's sign, the next is cleared.
+  const Words halves = (words_of_bytes<N>(source) << 7) & int16_t(0xbfff);
+  const Words is_nan = (halves & 0x3f80) == 0x3f80;
+  const Words stored = halves | (is_nan & 0x7e00);
+  return widen<N>(reinterpret_cast<const f16*>(&stored)) * 256.0f;
+}
+
+// To the nearest, ties to even; what is larger than 448 becomes 448; a NaN stays one.
+inline void store(e4m3* target, VecF value) {
+  const VecU sign = ((VecU)value >> 24) & 0x80u;
+  const VecF size = min(broadcast(448.0f), (VecF)((VecU)value & 0x7fffffffu));
+  const VecU bits = (VecU)size;
+  const VecU normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+  // Below 2^-6 numbers lie 2^-9 apart, as floats do from 2^14 on: the addition rounds.
+  const VecU small = (VecU)(size + 16384.0f) - 0x46800000u;
+  const VecU rounded = bits < 0x3c800000u ? small : normal;
+  const VecU stored = (value != value ? VecU{} + 0x7fu : rounded) | sign;
+  store_raw(target, __builtin_convertvector((VecI)stored, VecTypes<kLanes>::B));
+}
+
+}  // namespace rbln

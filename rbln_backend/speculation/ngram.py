@@ -1,0 +1,67 @@
+"""Drafts from the request's own text: what followed the same n tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rbln_backend.speculation.drafter import DraftedRequest
+from rbln_backend.speculation.text_index import TextIndex
+
+_CANDIDATES = 16
+"""Earlier places that are compared, so that a text of one token repeated costs no more."""
+_ROOM = 1 << 20
+"""Tokens of one request that are looked through."""
+
+
+@dataclass(frozen=True, slots=True)
+class NgramLimits:
+    """vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``: how many tokens have to be the same.
+
+    Raises ``ValueError`` where there is no such number.
+    """
+
+    smallest: int
+    largest: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.largest:
+            raise ValueError(f"n-grams of {self.smallest} to {self.largest} tokens: there are none")
+
+
+class NgramDrafter:
+    """A ``Drafter``: the latest of the places with the longest n-gram in common goes on."""
+
+    def __init__(self, limits: NgramLimits) -> None:
+        self._limits = limits
+        self._texts: dict[str, TextIndex] = {}
+        self._tails: dict[str, list[int]] = {}
+
+    def begin(self, request: DraftedRequest) -> None:
+        """See ``Drafter``."""
+        text = TextIndex(self._limits.smallest, _ROOM)
+        self._texts[request.request_id] = text
+        self._tails[request.request_id] = []
+        self.extend(request.request_id, request.prompt)
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """See ``Drafter``."""
+        largest = self._limits.largest
+        self._texts[request_id].extend(tokens)
+        self._tails[request_id] = [*self._tails[request_id], *tokens[-largest:]][-largest:]
+
+    def propose(self, request_id: str, limit: int) -> list[int]:
+        """See ``Drafter``."""
+        text, tail = self._texts[request_id], self._tails[request_id]
+        longest, best = 0, None
+        for place in text.places(text.key, _CANDIDATES):
+            length = text.match(place, tail)
+            if length > longest:
+                longest, best = length, place
+            if length == len(tail):
+                break
+        return [] if best is None else text.continuation(best, limit)
+
+    def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002 (nothing outlives it)
+        """See ``Drafter``."""
+        del self._texts[request_id], self._tails[request_id]

@@ -1,0 +1,1 @@
+"""What requests want of drafts: tokens that the engine checks several at a time."""

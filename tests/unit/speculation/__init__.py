@@ -1,0 +1,1 @@
+"""Drafters, and what they may see."""
