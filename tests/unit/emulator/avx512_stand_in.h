@@ -122,6 +122,18 @@ inline __m512i combine(__m512i a, __m512i b, __m512i c) {
   return whole;
 }
 
+inline __m512i lower_half(__m256i half) {
+  __m512i whole{};
+  std::memcpy(&whole, &half, 32);
+  return whole;
+}
+
+template <int place>
+inline __m512i with_half(__m512i whole, __m256i half) {
+  std::memcpy(reinterpret_cast<char*>(&whole) + 32 * place, &half, 32);
+  return whole;
+}
+
 inline __m512i repeat(__m128i quarter) {
   __m512i whole;
   for (int i = 0; i < 4; ++i) std::memcpy(reinterpret_cast<char*>(&whole) + 16 * i, &quarter, 16);
@@ -150,6 +162,9 @@ inline __m512i shuffle_bytes(__m512i entries, __m512i indices) {
 #define _mm512_cvtph_ps stand_in::from_half
 #define _mm512_madd_epi16 stand_in::multiply_words
 #define _mm512_set1_epi32(value) ((__m512i)(VecU{} + uint32_t(value)))
+#define _mm512_castsi256_si512 stand_in::lower_half
+#undef _mm512_inserti64x4
+#define _mm512_inserti64x4(whole, half, place) stand_in::with_half<place>(whole, half)
 #define _mm512_broadcast_i32x4 stand_in::repeat
 #define _mm512_shuffle_epi8 stand_in::shuffle_bytes
 #undef _mm512_ternarylogic_epi32

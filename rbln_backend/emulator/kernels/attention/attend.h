@@ -106,9 +106,8 @@ class Attention {
   void load_tile() {
     keys_.locate(begin_, count_, tile_);
     std::fill(tile_.keys + count_, tile_.keys + kKeys, tile_.keys[count_ - 1]);
-    for (int64_t i = 0; i < count_; i += 8)
-      transpose_keys(tile_.keys + i, args_.head_size,
-                     s_.keys + i / kPanel * kPanel * args_.head_size + i % kPanel);
+    for (int64_t i = 0; i < count_; i += kPanel)
+      transpose_panel(tile_.keys + i, args_.head_size, s_.keys + i * args_.head_size);
     in_place_ = tile_.value_stride != 0 && width_ == args_.value_size &&
                 (groups_.count <= 2 || sizeof(T) == sizeof(float));
     if (in_place_) return;

@@ -7,6 +7,7 @@
 
 #include "attention/attention.h"
 #include "bindings/tensors.h"
+#include "core/e4m3.h"
 
 namespace rbln::bindings {
 
@@ -166,11 +167,12 @@ struct AttentionCall {
   void store_as_e4m3(const Options& options) {
     const float k_scale = number_of(*options.k_scale, "k_scale");
     args.is_e4m3 = true;
-    args.scale *= k_scale;
-    args.v_scale = number_of(*options.v_scale, "v_scale");
+    const float v_scale = number_of(*options.v_scale, "v_scale");
+    args.scale *= k_scale * kE4m3Unit;
+    args.v_scale = v_scale * kE4m3Unit;
     if (args.k_size == 0) return;
     stored_k = stored(args.k, args.k_stride, args.k_size, k_scale);
-    stored_v = stored(args.v, args.v_stride, args.v_size, args.v_scale);
+    stored_v = stored(args.v, args.v_stride, args.v_size, v_scale);
   }
 
   Tensor stored(const void*& rows, TokenStrides& stride, int64_t size, float scale) const {

@@ -14,10 +14,12 @@ struct e4m3 {
   uint8_t bits;
 };
 
+// What a number is read as, times this, is the number: scales make it good.
+inline constexpr float kE4m3Unit = 256.0f;
+
 inline float e4m3_to_float(uint8_t bits) {
   const bool is_nan = (bits & 0x7fu) == 0x7fu;
-  const auto half = uint16_t((bits & 0x80u) << 8 | (is_nan ? 0x7e00u : (bits & 0x7fu) << 7));
-  return half_to_float(half) * 256.0f;
+  return half_to_float(uint16_t((bits & 0x80u) << 8 | (is_nan ? 0x7e00u : (bits & 0x7fu) << 7)));
 }
 
 template <int N>
@@ -27,7 +29,21 @@ inline typename VecTypes<N>::F widen(const e4m3* source) {
   const Words halves = (words_of_bytes<N>(source) << 7) & int16_t(0xbfff);
   const Words is_nan = (halves & 0x3f80) == 0x3f80;
   const Words stored = halves | (is_nan & 0x7e00);
-  return widen<N>(reinterpret_cast<const f16*>(&stored)) * 256.0f;
+  return widen<N>(reinterpret_cast<const f16*>(&stored));
+}
+
+// The same of byte `kField` of each word, but that a NaN reads as 480.
+//
+// The bits of a normal number are those of a float of another bias. A denormal one then reads as
+// c/2 (1 + m/8), c the least normal number, instead of c m/8: twice what is read less c. For normal
+// numbers that is no less than what is read, and so the smaller of both is right for either.
+template <int kField>
+inline __attribute__((always_inline)) VecF e4m3_field(VecU word) {
+  constexpr int shift = 20 - 8 * kField;
+  const VecU moved = shift > 0 ? word << (shift > 0 ? shift : 0) : word >> (shift > 0 ? 0 : -shift);
+  const VecF read = (VecF)select_bits(0x07f00000u, moved, 0x38000000u);
+  const VecF size = min(read, fma(read, broadcast(2.0f), broadcast(-6.103515625e-05f)));
+  return (VecF)select_bits(0x80000000u, word << (24 - 8 * kField), (VecU)size);
 }
 
 // To the nearest, ties to even; what is larger than 448 becomes 448; a NaN stays one.

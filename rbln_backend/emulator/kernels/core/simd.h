@@ -237,6 +237,12 @@ inline uint16_t float_to_half(float value) {
   return sign | uint16_t(rounded >> 13);
 }
 
+#if defined(RBLN_AVX512)
+inline VecU joined(VecTypes<8>::U first, VecTypes<8>::U second) {
+  return (VecU)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)first), (__m256i)second, 1);
+}
+#endif
+
 // Signed bytes as words.
 template <int N>
 inline typename VecTypes<N>::S words_of_bytes(const void* source) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "core/e4m3.h"
 #include "core/simd.h"
@@ -42,11 +43,11 @@ inline float to_float(T value) {
   else return half_to_float(value.bits);
 }
 
-// Eight key rows become columns: out[d * kPanel + key], d in [0, depth).
+// Eight key rows become columns: out[d * kPanel + key], d in [first, depth).
 template <class T>
-void transpose_keys(const T* const* rows, int64_t depth, float* out) {
+void transpose_keys(const T* const* rows, int64_t depth, float* out, int64_t first = 0) {
   constexpr int64_t step = std::is_same_v<T, bf16> ? 16 : 8;
-  int64_t d = 0;
+  int64_t d = first;
   for (; d + step <= depth; d += step) {
     Eight::U block[8];
 #pragma GCC unroll 8
@@ -69,5 +70,45 @@ void transpose_keys(const T* const* rows, int64_t depth, float* out) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) out[d * kPanel + i] = to_float(rows[i][d]);
 }
+
+// The kPanel rows of a panel: out[d * kPanel + key], d in [0, depth).
+template <class T>
+void transpose_panel(const T* const* rows, int64_t depth, float* out) {
+  for (int64_t i = 0; i < kPanel; i += 8) transpose_keys(rows + i, depth, out + i);
+}
+
+#if defined(RBLN_AVX512)
+// Words of four bytes are turned, and their bytes converted after; again, the slower way, in the
+// odd case of a NaN, at which a byte without its sign reaches its upper bit by one more.
+template <>
+inline void transpose_panel(const e4m3* const* rows, int64_t depth, float* out) {
+  VecU above{};
+  int64_t d = 0;
+  for (; d + 32 <= depth; d += 32) {
+    Eight::U low[8], high[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      low[i] = load_raw<Eight::U>(rows[i] + d);
+      high[i] = load_raw<Eight::U>(rows[8 + i] + d);
+    }
+    transpose(low);
+    transpose(high);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const VecU words = joined(low[i], high[i]);
+      above |= (words & 0x7f7f7f7fu) + 0x01010101u;
+      float* const columns = out + (d + 4 * i) * kPanel;
+      [&]<int... F>(std::integer_sequence<int, F...>) {
+        (store(columns + F * kPanel, e4m3_field<F>(words)), ...);
+      }(std::make_integer_sequence<int, 4>{});
+    }
+  }
+  uint32_t has_nan = 0;
+  for (int i = 0; i < kLanes; ++i) has_nan |= above[i] & 0x80808080u;
+  if (has_nan != 0) d = 0;
+  transpose_keys(rows, depth, out, d);
+  transpose_keys(rows + 8, depth, out + 8, d);
+}
+#endif
 
 }  // namespace rbln

@@ -8,7 +8,7 @@
 // quads<Q>(word): the fields Q, Q + kCount / 4, ... as unsigned numbers of 8 bits.
 #pragma once
 
-#include "core/simd.h"
+#include "core/e4m3.h"
 #include "linear/quantized.h"
 
 namespace rbln {
@@ -83,22 +83,15 @@ struct E2m1 : Fields<4, Format::e2m1> {
   }
 };
 
-// The bits of a normal number are those of a float of another bias. A denormal one then reads as
-// c/2 (1 + m/8), c the least normal number, instead of c m/8: twice what is read less c. For normal
-// numbers that is no less than what is read, and so the smaller of both is right for either.
 struct E4m3 : Fields<8, Format::e4m3> {
   static constexpr int kOffset = 0;
-  static constexpr float kUnit = 256.0f;
+  static constexpr float kUnit = kE4m3Unit;
 
   static constexpr float place(int /*field*/) { return 1.0f; }
 
   template <int kField>
   static inline __attribute__((always_inline)) VecF floats(VecU word) {
-    constexpr int shift = 20 - 8 * kField;
-    const VecU moved = shift > 0 ? word << (shift > 0 ? shift : 0) : word >> (shift > 0 ? 0 : -shift);
-    const VecF read = (VecF)select_bits(0x07f00000u, moved, 0x38000000u);
-    const VecF size = min(read, fma(read, broadcast(2.0f), broadcast(-6.103515625e-05f)));
-    return (VecF)select_bits(0x80000000u, word << (24 - 8 * kField), (VecU)size);
+    return e4m3_field<kField>(word);
   }
 };
 
