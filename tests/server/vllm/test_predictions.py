@@ -75,6 +75,7 @@ def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
     )
     told = json.loads(chunk.model_dump_json(exclude_unset=True, exclude_none=True))
     assert told["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
         "accepted_prediction_tokens": 1,
         "rejected_prediction_tokens": 8,
     }
