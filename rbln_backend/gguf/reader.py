@@ -18,6 +18,7 @@ from transformers.integrations.gguf.reader import (
 )
 
 from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.five_bits import Q5_0, Q5_1, announce, expand_five_bits
 
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 # Elements that are expanded at a time, which bounds the float32 beside the result.
@@ -41,6 +42,7 @@ class GgufFile:
     @classmethod
     def open(cls, path: Path) -> GgufFile:
         """Read all but the tensors. Raises `CheckpointError` for a damaged or partial file."""
+        announce()
         try:
             header = GgufHeader.from_file(str(path))
             metadata, _ = read_gguf_metadata(str(path), _ARRAYS)
@@ -86,7 +88,8 @@ class GgufFile:
         elements, num_bytes = GGML_BLOCK[stored.ggml_type]
         packed = stored[...].reshape(-1, num_bytes)
         pieces = packed.split(max(1, _PIECE // elements))
-        expanded = [dequantize(piece, stored.ggml_type).to(dtype) for piece in pieces]
+        expand = expand_five_bits if stored.ggml_type in (Q5_0, Q5_1) else dequantize
+        expanded = [expand(piece, stored.ggml_type).to(dtype).flatten() for piece in pieces]
         return torch.cat(expanded).reshape(shape)
 
 

@@ -17,7 +17,8 @@ from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
 
 Kind = gguf.GGMLQuantizationType
-BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+_TWO_SCALES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 
@@ -27,7 +28,8 @@ def blocks_of(kind: Kind, rows: int, columns: int) -> np.ndarray:
     rng = np.random.default_rng(int(kind))
     packed = rng.integers(0, 256, (rows, columns // elements, num_bytes), np.uint8)
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    for start in {Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}.get(kind, (0,)):
+    starts = (0, 2) if kind in _TWO_SCALES else (208,) if kind == Kind.Q6_K else (0,)
+    for start in starts:
         packed[..., start : start + 2] = scale
     return packed.reshape(rows, -1)
 
