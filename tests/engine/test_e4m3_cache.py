@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engine, Engines
-from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
+from tests.engine.parallel_runs import run_ranks
 from tests.engine.test_equality import make_prompts
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
@@ -42,19 +42,21 @@ def logprobs_of(output: Any) -> list[float]:
     ]
 
 
-def assert_equals_rounded(engine: Engine, plain: Path, scales: Scales, seed: int) -> list[Any]:
-    """Tokens wherever the reference is sure of them; returns the outputs."""
-    prompts = make_prompts(LENGTHS, seed=seed)
-    outputs = engine.generate(prompts, GREEDY)
+def assert_equals_rounded(
+    answers: list[tuple[list[int], list[float]]],
+    prompts: list[list[int]],
+    plain: Path,
+    scales: Scales,
+) -> None:
+    """Tokens, with their log-probabilities, wherever the reference is sure of them."""
     unlike_unrounded = 0.0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        wanted = reference_generate(plain, prompt, NUM_TOKENS, cache_scales=scales)
-        unrounded = reference_generate(plain, prompt, NUM_TOKENS)
-        found = list(output.outputs[0].token_ids)
+    for prompt, (found, logprobs) in zip(prompts, answers, strict=True):
+        wanted = reference_generate(plain, prompt, len(found), cache_scales=scales)
+        unrounded = reference_generate(plain, prompt, len(found))
         unsure = [i for i, margin in enumerate(wanted.margins) if margin < LARGEST]
-        end = NUM_TOKENS if found == wanted.token_ids else (unsure or [NUM_TOKENS])[0]
+        end = len(found) if found == wanted.token_ids else (unsure or [len(found)])[0]
         assert found[:end] == wanted.token_ids[:end], f"prompt of {len(prompt)}"
-        pairs = zip(logprobs_of(output)[:end], wanted.token_logprobs(), strict=False)
+        pairs = zip(logprobs[:end], wanted.token_logprobs(), strict=False)
         errors = [abs(ours - theirs) for ours, theirs in pairs]
         assert sum(errors) <= MEAN * len(errors)
         assert max(errors, default=0.0) <= LARGEST
@@ -62,30 +64,29 @@ def assert_equals_rounded(engine: Engine, plain: Path, scales: Scales, seed: int
         unlike_unrounded = max(unlike_unrounded, float(first.mean()))
     # Otherwise nothing here would show whether the cache is rounded.
     assert unlike_unrounded > 2 * MEAN
-    return outputs
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        "llama",
-        "gemma3_text",
-        *(pytest.param(x, marks=pytest.mark.wide) for x in ("mistral", "phi3")),
-    ],
-)
+def answers_of(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    outputs = engine.generate(prompts, GREEDY)
+    return [(list(output.outputs[0].token_ids), logprobs_of(output)) for output in outputs]
+
+
+WIDE = [pytest.param(x, marks=pytest.mark.wide) for x in ("mistral", "phi3", "gemma3n_text")]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", *WIDE])
 def test_tokens_are_those_of_rounded_keys_and_values(
     engines: Engines, checkpoints: CheckpointCache, arch: str
 ) -> None:
-    checkpoint = checkpoints(arch)
+    checkpoint, prompts = checkpoints(arch), make_prompts(LENGTHS, seed=90)
     engine = engines.fresh(arch, **E4M3)
-    together = assert_equals_rounded(engine, checkpoint, unscaled(checkpoint), seed=90)
+    together = answers_of(engine, prompts)
+    assert_equals_rounded(together, prompts, checkpoint, unscaled(checkpoint))
     assert {cache.dtype for cache in engine.kv_caches()} == {torch.float8_e4m3fn}
-    prompts = make_prompts(LENGTHS, seed=90)
     for prompt, among_others in zip(prompts, together, strict=True):
         # Alone, and after a prefix that is there already.
         (alone,) = engine.generate([prompt], GREEDY)
-        assert alone.outputs[0].token_ids == among_others.outputs[0].token_ids
-        assert logprobs_of(alone) == logprobs_of(among_others)
+        assert (list(alone.outputs[0].token_ids), logprobs_of(alone)) == among_others
     assert alone.num_cached_tokens > 0
 
 
@@ -118,7 +119,8 @@ def test_scales_are_the_checkpoints(
     checkpoint = make_quantized_checkpoint("llama", tmp_path / "fp8", recipe)
     scales = tuple((0.013 * (n + 1), 0.4 / (n + 1)) for n in range(len(unscaled(checkpoint))))
     engine = engines.fresh(checkpoint=with_scales(checkpoint, scales), **options)
-    assert_equals_rounded(engine, checkpoint / "plain", scales, seed=91)
+    prompts = make_prompts(LENGTHS, seed=91)
+    assert_equals_rounded(answers_of(engine, prompts), prompts, checkpoint / "plain", scales)
     assert {cache.dtype for cache in engine.kv_caches()} == {torch.float8_e4m3fn}
 
 
@@ -133,8 +135,10 @@ def test_a_token_takes_half_the_bytes_of_bfloat16(engines: Engines) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_ranks_keep_e4m3(engines: Engines, tmp_path: Path, options: dict[str, Any]) -> None:
-    engine = engines.fresh("llama", **E4M3)
-    prompts = make_prompts(LENGTHS, seed=92)
-    answers = run_ranks(engine.checkpoint, tmp_path, prompts, **options, **E4M3)
-    assert_as_one_rank(engine, prompts, answers, LARGEST)
+def test_ranks_keep_e4m3(
+    checkpoints: CheckpointCache, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    checkpoint, prompts = checkpoints("llama"), make_prompts(LENGTHS, seed=92)
+    found = run_ranks(checkpoint, tmp_path, prompts, **options, **E4M3)
+    answers = [(answer["tokens"], answer["logprobs"]) for answer in found]
+    assert_equals_rounded(answers, prompts, checkpoint, unscaled(checkpoint))
