@@ -29,6 +29,8 @@ FIELDS = [
     "prefill_chunk_buckets",
     "prefill_step_tokens",
     "decode_steps_per_chunk",
+    "verify_lengths",
+    "verify_tokens",
     "cache_root",
     "cache_max_bytes",
     "cache_read_only",

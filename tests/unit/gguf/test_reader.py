@@ -66,11 +66,44 @@ def test_plain_numbers_keep_their_type(
     assert all(torch.equal(found[name], wanted[name].to(PLAIN[kind])) for name in wanted)
 
 
+def test_parts_are_one_file(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    original = checkpoints("llama")
+    whole = GgufFile.open(write_gguf(original, tmp_path / "m.gguf"))
+    first = write_gguf(original, tmp_path / "parts.gguf", part_tensors=9, kind=Kind.Q8_0)
+    rest = sorted(tmp_path.glob("parts-*.gguf"))[1:]
+    assert len(rest) > 1
+    file = GgufFile.open(first)
+    assert set(file.tensors) == set(whole.tensors)
+    assert file.block_types == ["Q8_0"]
+    for name in whole.tensors:
+        stored, wanted = file.read(name).float(), whole.read(name)
+        assert file.shape(name) == whole.shape(name)
+        assert float((stored - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
+    assert "Q8_0" in write_checkpoint(first, tmp_path)
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=r"name the first, \.\.\.-00001-of-"):
+        GgufFile.open(renamed)
+    content = rest[0].read_bytes()
+    for damaged, reason in (
+        (content[:-100], f"the last 100 bytes of {rest[0].name} are missing"),
+        (content[:40], "cannot be read as GGUF"),
+        (b"none", "is no part of a GGUF file"),
+        (rest[1].read_bytes(), f"{rest[0].name} is not part 2 of"),
+    ):
+        rest[0].write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=reason):
+            GgufFile.open(first)
+    rest[0].unlink()
+    with pytest.raises(CheckpointError, match=f"{rest[0].name} cannot be read: No such file"):
+        GgufFile.open(first)
+
+
 def test_damaged_files_are_refused(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     whole = write_gguf(checkpoints("llama"), tmp_path / "m.gguf").read_bytes()
     part = tmp_path / "part.gguf"
     for content, reason in (
-        (whole[:-100], "its last 100 bytes are missing"),
+        (whole[:-100], "the last 100 bytes of part.gguf are missing"),
         (whole[:5000], "cannot be read as GGUF"),
         (whole[:3], "cannot be read as GGUF"),
         (b"", "cannot be read as GGUF"),
