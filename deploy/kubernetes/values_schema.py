@@ -25,7 +25,7 @@ from server.settings import ServerSettings
 
 # Settings that other values of the chart decide.
 OWNED = (
-    *("port", "drain_timeout_s", "lora_root", "run_root"),
+    *("port", "drain_timeout_s", "data_dir", "lora_root", "run_root"),
     *("api_key", "api_key_file", "admin_key", "admin_key_file"),
     *("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "enable_ssl_refresh"),
@@ -121,6 +121,7 @@ def _how() -> dict[str, Schema]:
                 hungAfterSeconds=whole(10), periodSeconds=whole(1), timeoutSeconds=whole(1)
             ),
         ),
+        "data": closed(enabled=FLAG, storageClassName=NAME, size=QUANTITY),
         "cache": closed(
             persistence=closed(
                 enabled=FLAG,

@@ -7,6 +7,7 @@ Requests of other endpoints pass untouched.
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -105,14 +106,23 @@ class Keeper:
 async def _kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bytes:
     """Keep an answer, or say that it is not kept where nobody had asked for it."""
     answer: JsonObject = from_json(whole)
+    if await _is_kept(service, owner, keeping, answer):
+        return whole
+    return to_json(answer | {"store": False})
+
+
+async def _is_kept(
+    service: ResponseService, owner: str, keeping: Keeping, answer: JsonObject
+) -> bool:
+    """Keep an answer; whether that was possible. Raises where it was asked for."""
     try:
         await service.keep(owner, keeping, answer)
-    except (ServerError, OSError) as error:
+    except (ServerError, OSError, sqlite3.Error) as error:
         if keeping.store:
             raise
         logger.error("a response is not kept: %s", error)
-        return to_json(answer | {"store": False})
-    return whole
+        return False
+    return True
 
 
 async def _keeping_end(
@@ -122,6 +132,9 @@ async def _keeping_end(
     async with aclosing(frames):
         async for frame in frames:
             if frame.startswith(_ENDS):
-                event = from_json(frame.partition("\ndata: ")[2])
-                await service.keep(owner, keeping, event["response"])
+                head, data, text = frame.partition("\ndata: ")
+                event = from_json(text)
+                if not await _is_kept(service, owner, keeping, event["response"]):
+                    event["response"]["store"] = False
+                    frame = f"{head}{data}{to_json(event).decode()}\n\n"
             yield frame

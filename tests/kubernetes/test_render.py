@@ -17,7 +17,7 @@ from deploy.kubernetes.values_schema import OWNED
 from server.settings import ServerSettings
 from tests.kubernetes.api_schemas import NEWEST, problems
 from tests.kubernetes.chart import helm, notes, of_kind, refusal, render
-from tests.kubernetes.value_sets import ALL_ON, RAY, VALUE_SETS
+from tests.kubernetes.value_sets import ALL_ON, DATA, RAY, VALUE_SETS
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -38,6 +38,20 @@ def test_lint_finds_nothing(name: str) -> None:
     # We have no picture to show.
     assert [text for text in found if text != "icon is recommended"] == []
     assert report["errors"] == []
+
+
+def test_what_clients_leave_has_a_volume() -> None:
+    spec = of_kind(render(DATA), "StatefulSet")["spec"]
+    assert spec["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Retain"
+    (claim,) = spec["volumeClaimTemplates"]
+    assert (claim["metadata"]["name"], claim["spec"]["storageClassName"]) == ("data", "fast")
+    (container,) = spec["template"]["spec"]["containers"]
+    places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert str(variables["RBLN_SERVE_DATA_DIR"]).startswith(places["data"] + "/")
+    for change in ({"kind": "Deployment"}, {"replicas": 2}):
+        wrong = {**DATA, "workload": {**DATA["workload"], **change}}
+        assert "a store belongs to one server" in refusal(wrong)
 
 
 def test_the_check_itself_finds_what_is_wrong() -> None:

@@ -163,12 +163,18 @@ ALL_ON: Values = {
 POD_MONITOR: Values = {"metrics": {"podMonitor": {"enabled": True}, "rules": {"enabled": True}}}
 
 # Name -> values and the oldest Kubernetes whose schemas they are checked against.
+DATA: Values = {
+    "workload": {"kind": "StatefulSet", "replicas": 1},
+    "data": {"enabled": True, "size": "5Gi", "storageClassName": "fast"},
+}
+
 VALUE_SETS: dict[str, tuple[Values, str]] = {
     "defaults": ({}, "1.30"),
     "keys-tls": (KEYS, "1.30"),
     "plugin": (PLUGIN, "1.30"),
     "dra": (DRA, "1.34"),
     "stateful": (STATEFUL, "1.30"),
+    "data": (DATA, "1.30"),
     "keda": (KEDA, "1.30"),
     "hpa": (HPA, "1.30"),
     "ray": (RAY, "1.30"),

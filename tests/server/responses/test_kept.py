@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,6 +126,23 @@ async def test_beyond_the_quota_only_what_was_asked_for_fails(tmp_path: Path) ->
         assert "--max-responses-per-key" in refused.json()["error"]["message"]
         await service.client.delete(f"{PATH}/{kept[0]['id']}")
         assert (await create(service.client))["store"] is True
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_does_not_fail_for_want_of_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        monkeypatch.setattr(table, "insert", full)
+        answer = await service.client.post(PATH, json={"input": "x", "stream": stream})
+        last = answer.text.split("\n\n")[-2] if stream else answer.text
+        assert '"store":false' in last
+        assert "1 items" in last
+        refused = await service.client.post(PATH, json={"input": "x", "store": True})
+        assert refused.status_code == 500
 
 
 async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@
 {{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
 {{- end -}}
+{{- if and $v.data.enabled (or (ne $v.workload.kind "StatefulSet") (ne (int $v.workload.replicas) 1) (ne $v.autoscaling.kind "none")) -}}
+{{- fail "data.enabled needs workload.kind StatefulSet, workload.replicas 1 and autoscaling.kind none: a store belongs to one server, and no other knows what lies in it" -}}
+{{- end -}}
 {{- if and $v.cache.import.enabled (or (not $v.cache.import.file) (not $v.cache.import.volume)) -}}
 {{- fail "cache.import needs file, the bundle's path, and volume, where it lies" -}}
 {{- end -}}

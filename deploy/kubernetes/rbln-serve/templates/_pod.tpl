@@ -111,6 +111,9 @@ volumeMounts:
   {{- . | nindent 2 }}
   {{- end }}
   - {name: cache, mountPath: /cache, readOnly: {{ .Values.cache.readOnly }}}
+  {{- if .Values.data.enabled }}
+  - {name: data, mountPath: /data}
+  {{- end }}
 {{- end -}}
 
 {{- define "rbln-serve.podMetadata" -}}

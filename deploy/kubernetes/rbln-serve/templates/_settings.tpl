@@ -45,6 +45,9 @@
 {{- end }}
 - {name: RBLN_SERVE_PORT, value: "8000"}
 - {name: RBLN_SERVE_DRAIN_TIMEOUT_S, value: {{ .Values.shutdown.drainTimeoutSeconds | toString | quote }}}
+{{- if .Values.data.enabled }}
+- {name: RBLN_SERVE_DATA_DIR, value: /data/store}
+{{- end }}
 {{- if .Values.adapters.enabled }}
 - {name: RBLN_SERVE_LORA_ROOT, value: /adapters}
 {{- end }}
