@@ -210,6 +210,19 @@ class RblnConfig(BaseModel):
     """Decode steps between two prefill chunks while requests decode: 0 finishes prompts first
     (throughput), more keep streams smoother (time between tokens).
     """
+    verify_lengths: OptionalSizes = None
+    """With speculation, the tokens that a decode step can take of each request: its latest and the
+    drafts that are checked. The largest must be `num_speculative_tokens` and one; unset: powers of
+    two up to it.
+    """
+    verify_tokens: Number = 64
+    """Tokens of such a step at most, over all requests, and never more than a chunk: larger sizes
+    are not compiled.
+    """
+    share_drafts: Switch = False
+    """With the method `suffix`: finished answers are drafts for every API key, not for their own
+    alone.
+    """
     cache_root: Annotated[Directory, Env("VLLM_CACHE_ROOT")] = Field(
         "~/.cache/vllm", validate_default=True
     )

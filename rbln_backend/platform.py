@@ -24,7 +24,7 @@ from rbln_backend.unsupported import (
     MLA,
     SPARSE_ATTENTION,
 )
-from rbln_backend.vllm_compat.patches import inspect_models_here
+from rbln_backend.vllm_compat.patches import inspect_models_here, speculate_here
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,6 +151,7 @@ class RblnPlatform(Platform):
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         register_text_models()
         inspect_models_here()
+        speculate_here()
         if parser is not None:
             parser.set_defaults(
                 max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,

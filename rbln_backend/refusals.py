@@ -11,6 +11,7 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
+from rbln_backend.speculation.choice import DRAFT_METHODS
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
@@ -21,7 +22,10 @@ from rbln_backend.unsupported import (
     KV_TRANSFER,
     MULTIMODAL,
     QUANTIZATION,
-    SPECULATION,
+    SPECULATION_METHOD,
+    SPECULATION_ON_NPU,
+    SPECULATION_POOLING,
+    SPECULATION_RANKS,
     STATE_SPACE,
     UNEQUAL_HEADS,
     Feature,
@@ -46,11 +50,12 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
             or parallel.decode_context_parallel_size > 1,
-            SPECULATION: vllm_config.speculative_config is not None,
             KV_TRANSFER: vllm_config.kv_transfer_config is not None,
         }
     )
     model = model_config(vllm_config)
+    if vllm_config.speculative_config is not None:
+        _check_speculation(vllm_config, rbln)
     if model is not None:
         refuse_model(model)
         _check_text_alone(model, rbln)
@@ -63,6 +68,25 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Drafts from texts, checked by the ranks that compute the whole of a request's token."""
+    from rbln_backend.compiler.device import choose_device
+
+    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    model = model_config(vllm_config)
+    assert speculation is not None
+    if speculation.method not in DRAFT_METHODS:
+        raise SPECULATION_METHOD.refusal(f"method {speculation.method!r}")
+    refuse_first(
+        {
+            SPECULATION_ON_NPU: choose_device(rbln) == "rebel" or rbln.use_custom_kernel,
+            SPECULATION_POOLING: model is not None and model.runner_type == "pooling",
+            SPECULATION_RANKS: parallel.pipeline_parallel_size > 1
+            or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),
+        }
+    )
 
 
 def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:

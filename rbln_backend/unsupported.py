@@ -124,11 +124,29 @@ LORA_DTYPE = Feature(
     "whose op adds products to sums of one dtype",
     "drop --lora-dtype",
 )
-SPECULATION = Feature(
-    "speculative decoding",
-    "--speculative-config",
-    "whose decode graphs take one token per request",
+SPECULATION_METHOD = Feature(
+    "speculative decoding with this method",
+    "--speculative-config with a draft model, EAGLE, Medusa, MTP, ngram_gpu and others",
+    "whose drafts come from texts that are known already",
+    'use {"method": "ngram"} or {"method": "suffix"}',
+)
+SPECULATION_POOLING = Feature(
+    "speculative decoding of a model that pools",
+    "--speculative-config with --runner pooling",
+    "whose graphs of such a model make no tokens",
     "drop --speculative-config",
+)
+SPECULATION_RANKS = Feature(
+    "speculative decoding with pipeline stages or data-parallel experts",
+    "--speculative-config with --pipeline-parallel-size, or data-parallel experts",
+    "whose ranks agree on requests and chunks alone",
+    "use --tensor-parallel-size, or drop --speculative-config",
+)
+SPECULATION_ON_NPU = Feature(
+    "speculative decoding on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "--speculative-config",
+    "whose decode ops there are not known to write several tokens of a request across blocks",
+    "drop --speculative-config, or run it on the emulated device",
 )
 KV_TRANSFER = Feature(
     "KV transfer between engines",
@@ -247,7 +265,10 @@ FEATURES: tuple[Feature, ...] = (
     LORA_MODEL,
     LORA_TARGET,
     LORA_DTYPE,
-    SPECULATION,
+    SPECULATION_METHOD,
+    SPECULATION_POOLING,
+    SPECULATION_RANKS,
+    SPECULATION_ON_NPU,
     KV_DTYPE,
     KV_TRANSFER,
 )

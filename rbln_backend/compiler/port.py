@@ -29,6 +29,8 @@ class Phase(Enum):
     """One request, one chunk of prompt tokens: ``[1, bucket]`` in, ``[1, vocab]`` out."""
     DECODE = "decode"
     """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
+    VERIFY = "verify"
+    """As DECODE, with drafts: ``[bucket, length]`` in, ``[bucket * length, vocab]`` out."""
     LOGITS = "logits"
     """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
     POOLING = "pooling"
@@ -46,10 +48,12 @@ class GraphSpec:
 
     phase_name: str
     bucket: int
+    length: int = 1
+    """Tokens of each request, in VERIFY."""
 
     @classmethod
-    def of(cls, phase: Phase, bucket: int) -> GraphSpec:
-        return cls(phase.value, bucket)
+    def of(cls, phase: Phase, bucket: int, length: int = 1) -> GraphSpec:
+        return cls(phase.value, bucket, length)
 
     @property
     def phase(self) -> Phase:
@@ -63,10 +67,15 @@ class GraphSpec:
     @property
     def query_len(self) -> int:
         """Tokens per request and run."""
-        return self.bucket if self.phase.takes_chunk else 1
+        return self.bucket if self.phase.takes_chunk else self.length
+
+    @property
+    def size(self) -> str:
+        """The shape in words: ``8``, or ``8x4`` for 4 tokens of each of 8 requests."""
+        return str(self.bucket) if self.length == 1 else f"{self.bucket}x{self.length}"
 
     def __str__(self) -> str:
-        return f"{self.phase_name}-{self.bucket}"
+        return f"{self.phase_name}-{self.size}"
 
 
 class CompiledGraph(Protocol):

@@ -53,6 +53,8 @@ class KvLimits:
     """The device keeps windows in pages."""
     own_ops: bool = True
     """Attention is ours, which knows chunks of the context and values narrower than keys."""
+    checks_drafts: bool = False
+    """Tokens may be taken back, which a window that has slid cannot do."""
 
 
 def plan_specs(
@@ -61,14 +63,17 @@ def plan_specs(
     """Our spec for each attention layer that has a cache.
 
     Those of ``shared`` have it for others as well. A window would have moved on before those read
-    it, so they keep their whole context.
+    it, so they keep their whole context. So do all where drafts are checked: a draft that turns out
+    wrong would have cost a window its oldest token.
 
     Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
     layers meet a configuration that excludes them.
     """
     dense = {name: check_supported(name, spec) for name, spec in layers.items()}
     windows = {
-        name: None if name in shared else window_of(spec, limits.max_model_len)
+        name: None
+        if limits.checks_drafts or name in shared
+        else window_of(spec, limits.max_model_len)
         for name, spec in dense.items()
     }
     if not limits.own_ops:

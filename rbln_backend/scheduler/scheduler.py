@@ -11,8 +11,9 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import prefill_chunk_table
+from rbln_backend.bucketing.verify import NO_DRAFTS
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.parallel.stages import decode_buckets
+from rbln_backend.parallel.stages import decode_buckets, verify_table
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import Background, background_last, is_background
 from rbln_backend.scheduler.constraints import (
@@ -78,6 +79,7 @@ class RblnScheduler(Scheduler):
         self._background = Background(decode_buckets(vllm_config), board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
+        self._verify = verify_table(vllm_config)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -188,6 +190,7 @@ class RblnScheduler(Scheduler):
             self._held_back(self._without_adapter_room()),
             self._narrowed(prefilling, hidden, max_running=1),
             self._cut(prefilling),
+            self._without_drafts(),
         ):
             output = super().schedule(throttle_prefills)
         admitted = len(output.num_scheduled_tokens)
@@ -201,12 +204,37 @@ class RblnScheduler(Scheduler):
         if self._background.is_there(self.requests):
             decoding, parked = self._background.rows(decoding)
             hidden = parked + hidden
+        self._cut_drafts(decoding)
         share = decode_share(len(decoding), self.max_num_running_reqs, self._stages)
         with (
             self._narrowed(decoding, hidden, max_running=len(decoding)),
             self._at_most(share if self._stages > 1 else None),
         ):
             return super().schedule(throttle_prefills)
+
+    def _cut_drafts(self, decoding: Sequence[Request]) -> None:
+        """Keep of each request's drafts what a compiled step takes, none where blocks are few.
+
+        A draft must not take a block for which another request would be preempted.
+        """
+        if self._verify is NO_DRAFTS or not decoding:
+            return
+        longest = self._verify.longest(len(decoding))
+        # What a request's tokens may need of each group.
+        each = (1 + longest // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
+        if self.kv_cache_manager.block_pool.get_num_free_blocks() < len(decoding) * each:
+            longest = 1
+        for request in decoding:
+            del request.spec_token_ids[longest - 1 :]
+
+    @contextmanager
+    def _without_drafts(self) -> Iterator[None]:
+        """Let upstream not fill the only token of a request that comes in up with drafts."""
+        drafts, self.num_spec_tokens = self.num_spec_tokens, 0
+        try:
+            yield
+        finally:
+            self.num_spec_tokens = drafts
 
     def _without_adapter_room(self) -> list[Request]:
         """Waiting requests whose adapters would be too many beside those of all that run.

@@ -23,6 +23,8 @@ from scheduler to workers and the runner's own tables are there to be written, a
 | `vllm.v1.request.Request._block_hasher` | `rbln_backend/scheduler/prefix_reuse.py`, engine process | hashes are of whole blocks, and know an adapter by its name alone | vLLM's own hasher with another unit; all hashes are made anew at once | the engine's hash unit is a setting, and hashes know the load of an adapter |
 | `vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.lora_a_stacked`, `vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.lora_b_stacked`, `vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA.output_slices` | `rbln_backend/lora/model_manager.py`, worker processes | adapters lie in vLLM's layout and are packed anew for each step | only ``RblnPunicaWrapper`` reads them | vLLM asks the platform for a layer's slots |
 | `vllm.model_executor.models.registry._run_in_subprocess` | ``inspect_models_here``, every process that reads flags | what a model class can do is looked up in a new Python, which imports vLLM again: six seconds for every model that a cache root has not seen | it is there to keep CUDA uninitialised, and there is none; the engine's process imports the class anyway | the platform may say where it happens |
+| `vllm.config.speculative.has_arctic_inference` | ``speculate_here``, every process that reads flags | ``--speculative-config '{"method": "suffix"}'`` is refused without the package arctic-inference | only the check is passed: drafts of that name are our own (`rbln_backend/speculation/suffix.py`), and nothing imports the package | vLLM leaves the check to who makes the drafts |
+| `vllm.sampling_params.SamplingParams._validate_spec_decode` | ``speculate_here``, every process that reads flags | requests with ``min_p`` or ``logit_bias`` are refused by an engine that speculates | drafts are sampled place by place by the ordinary sampler (`rbln_backend/worker/drafts/verification.py`), which knows both | vLLM's rejection sampler knows them, or the platform is asked |
 | vLLM's own change of ``torch._inductor.lowering.FALLBACK_ALLOW_LIST`` is not made | `server/vllm/importing.py`, API process and fork server | ``import vllm`` imports Inductor's lowerings for it: 140 modules, 0.7 CPU seconds per process | nothing here is compiled by Inductor, and vLLM skips the change where the import fails | vLLM makes the change when Inductor is imported |
 """  # noqa: E501
 
@@ -43,6 +45,15 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = _call
 
 
+def speculate_here() -> None:
+    """Let vLLM take whatever our drafts and our sampling of them know; idempotent."""
+    from vllm.config import speculative
+    from vllm.sampling_params import SamplingParams
+
+    SamplingParams._validate_spec_decode = _accept  # type: ignore[assignment, method-assign]
+    speculative.has_arctic_inference = _yes  # type: ignore[attr-defined]
+
+
 def apply_patches() -> None:
     """Apply the ledger's patches of this process; idempotent."""
     if torch.accelerator.is_available():
@@ -53,6 +64,14 @@ def apply_patches() -> None:
 
 def _nothing_to_empty() -> None:
     """Stand in for a cache that does not exist."""
+
+
+def _accept(*_: object) -> None:
+    """Refuse nothing."""
+
+
+def _yes() -> bool:
+    return True
 
 
 def _call(fn: Callable[[], _T]) -> _T:

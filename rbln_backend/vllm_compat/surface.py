@@ -59,6 +59,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
 from vllm.tasks import PoolingTask
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -116,6 +117,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
+    LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
@@ -187,6 +190,7 @@ __all__ = [
     "DeepseekScalingRotaryEmbedding",
     "DeviceCommunicatorBase",
     "DispatchPooler",
+    "DraftTokenIds",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "Executor",
@@ -211,6 +215,7 @@ __all__ = [
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "LogitBiasLogitsProcessor",
+    "LogprobsLists",
     "LogprobsTensors",
     "MLAAttentionSpec",
     "MambaSpec",
@@ -235,6 +240,7 @@ __all__ = [
     "Sampler",
     "SamplerOutput",
     "SamplingMetadata",
+    "SamplingParams",
     "Scheduler",
     "SchedulerOutput",
     "SequencePooler",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,12 +27,11 @@ from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
-from rbln_backend.parallel.stages import largest_decode
+from rbln_backend.parallel.stages import largest_decode, verify_table
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.store.artifacts import ArtifactStore, graph_store
 from rbln_backend.vllm_compat.surface import (
     InputBatch,
     KVCacheConfig,
@@ -41,6 +41,8 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
     set_forward_context,
 )
+from rbln_backend.worker.drafts.drafting import make_drafting
+from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.graphs.functions import GraphFunction
@@ -51,7 +53,7 @@ from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
-from rbln_backend.worker.startup.store_metrics import report_store_size, store_event_recorder
+from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.step.agreement import DataRanks, SoleRank, StepAgreement
@@ -137,6 +139,7 @@ class EngineBuild:
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, self._groups, encoder_layers),
+            verify=verify_table(config),
             has_adapters=parts.adapters is not None,
             masked_ranks=self._agreement.ranks if masks_tokens else 0,
             handed=None
@@ -144,7 +147,7 @@ class EngineBuild:
             else partial(handed_buffers, parts.model, dtype),
         )
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
-        self._store = _artifact_store(rbln, parts.board)
+        self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._usage = self._open_usage(tables)
         self._sizes = self._open_sizes()
@@ -202,7 +205,7 @@ class EngineBuild:
 
     def _requests(self) -> list[GraphRequest]:
         has_logits = self._generates and self._stage.part.is_last
-        specs = plan(self._graphs.tables, has_logits=has_logits)
+        specs = plan(self._graphs.tables, self._graphs.verify, has_logits=has_logits)
         return [self._request(spec) for spec in specs]
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
@@ -315,11 +318,14 @@ class EngineBuild:
         sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else Sampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
+        board = self._parts.board.only_if(self._parts.place.replies)
         return RblnModelRunner(
             steps=steps,
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
-            grammar_mask=GrammarMask(self._parts.board.only_if(self._parts.place.replies)),
+            grammar_mask=GrammarMask(board),
+            verification=Verification(sampler, batches, self._graphs.verify, board),
+            drafting=make_drafting(config, batches, replies=self._parts.place.replies),
         )
 
     def _step_metrics(self) -> StepMetrics:
@@ -347,9 +353,17 @@ class EngineBuild:
             max_num_blocks_per_req=[group.width for group in self._groups],
             is_pooling_model=not self._generates,
             logitsprocs=build_logitsprocs(
-                config, device, False, False, config.model_config.logits_processors or ()
+                *(_without_speculation(config), device, False, False),
+                config.model_config.logits_processors or (),
             ),
         )
+
+
+def _without_speculation(config: VllmConfig) -> VllmConfig:
+    """With it, vLLM leaves processors out that its own sampling of drafts does not know."""
+    plain = copy.copy(config)
+    plain.speculative_config = None
+    return plain
 
 
 def _capture_workers(parts: EngineParts) -> int:
@@ -383,17 +397,3 @@ def _encoder_layers(parts: EngineParts) -> list[str]:
             " serve it with --runner pooling"
         )
     return names
-
-
-def _artifact_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
-    record = store_event_recorder(board)
-    if rbln.disable_compile_cache:
-        board.counter("rbln_compile_cache_requests_total", result="bypass").inc()
-        return None
-    return ArtifactStore(
-        graph_store(Path(rbln.cache_root)),
-        max_bytes=rbln.cache_max_bytes,
-        read_only=rbln.cache_read_only,
-        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
-        on_event=record,
-    )

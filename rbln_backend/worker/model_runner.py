@@ -13,15 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rbln_backend.compiler.port import Phase
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    DraftTokenIds,
     GrammarOutput,
+    LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
     Sampler,
-    SamplerOutput,
     SchedulerOutput,
 )
+from rbln_backend.worker.drafts.drafting import Drafting
+from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.step.batches import StepWork
 from rbln_backend.worker.step.grammar_mask import GrammarMask
 from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
@@ -34,8 +38,8 @@ class _PendingStep(NamedTuple):
     scheduled: SchedulerOutput
     work: StepWork
     logits: Tensor
-    """[num_reqs, V]; the padded rows are already cut off. Of no use in a chunk that is not the
-    last of its prompt."""
+    """[num_reqs, V], or [num_tokens, V] where drafts are checked; padded rows are already cut off.
+    Of no use in a chunk that is not the last of its prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
 
 
@@ -49,10 +53,14 @@ class RblnModelRunner:
         sampler: Sampler,
         prompt_logprobs: PromptLogprobs,
         grammar_mask: GrammarMask,
+        verification: Verification,
+        drafting: Drafting,
     ) -> None:
         self._steps = steps
         self._batches = steps.batches
         self._sampler = sampler
+        self._verification = verification
+        self._drafting = drafting
         self._prompt_logprobs = prompt_logprobs
         self._grammar_mask = grammar_mask
         self._pending: _PendingStep | None = None
@@ -64,12 +72,13 @@ class RblnModelRunner:
         It has it for every step that ran something: with several steps under way, an engine takes
         results from there alone.
         """
+        self._drafting.forget(scheduled)
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         work, (logits, *rest) = result
         prompt_logprobs = self._collect_prompt_logprobs(work, rest[0] if rest else None)
-        self._pending = _PendingStep(scheduled, work, logits[: work.num_reqs], prompt_logprobs)
+        self._pending = _PendingStep(scheduled, work, _real_rows(work, logits), prompt_logprobs)
         return None
 
     @torch.inference_mode()
@@ -88,10 +97,24 @@ class RblnModelRunner:
             return _without_tokens(work, pending.prompt_logprobs)
         if grammar is not None:
             logits = self._grammar_mask.apply(pending.scheduled, grammar, work.batch, logits)
+        token_ids, logprobs = self._sample(work, logits)
+        self._drafting.note(work, token_ids)
+        return _with_tokens(work, token_ids, logprobs, pending.prompt_logprobs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What may follow the tokens of the latest step; None where there is nothing to say."""
+        return self._drafting.take()
+
+    def _sample(
+        self, work: StepWork, logits: Tensor
+    ) -> tuple[list[list[int]], LogprobsLists | None]:
+        if work.phase is Phase.VERIFY:
+            return self._verification.sample(work, logits)
         sampled = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
         self._batches.record(work, token_ids)
-        return _with_tokens(work, token_ids, sampled, pending.prompt_logprobs)
+        logprobs = sampled.logprobs_tensors
+        return token_ids, logprobs.tolists() if logprobs is not None else None
 
     def _collect_prompt_logprobs(
         self, work: StepWork, hidden: Tensor | None
@@ -109,6 +132,13 @@ class RblnModelRunner:
         return collected
 
 
+def _real_rows(work: StepWork, logits: Tensor) -> Tensor:
+    """logits [bucket, V] or [bucket, length, V] without the padding, request by request."""
+    if work.phase is not Phase.VERIFY:
+        return logits[: work.num_reqs]
+    return torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in enumerate(work.drafts)])
+
+
 def _without_tokens(
     work: StepWork, prompt_logprobs: dict[str, LogprobsTensors | None]
 ) -> ModelRunnerOutput:
@@ -123,14 +153,13 @@ def _without_tokens(
 def _with_tokens(
     work: StepWork,
     token_ids: list[list[int]],
-    sampled: SamplerOutput,
+    logprobs: LogprobsLists | None,
     prompt_logprobs: dict[str, LogprobsTensors | None],
 ) -> ModelRunnerOutput:
-    logprobs = sampled.logprobs_tensors
     return ModelRunnerOutput(
         req_ids=list(work.batch.req_ids),
         req_id_to_index=dict(work.batch.req_id_to_index),
         sampled_token_ids=token_ids,
-        logprobs=logprobs.tolists() if logprobs is not None else None,
+        logprobs=logprobs,
         prompt_logprobs_dict=prompt_logprobs,
     )

@@ -46,6 +46,7 @@ from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     BaseModelLoader,
     CompilationTimes,
+    DraftTokenIds,
     GrammarOutput,
     KVCacheConfig,
     KVCacheSpec,
@@ -63,6 +64,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
+from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
 from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.kernel_start import start_kernels
@@ -86,7 +88,6 @@ if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
 
 logger = init_logger(__name__)
-
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -266,10 +267,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if find_npu(self._rbln) is not None:
             check_num_blocks(kv_cache_config.num_blocks)
         parts = EngineParts(
-            vllm_config=self.vllm_config,
-            rbln=self._rbln,
-            model=self.get_model(),
-            compiler=self._compiler,
+            *(self.vllm_config, self._rbln, self.get_model(), self._compiler),
             attention_layers=self._attention_layers(),
             board=self._board,
             place=self._place,
@@ -332,8 +330,10 @@ class RblnWorker(AdapterCalls, WorkerBase):
             return ("generate",)
         return pooling_tasks(self.get_model())
 
-    def take_draft_token_ids(self) -> None:
-        return None
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Asked only of an engine that speculates; see ``worker.drafts.drafting``."""
+        assert isinstance(self._runner, RblnModelRunner)
+        return self._runner.take_draft_token_ids()
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
         """Start or stop a profile; raises ``ConfigError`` unless RBLN_PROFILER was set."""

@@ -62,8 +62,8 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             "--structured-outputs-config.backend must be auto or xgrammar",
         ),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding",
+            {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+            "speculative decoding with this method",
         ),
     ],
 )

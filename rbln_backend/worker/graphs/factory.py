@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec
+from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
@@ -63,6 +63,8 @@ def graph_key(
         "phase": spec.phase_name,
         "bucket": spec.bucket,
     }
+    if spec.phase is Phase.VERIFY:
+        own["length"] = spec.length
     return CacheKey({**fields, **own})
 
 

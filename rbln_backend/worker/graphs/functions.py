@@ -75,7 +75,7 @@ def _pooling(forward: _Forward) -> GraphFunction:
 
 def _decode(model: Any, forward: _Forward) -> GraphFunction:
     def decode(*inputs: Tensor) -> tuple[Tensor]:
-        """[B, 1], [B, 1] -> logits [B, V]."""
+        """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
         return (model.compute_logits(forward(*inputs)),)
 
     return decode

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.compiler.port import GraphSpec, Phase
 
 # Rows of one run of the LM head alone, for prompt logprobs. Prompts are cut into pieces of this
@@ -12,12 +13,16 @@ from rbln_backend.compiler.port import GraphSpec, Phase
 LOGITS_ROWS = 32
 
 
-def plan(tables: Mapping[Phase, BucketTable], *, has_logits: bool) -> list[GraphSpec]:
+def plan(
+    tables: Mapping[Phase, BucketTable], verify: VerifyTable = NO_DRAFTS, *, has_logits: bool
+) -> list[GraphSpec]:
     """Every graph, smallest first within a phase: memory trouble shows before the long compiles.
 
-    ``has_logits``: the model generates text (False for pooling models).
+    ``verify``: the steps that check drafts. ``has_logits``: the model generates text (False for
+    pooling models).
     """
     specs = [GraphSpec.of(phase, size) for phase, table in tables.items() for size in table]
+    specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
     return specs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rbln_backend.config import RblnConfig
+from rbln_backend.parallel.stages import verify_table
 from rbln_backend.reporting.start_costs import StartCosts
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.graphs.warmup_plan import plan
@@ -19,7 +20,8 @@ class StartEstimate:
     def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
         """Raises ``BucketError``."""
         model, parallel = config.model_config, config.parallel_config
-        graphs = plan(bucket_tables(config, rbln), has_logits=generates(config))
+        tables, verify = bucket_tables(config, rbln), verify_table(config)
+        graphs = plan(tables, verify, has_logits=generates(config))
         self._sizes = (
             _weight_bytes(Path(model.model)) // parallel.world_size,
             len(graphs),

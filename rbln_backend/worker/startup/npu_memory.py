@@ -12,6 +12,7 @@ from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.errors import DeviceMemoryError
 from rbln_backend.kv_cache.layout import MIB
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
+from rbln_backend.parallel.stages import verify_table
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
 from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.startup.preflight import bucket_tables, generates
@@ -21,7 +22,8 @@ from rbln_backend.worker.startup.skeleton import weight_bytes
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
     """The memory of one rank of the engine that ``config`` describes."""
     rbln = configured(config)
-    graphs = plan(bucket_tables(config, rbln), has_logits=generates(config))
+    tables, verify = bucket_tables(config, rbln), verify_table(config)
+    graphs = plan(tables, verify, has_logits=generates(config))
     return RankMemory(
         npu,
         devices=rbln.num_devices_per_local_rank,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.compiler.device import Device, choose_device, find_npu
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.sdk.limits import check_windows
@@ -20,7 +21,7 @@ from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.moe.layers import install_expert_layers
-from rbln_backend.parallel.stages import largest_decode
+from rbln_backend.parallel.stages import largest_decode, verify_table
 from rbln_backend.reporting.model_report import CacheGroup
 from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
@@ -48,13 +49,14 @@ class Preflight:
     rbln: RblnConfig
     device: Device
     tables: Mapping[Phase, BucketTable]
+    verify: VerifyTable
     skeleton: Skeleton
     specs: LayerSpecs
 
     @property
     def graphs(self) -> list[GraphSpec]:
         """Every graph that a start loads or compiles."""
-        return plan(self.tables, has_logits=generates(self.config))
+        return plan(self.tables, self.verify, has_logits=generates(self.config))
 
 
 def prepare(config: VllmConfig) -> Preflight:
@@ -77,7 +79,7 @@ def prepare(config: VllmConfig) -> Preflight:
     with _process_groups(whole):
         skeleton = Skeleton(whole)
         specs = check_layers(skeleton, whole, rbln)
-    return Preflight(config, rbln, device, tables, skeleton, specs)
+    return Preflight(config, rbln, device, tables, verify_table(config), skeleton, specs)
 
 
 def _of_one_rank(config: VllmConfig) -> VllmConfig:
@@ -167,6 +169,7 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
         appends_windows=npu is not None and npu.appends_windows,
         own_ops=npu is None and not rbln.use_custom_kernel,
+        checks_drafts=config.speculative_config is not None,
     )
 
 

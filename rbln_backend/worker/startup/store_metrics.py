@@ -1,11 +1,13 @@
-"""Artifact store events as metrics."""
+"""The artifact store of a rank, with its events as metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+from rbln_backend.config import RblnConfig
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
+from rbln_backend.store.artifacts import ArtifactStore, StoreEvent, graph_store
 
 _REQUESTS = frozenset(("hit", "miss", "corrupt"))
 _WRITES = frozenset(("stored", "failed", "read_only"))
@@ -36,3 +38,18 @@ def report_store_size(board: MetricsBoard, store: ArtifactStore) -> None:
     """Entries and bytes now; called when warm-up has filled the store."""
     board.gauge("rbln_compile_cache_entries").set(len(store.entries()))
     board.gauge("rbln_compile_cache_size_bytes").set(store.size_bytes())
+
+
+def open_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
+    """The store of compiled graphs, None where none is to be used."""
+    record = store_event_recorder(board)
+    if rbln.disable_compile_cache:
+        board.counter("rbln_compile_cache_requests_total", result="bypass").inc()
+        return None
+    return ArtifactStore(
+        graph_store(Path(rbln.cache_root)),
+        max_bytes=rbln.cache_max_bytes,
+        read_only=rbln.cache_read_only,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
+        on_event=record,
+    )

@@ -29,6 +29,8 @@ class Round(NamedTuple):
     """What the bucket is chosen by: tokens of a chunk or requests, of the rank that has most."""
     counts: tuple[int, ...]
     """The same of each rank; 0 of those that only take part."""
+    length: int = 1
+    """Tokens of each request, in a step that checks drafts."""
 
 
 class StepAgreement(Protocol):
@@ -49,7 +51,7 @@ class SoleRank:
 
     def rounds(self, work: StepWork | None) -> Sequence[Round]:
         """As ``StepAgreement``."""
-        return () if work is None else (Round(work.phase, work.size, (work.size,)),)
+        return () if work is None else (Round(work.phase, work.size, (work.size,), work.length),)
 
 
 class DataRanks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,17 @@ class StepWork:
     batch: InputBatch
     num_reqs: int
     num_tokens: int
-    """Tokens of the step: the chunk's length in prefill, ``num_reqs`` in decode."""
+    """Tokens of the step: the chunk's length in prefill, ``num_reqs`` in decode, with drafts more.
+    """
     samples: bool
     """False for a chunk that is not the last of its prompt: it produces no token."""
+    drafts: Sequence[Sequence[int]] = ()
+    """The drafts of each request, in batch order; empty where none are checked."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request that has most drafts, its latest one included."""
+        return 1 + max(map(len, self.drafts), default=0)
 
     @property
     def size(self) -> int:
@@ -69,22 +77,26 @@ class RequestBatches:
         batch = self._prefill if phase.takes_chunk else self._decode
         self._admit(batch, scheduled)
         num_tokens = scheduled.total_num_scheduled_tokens
-        return StepWork(phase, batch, batch.num_reqs, num_tokens, self._samples(scheduled, phase))
+        samples = self._samples(scheduled, phase)
+        drafted = scheduled.scheduled_spec_decode_tokens
+        drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
+        return StepWork(phase, batch, batch.num_reqs, num_tokens, samples, drafts)
 
     def adapter_ids(self) -> set[int]:
         """The adapters of the requests that are in a batch."""
         both = (self._prefill, self._decode)
         return {number for batch in both for number in batch.lora_id_to_lora_request}
 
-    def record(self, work: StepWork, token_ids: list[list[int]]) -> None:
-        """Append the sampled tokens ``[num_reqs][1]`` to the requests of the step."""
+    def record(self, work: StepWork, token_ids: Sequence[Sequence[int]]) -> None:
+        """Append the tokens sampled for each request to the requests of the step."""
         batch = work.batch
-        for row, (request_id, (token,)) in enumerate(zip(batch.req_ids, token_ids, strict=True)):
+        for row, (request_id, tokens) in enumerate(zip(batch.req_ids, token_ids, strict=True)):
             request = self.requests[request_id]
-            end = request.num_tokens
-            batch.token_ids_cpu[row, end] = token
-            batch.num_tokens_no_spec[row] = end + 1
-            request.output_token_ids.append(token)
+            for token in tokens:
+                end = request.num_tokens
+                batch.token_ids_cpu[row, end] = token
+                batch.num_tokens_no_spec[row] = end + 1
+                request.output_token_ids.append(token)
 
     def _update_cached(self, scheduled: SchedulerOutput) -> None:
         cached = scheduled.scheduled_cached_reqs
@@ -135,6 +147,8 @@ class RequestBatches:
     def _phase(self, scheduled: SchedulerOutput) -> Phase | None:
         if not scheduled.num_scheduled_tokens:
             return None
+        if scheduled.scheduled_spec_decode_tokens:
+            return Phase.VERIFY
         if len(scheduled.num_scheduled_tokens) > 1:
             # Only decode steps have several requests.
             return Phase.DECODE
@@ -173,7 +187,7 @@ class RequestBatches:
         batch.refresh_metadata()
 
     def _samples(self, scheduled: SchedulerOutput, phase: Phase) -> bool:
-        if phase is Phase.DECODE:
+        if not phase.takes_chunk:
             return True
         ((request_id, count),) = scheduled.num_scheduled_tokens.items()
         request = self.requests[request_id]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import plan
@@ -29,9 +30,10 @@ class GraphSet:
     """Bucket tables, one set of buffers per graph, and the dispatch."""
 
     tables: Mapping[Phase, BucketTable]
+    verify: VerifyTable
     inputs: Mapping[GraphSpec, StepInputs]
     dispatch: GraphDispatch
-    _selected: dict[tuple[Phase, int], StepGraph] = field(default_factory=dict)
+    _selected: dict[tuple[Phase, int, int], StepGraph] = field(default_factory=dict)
 
     @classmethod
     def allocate(
@@ -41,11 +43,12 @@ class GraphSet:
         groups: Sequence[KvGroup],
         encoder_layers: Sequence[str] = (),
         *,
+        verify: VerifyTable = NO_DRAFTS,
         has_adapters: bool = False,
         masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> GraphSet:
-        """Buffers for every chunk and bucket; for the rest see ``StepInputs.allocate``."""
+        """Buffers for every chunk, bucket and length; for the rest see ``StepInputs.allocate``."""
         inputs = {
             spec: StepInputs.allocate(
                 *(spec, groups, encoder_layers),
@@ -53,18 +56,26 @@ class GraphSet:
                 masked_ranks=masked_ranks,
                 handed=handed,
             )
-            for spec in plan(tables, has_logits=False)
+            for spec in plan(tables, verify, has_logits=False)
         }
-        return cls(tables, inputs, dispatch)
+        return cls(tables, verify, inputs, dispatch)
 
-    def select(self, phase: Phase, size: int) -> StepGraph:
-        """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests."""
-        selected = self._selected.get((phase, size))
+    def select(self, phase: Phase, size: int, length: int = 1) -> StepGraph:
+        """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests.
+
+        ``length``: the tokens of each request, in VERIFY.
+        """
+        selected = self._selected.get((phase, size, length))
         if selected is None:
-            spec = GraphSpec.of(phase, self.tables[phase].find(size))
+            spec = self._spec(phase, size, length)
             selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
-            self._selected[(phase, size)] = selected
+            self._selected[(phase, size, length)] = selected
         return selected
+
+    def _spec(self, phase: Phase, size: int, length: int) -> GraphSpec:
+        if phase is Phase.VERIFY:
+            return GraphSpec.of(phase, *self.verify.find(size, length))
+        return GraphSpec.of(phase, self.tables[phase].find(size))
 
     def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
         """Select among the graphs of ``tables`` alone; their largest sizes are those of all."""
@@ -73,7 +84,7 @@ class GraphSet:
             for size in range(1, table.largest + 1):
                 spec = GraphSpec.of(phase, table.find(size))
                 step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
-                self._selected[(phase, size)] = step
+                self._selected[(phase, size, 1)] = step
 
     def exchange(self, graph: CompiledGraph) -> None:
         """Put ``graph`` in the place of the one of its spec."""

@@ -121,6 +121,29 @@ class StepInputs:
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill_decode(num_computed, rows)
 
+    def fill_verify(
+        self,
+        token_ids: IntArray,
+        counts: IntArray,
+        num_computed: IntArray,
+        block_rows: Sequence[IntArray],
+    ) -> None:
+        """The latest token and the drafts of each of n <= B requests; the rest becomes padding.
+
+        ``token_ids`` [n, L], of which ``counts`` [n] are real; ``num_computed`` [n]; ``block_rows``
+        by group [n, ...].
+        """
+        rows, places = len(counts), np.arange(self.spec.query_len)
+        real = places < counts[:, None]
+        self.token_ids[:rows] = np.where(real, token_ids, 0)
+        self.positions[:rows] = np.where(real, num_computed[:, None] + places, 0)
+        self.token_ids[rows:] = 0
+        self.positions[rows:] = 0
+        # A graph writes all its query rows: padding goes where later tokens of the request will
+        # or, as vLLM ends a row of blocks in zeros, to the null block.
+        for group, blocks in zip(self.groups, block_rows, strict=True):
+            group.fill_decode(num_computed, blocks)
+
     def fill_idle(self) -> None:
         """Nothing but padding: every row goes to the null block and to no adapter."""
         for whole in (self.token_ids, self.positions, self.token_indices):
@@ -131,8 +154,9 @@ class StepInputs:
                 tensor.zero_()
 
     def fill_mask(self, counts: Sequence[int]) -> None:
-        """The first ``counts[r]`` rows of rank r are tokens."""
-        for rows, count in zip(self.tokens_mask, counts, strict=False):
+        """The rows of the first ``counts[r]`` tokens or requests of rank r are tokens."""
+        for rows, number in zip(self.tokens_mask, counts, strict=False):
+            count = number * self.spec.length
             rows[:count] = 1.0
             rows[count:] = 0.0
 

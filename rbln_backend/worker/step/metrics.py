@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
 from rbln_backend.reporting.stats import MetricsBoard
@@ -15,6 +15,7 @@ from rbln_backend.worker.step.usage_recorder import UsageRecorder
 class _Series:
     phase: str
     takes_chunk: bool
+    is_tuned: bool
     bucket: int
     batch_size: int
     cells: StepCells
@@ -49,12 +50,14 @@ class StepMetrics:
         self._latest = (specs[0], self._series[specs[0]]) if specs else None
 
     def _declare(self, spec: GraphSpec) -> _Series:
-        labels = {"phase": spec.phase_name, "bucket": str(spec.bucket)}
+        labels = {"phase": spec.phase_name, "bucket": spec.size}
         is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
             phase=spec.phase_name,
             takes_chunk=is_prefill,
+            # Whether drafts are checked is chosen step by step: it says nothing of buckets.
+            is_tuned=spec.phase is not Phase.VERIFY,
             bucket=spec.bucket,
             batch_size=spec.batch_size,
             cells=StepCells(
@@ -82,7 +85,7 @@ class StepMetrics:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
-        if num_reqs:
+        if num_reqs and series.is_tuned:
             size = num_tokens if series.takes_chunk else num_reqs
             if self._usage is not None:
                 self._usage.note(series.phase, size, series.bucket, seconds)

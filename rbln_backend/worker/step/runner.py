@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from rbln_backend.compiler.port import Phase
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
@@ -24,7 +25,10 @@ _ROWS = np.arange(1 << 16)
 
 
 class StepResult(NamedTuple):
-    """What ran, and the graph's outputs; the next run may overwrite them."""
+    """What ran, and the graph's outputs; the next run may overwrite them.
+
+    Logits are [bucket, V], or [bucket, length, V] where drafts are checked.
+    """
 
     work: StepWork
     outputs: tuple[Tensor, ...]
@@ -83,7 +87,7 @@ class StepRunner:
         return own
 
     def _run_own(self, step_round: Round, work: StepWork) -> tuple[Tensor, ...]:
-        step = self._graphs.select(step_round.phase, step_round.size)
+        step = self._graphs.select(step_round.phase, step_round.size, step_round.length)
         self._fill(step.inputs, work)
         self._adapters.fill(step.inputs, work)
         step.inputs.fill_mask(step_round.counts)
@@ -91,6 +95,8 @@ class StepRunner:
         outputs = self._run(step, work.num_reqs, work.num_tokens)
         # The next stage orders its rows likewise.
         self._stage.hand_on(outputs)
+        if work.phase is Phase.VERIFY:
+            return tuple(output.unflatten(0, (-1, step.spec.length)) for output in outputs)
         return outputs if work.phase.takes_chunk else self._rows.restore(outputs)
 
     def _run_padding(self, step_round: Round) -> None:
@@ -122,4 +128,17 @@ class StepRunner:
         num_computed = batch.num_computed_tokens_cpu[:count]
         tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
         rows = DecodeRows(tokens, num_computed, [table[:count] for table in tables])
+        if work.phase is Phase.VERIFY:
+            _fill_verify(inputs, work, rows)
+            return
         inputs.fill_decode(*self._rows.arrange(rows, inputs.spec.bucket))
+
+
+def _fill_verify(inputs: StepInputs, work: StepWork, rows: DecodeRows) -> None:
+    """The drafts of each request follow its latest token; rows stay as scheduled."""
+    counts = np.fromiter((1 + len(drafts) for drafts in work.drafts), dtype=np.int64)
+    tokens = np.zeros((len(counts), inputs.spec.query_len), dtype=np.int64)
+    tokens[:, 0] = rows.token_ids
+    for row, drafts in zip(tokens, work.drafts, strict=True):
+        row[1 : 1 + len(drafts)] = drafts
+    inputs.fill_verify(tokens, counts, rows.num_computed, rows.block_rows)

@@ -30,14 +30,18 @@ class GreedySampler(Sampler):
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
     ) -> SamplerOutput:
-        if sampling_metadata is not self._seen:
-            # A batch keeps its metadata until a request joins or leaves.
-            self._seen = sampling_metadata
-            self._is_plain = _asks_for_largest(sampling_metadata)
-        if not self._is_plain or args or options or _is_biased(sampling_metadata):
+        if args or options or not self.takes_largest(sampling_metadata):
             return super().forward(logits, sampling_metadata, *args, **options)
         sampled = torch.ops.rbln_emulator.greedy(logits)
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+
+    def takes_largest(self, metadata: SamplingMetadata) -> bool:
+        """Whether a token is that of its row's largest logit, whatever was sampled before."""
+        if metadata is not self._seen:
+            # A batch keeps its metadata until a request joins or leaves.
+            self._seen = metadata
+            self._is_plain = _asks_for_largest(metadata)
+        return self._is_plain and not _is_biased(metadata)
 
 
 def _asks_for_largest(metadata: SamplingMetadata) -> bool:

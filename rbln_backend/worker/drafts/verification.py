@@ -1,0 +1,165 @@
+"""Samples the tokens of a step that checks drafts: those that steps of one token would give.
+
+A draft is right if it is what would be sampled in its place. Greedy tokens are looked up for all
+places at once. Where a token depends on those before it (penalties, a generator's state), place
+after place is sampled as a step of its own, for the requests whose drafts were right so far: a
+request's generator advances once for each of its tokens and for no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rbln_backend.bucketing.verify import VerifyTable
+from rbln_backend.reporting.draft_counts import DraftCounts
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.vllm_compat.surface import (
+    LogprobsLists,
+    LogprobsTensors,
+    Sampler,
+    SamplerOutput,
+    SamplingMetadata,
+)
+from rbln_backend.worker.step.batches import RequestBatches, StepWork
+from rbln_backend.worker.step.sampler import GreedySampler
+
+
+class Sampled(NamedTuple):
+    """What a step gave."""
+
+    token_ids: list[list[int]]
+    """By request: its right drafts, and the token after them."""
+    logprobs: LogprobsLists | None
+
+
+class Verification:
+    """Samples and records."""
+
+    def __init__(
+        self, sampler: Sampler, batches: RequestBatches, table: VerifyTable, board: MetricsBoard
+    ) -> None:
+        """``table``: the compiled sizes, by which drafts are counted on ``board``."""
+        self._sampler = sampler
+        self._table = table
+        self._counts = DraftCounts(board, table)
+        self._batches = batches
+
+    def sample(self, work: StepWork, logits: Tensor) -> Sampled:
+        """logits [tokens of the step, V], request by request."""
+        sampled = self._sample(work, logits)
+        self._counts.record(
+            self._table.find(work.num_reqs, work.length),
+            sum(map(len, work.drafts)),
+            sum(map(len, sampled.token_ids)) - work.num_reqs,
+        )
+        return sampled
+
+    def _sample(self, work: StepWork, logits: Tensor) -> Sampled:
+        metadata = work.batch.sampling_metadata
+        if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
+            return self._take_largest(work, logits)
+        return self._sample_in_turn(work, logits)
+
+    def _take_largest(self, work: StepWork, logits: Tensor) -> Sampled:
+        largest = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
+        tokens = largest.sampled_token_ids.flatten().tolist()
+        accepted = []
+        for first, drafts in zip(_firsts(work), work.drafts, strict=True):
+            own = tokens[first : first + 1 + len(drafts)]
+            accepted.append(own[: 1 + _num_right(drafts, own)])
+        self._batches.record(work, accepted)
+        return Sampled(accepted, None)
+
+    def _sample_in_turn(self, work: StepWork, logits: Tensor) -> Sampled:
+        batch, firsts = work.batch, _firsts(work)
+        going, places = list(range(work.num_reqs)), _Places(work.num_reqs)
+        for place in range(work.length):
+            # Rows of requests that are done are sampled, too, and dropped.
+            at = [
+                first + min(place, len(drafts))
+                for first, drafts in zip(firsts, work.drafts, strict=True)
+            ]
+            sampled = self._sampler(
+                logits=logits[torch.tensor(at)],
+                sampling_metadata=_drawing(batch.sampling_metadata, going),
+            )
+            tokens = places.add(sampled, going)
+            self._batches.record(work, tokens)
+            going = [
+                row
+                for row in going
+                if place < len(work.drafts[row]) and work.drafts[row][place] == tokens[row][0]
+            ]
+            if not going:
+                break
+            # As before any step: minimum lengths and the like look at what was recorded.
+            batch.refresh_metadata()
+        return places.sampled()
+
+
+@dataclass(slots=True)
+class _Places:
+    """The results place by place, put together by request."""
+
+    num_reqs: int
+    token_ids: list[list[int]] = field(init=False)
+    _logprobs: list[LogprobsTensors] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [[] for _ in range(self.num_reqs)]
+
+    def add(self, sampled: SamplerOutput, going: Sequence[int]) -> list[list[int]]:
+        """Keep what was sampled for ``going``; returns those tokens by request."""
+        tokens: list[list[int]] = [[] for _ in range(self.num_reqs)]
+        drawn = sampled.sampled_token_ids.tolist()
+        for row in going:
+            tokens[row] = drawn[row]
+            self.token_ids[row] += drawn[row]
+        if sampled.logprobs_tensors is not None:
+            self._logprobs.append(sampled.logprobs_tensors)
+        return tokens
+
+    def sampled(self) -> Sampled:
+        if not self._logprobs:
+            return Sampled(self.token_ids, None)
+        order = torch.tensor(
+            [
+                place * self.num_reqs + row
+                for row, tokens in enumerate(self.token_ids)
+                for place in range(len(tokens))
+            ]
+        )
+        ids, logprobs, ranks = (
+            # Of a whole vocabulary there are values alone.
+            torch.cat(parts)[order] if parts[0].numel() else parts[0]
+            for parts in zip(*(tensors[:3] for tensors in self._logprobs), strict=True)
+        )
+        starts = [0, *accumulate(map(len, self.token_ids))]
+        return Sampled(self.token_ids, LogprobsTensors(ids, logprobs, ranks).tolists(starts))
+
+
+def _firsts(work: StepWork) -> list[int]:
+    """The row of each request's first token."""
+    counts = [1 + len(drafts) for drafts in work.drafts]
+    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def _num_right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    for place, draft in enumerate(drafts):
+        if draft != tokens[place]:
+            return place
+    return len(drafts)
+
+
+def _drawing(metadata: SamplingMetadata, going: Sequence[int]) -> SamplingMetadata:
+    """The metadata with the generators of ``going`` alone."""
+    if metadata.generators.keys() <= set(going):
+        return metadata
+    own = {row: generator for row, generator in metadata.generators.items() if row in going}
+    return replace(metadata, generators=own)
