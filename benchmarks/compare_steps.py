@@ -55,6 +55,7 @@ def measure_round_limits(log: Log, subject: Subject, round_number: int, part: st
             part=part,
             bytes_per_s=limits.bytes_per_s,
             flops_per_s=limits.flops_per_s,
+            unit=limits.unit,
         )
     )
 

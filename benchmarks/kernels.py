@@ -3,9 +3,9 @@
     python -m benchmarks.kernels [--threads N] [--only PART] [--dtype float32 bfloat16]
 
 Each row is the best of several passes over operands that are cold in the last-level cache where a
-model's would be. "limit" is the larger of bytes over the read bandwidth and FLOPs over the FMA
-peak of all cores, both measured in the same run; a fraction of 1 leaves nothing to gain, and one
-thread cannot reach it.
+model's would be. "limit" is the larger of bytes over the read bandwidth and FLOPs over the peak of
+all cores (float32 FMAs; for bfloat16 AMX's tiles where there are any), both measured in
+the same run; a fraction of 1 leaves nothing to gain, and one thread cannot reach it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
 from benchmarks.limits import Limits
-from benchmarks.machine import fma_peak, read_bandwidth
+from benchmarks.machine import fma_peak, read_bandwidth, tile_peak
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
@@ -166,18 +166,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="measure the cases whose name holds this")
     options = parser.parse_args()
     kernels = load_kernels(options.cache_root, "native")
-    limits = Limits(read_bandwidth(_COLD_BYTES), fma_peak(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    plain = Limits(read_bandwidth(_COLD_BYTES), fma_peak(threads))
+    resident, streamed = tile_peak(threads), tile_peak(threads, _COLD_BYTES)
+    tiles = Limits(plain.bytes_per_s, resident, "tiles") if resident else plain
     set_threads(options.threads)
     torch.set_num_threads(options.threads)
     print(
-        f"{kernels.isa} kernels, {options.threads} threads: reads {limits.bytes_per_s / 1e9:.1f}"
-        f" GB/s, FMA {limits.flops_per_s / 1e9:.0f} GFLOP/s"
+        f"{kernels.isa} kernels, {options.threads} threads: reads {plain.bytes_per_s / 1e9:.1f}"
+        f" GB/s, FMA {plain.flops_per_s / 1e9:.0f} GFLOP/s"
     )
+    if resident and streamed:
+        print(f"tiles: {resident / 1e9:.0f} GFLOP/s, {streamed / 1e9:.0f} with weights from memory")
     columns = ("ours ms", "torch ms", "speedup", "GB/s", "GFLOP/s", "of limit")
     print(f"{'':42} {columns[0]:>9} {columns[1]:>9} {columns[2]:>7}", end="")
     print(f" {columns[3]:>8} {columns[4]:>8} {columns[5]:>7}")
     for name in options.dtype:
         print(name)
+        limits = tiles if name == "bfloat16" else plain
         for make in (linear_cases, attention_cases, small_cases):
             for case in make(getattr(torch, name)):
                 if options.only in case.name:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.machine import fma_peak, read_bandwidth
+from benchmarks.machine import fma_peak, read_bandwidth, tile_peak
 
 _BYTES_PER_ELEMENT = 2  # bfloat16
 
@@ -23,15 +23,16 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
+    unit: str = "FMA"  # what multiplies: "FMA" of float32, or "tiles" of bfloat16
 
     def seconds(self, moved: int, flops: int) -> float:
-        """Return the least time to read `moved` bytes and do `flops` float32 operations."""
+        """Return the least time to read `moved` bytes and do `flops` operations."""
         return max(moved / self.bytes_per_s, flops / self.flops_per_s)
 
     def binding(self, moved: int, flops: int) -> str:
-        """Return which of the two needs that time: "memory" or "FMA"."""
+        """Return which of the two needs that time: "memory" or the unit."""
         by_memory = moved / self.bytes_per_s >= flops / self.flops_per_s
-        return "memory" if by_memory else "FMA"
+        return "memory" if by_memory else self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,5 +100,10 @@ class ModelWork:
 
 
 def measure_limits(weight_bytes: int) -> Limits:
-    """Measure, in about a second, the bandwidth on a buffer of `weight_bytes` and the FMA peak."""
-    return Limits(read_bandwidth(weight_bytes), fma_peak(len(os.sched_getaffinity(0))))
+    """Measure, in seconds, the bandwidth on a buffer of `weight_bytes` and the peak of products.
+
+    The peak is that of bfloat16 by AMX's tiles where there are any, else of float32 FMAs.
+    """
+    cores = len(os.sched_getaffinity(0))
+    bandwidth, tiles = read_bandwidth(weight_bytes), tile_peak(cores)
+    return Limits(bandwidth, tiles, "tiles") if tiles else Limits(bandwidth, fma_peak(cores))

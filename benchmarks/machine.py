@@ -83,6 +83,14 @@ def fma_peak(threads: int) -> float:
     return _probe(threads, "fma")
 
 
+def tile_peak(threads: int, weight_bytes: int = 0) -> float | None:
+    """Return the FLOP/s of products of bfloat16 by AMX's tiles; None where there are none.
+
+    Over tiles that stay in registers, or with weights that come from a buffer of `weight_bytes`.
+    """
+    return _probe(threads, "tiles", *([str(weight_bytes)] if weight_bytes else [])) or None
+
+
 def _probe(threads: int, *words: str) -> float:
     command = ["env", f"OMP_NUM_THREADS={threads}", str(_probe_program()), *words]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

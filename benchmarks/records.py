@@ -46,10 +46,11 @@ class LimitsRecord:
     part: str
     bytes_per_s: float
     flops_per_s: float
+    unit: str = "FMA"
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.bytes_per_s, self.flops_per_s)
+        return Limits(self.bytes_per_s, self.flops_per_s, self.unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,9 @@ from rbln_backend.host.cores import parse_cores
 BACKGROUND_PRIORITY = 1 << 30
 """Requests of this priority, or a lower one (in vLLM a larger number), take what others leave: the
 scheduler's background, under any policy."""
+FOREMOST_PRIORITY = -(1 << 30)
+"""Requests of this priority, or a higher one (a smaller number), are admitted before all others
+that wait, under any policy."""
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 

@@ -1,8 +1,9 @@
 """How much work the service takes: permits for answers, and when a client should come back.
 
 A permit is asked for once a request's body is here and before it is parsed; it grows to the number
-of answers that the body asks for, and is given back after the last byte. Used from the event loop
-only. Invariant: `in_flight` is the sum of the weights of all permits that are held, and never more
+of answers that the body asks for, and is given back after the last byte. One of the tier flex steps
+back then: it takes nobody's place. Used from the event loop only. Invariant: `in_flight` is the sum
+of the weights of all other permits that are held, `flex_in_flight` of those, and neither is more
 than `limit`.
 """
 
@@ -36,6 +37,7 @@ class Admission:
     ) -> None:
         """`max_in_flight` None derives the limit from the engine; `clock` is in seconds."""
         self.in_flight = 0
+        self.flex_in_flight = 0
         self.limit = 0
         self.max_queued_tokens: int | None = None
         self.rows: tuple[int, ...] = ()
@@ -73,6 +75,13 @@ class Admission:
         self.in_flight += weight - held
         return weight
 
+    def step_back(self, weight: int) -> None:
+        """Count a permit of this weight among those of flex. Raises `OverloadedError`."""
+        if self.flex_in_flight + weight > self.limit:
+            raise self._refusal(weight, self.flex_in_flight, " of the tier flex")
+        self.in_flight -= weight
+        self.flex_in_flight += weight
+
     def give_back(self, weight: int, since: float) -> None:
         """Take back the weight of a permit that was given `since`, on the clock."""
         self.in_flight -= weight
@@ -94,11 +103,12 @@ class Admission:
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
 
-    def _refusal(self, weight: int) -> OverloadedError:
+    def _refusal(self, weight: int, taken: int | None = None, of: str = "") -> OverloadedError:
         self._refused.add(weight, self._clock())
         more = "" if weight == 1 else f" and {weight} more are asked for"
+        taken = self.in_flight if taken is None else taken
         return OverloadedError(
-            f"The server is busy: {self.in_flight} answers run or wait{more}, and at most "
+            f"The server is busy: {taken} answers{of} run or wait{more}, and at most "
             f"{self.limit} may (--max-in-flight).",
             rejection="in_flight",
             retry_after_s=self.retry_after_s(),
@@ -108,11 +118,12 @@ class Admission:
 class Permit:
     """The right to so many answers at once; `release` may be called more than once."""
 
-    __slots__ = ("_admission", "_since", "weight")
+    __slots__ = ("_admission", "_is_flex", "_since", "weight")
 
     def __init__(self, admission: Admission, since: float) -> None:
         self._admission = admission
         self._since = since
+        self._is_flex = False
         self.weight = 1
 
     def grow(self, weight: int) -> None:
@@ -120,8 +131,16 @@ class Permit:
         if weight != self.weight:
             self.weight = self._admission.resize(self.weight, weight)
 
+    def step_back(self) -> None:
+        """Leave its place to others: its answers are of the tier flex. Raises `OverloadedError`."""
+        self._admission.step_back(self.weight)
+        self._is_flex = True
+
     def release(self) -> None:
         """Give it back."""
+        if self._is_flex:
+            self._admission.flex_in_flight -= self.weight
+            self.weight = 0
         if self.weight:
             self._admission.give_back(self.weight, self._since)
             self.weight = 0

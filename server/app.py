@@ -6,8 +6,7 @@ Importing this module loads no torch, vllm or transformers: the process listens 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
-from server.batches.service import BatchService
 from server.edge.auth import Access
 from server.edge.middleware import EdgeMiddleware, GateMiddleware
 from server.errors import (
     MethodNotAllowedError,
-    NotEnabledError,
     RequestError,
     RouteNotFoundError,
     describe,
@@ -35,6 +32,8 @@ from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.request.shown_paths import ShownPaths
+from server.responses.keeper import Keeper
+from server.responses.kept import Kept
 from server.routes.admin import admin_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
@@ -46,6 +45,7 @@ from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
 from server.routes.profile import profile_router
+from server.routes.responses import responses_router
 from server.routes.server_info import server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
@@ -74,23 +74,23 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        batches = nullcontext() if store is None else store.working(app)
-        async with access.following_files(), lag, batches, background():
+        async with access.following_files(), lag, kept.working(app), background():
             yield
 
-    store = BatchService(settings, lifecycle, admission) if settings.data_dir else None
+    kept = Kept(settings, lifecycle, admission)
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(
-        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, store)
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, kept)
     )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
-    for store_router in (files_router, batches_router):
-        app.include_router(store_router(partial(_required, store), settings))
+    for router in (files_router, batches_router):
+        app.include_router(router(kept.require_batches, settings))
+    app.include_router(responses_router(kept.require_responses))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
@@ -98,7 +98,8 @@ def create_app(
     app.include_router(profile_router(frontend))
     if settings.console:
         app.include_router(console_router())
-    add_inference_routes(app, frontend, settings, admission)
+    keeper = Keeper(frontend, kept.responses)
+    add_inference_routes(app, frontend, keeper, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
@@ -110,15 +111,6 @@ def create_app(
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
     return app
-
-
-def _required(store: BatchService | None) -> BatchService:
-    if store is None:
-        raise NotEnabledError(
-            "Files and batches are off: this server was started without --data-dir, the directory "
-            "that they are kept in."
-        )
-    return store
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:

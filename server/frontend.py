@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
@@ -101,16 +101,37 @@ class WireSchemas:
 
 
 @dataclass(slots=True, kw_only=True)
+class Keeping:
+    """What a request of the Responses API says about being kept.
+
+    `store` None: it says nothing. `previous` is the response that it continues, `items` are those
+    of its own input, a JSON array. `kept` is what was made of it.
+    """
+
+    store: bool | None
+    background: bool
+    previous: str | None
+    stream: bool
+    items: bytes
+    kept: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class ReadRequest:
     """A body that passed every check that needs no engine.
 
     `answers` is how many it asks for; `told` is what the front end that read it will need of it.
-    `large`: to go through all of it takes too long for the event loop.
+    `large`: to go through all of it takes too long for the event loop. `tier` is the service tier
+    that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have. `keeping` is
+    there for the Responses API alone.
     """
 
     answers: int
     told: Any
     large: bool = False
+    tier: str | None = None
+    stamp: JsonObject = field(default_factory=dict)
+    keeping: Keeping | None = None
 
 
 class Profiler(Protocol):
@@ -147,10 +168,14 @@ class Frontend(Protocol):
         """What the engine behind it takes."""
         ...
 
-    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ReadRequest:
         """Return what a body asks for; a large one is read where it holds nobody up.
 
-        Raises the `ServerError` of what is wrong with it.
+        `before` are items of a conversation, a JSON array, that go before those of the body. A
+        body that continues one and is read without them is read no further than that: `told` is
+        None then. Raises the `ServerError` of what is wrong with it.
         """
         ...
 

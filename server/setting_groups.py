@@ -319,12 +319,12 @@ class AdapterSettings(BaseModel):
 
 
 class StorageSettings(BaseModel):
-    """Files and batches that clients leave here."""
+    """What clients leave here: files, batches, responses."""
 
     data_dir: OptionalPath = Field(
         None,
-        description="Directory for files and batches, this server's alone. Unset: /v1/files and "
-        "/v1/batches answer 501.",
+        description="Directory for files, batches and responses, this server's alone. Unset: "
+        "/v1/files and /v1/batches answer 501, and no response is kept.",
     )
     max_file_bytes: int = Field(
         200 * 1024 * 1024, ge=1024, description="Largest file that may be uploaded, in bytes."
@@ -347,6 +347,15 @@ class StorageSettings(BaseModel):
         ge=0,
         description="Seconds after which files are deleted, and batches that ended forgotten, "
         "unless a client asked for another time. 0: never.",
+    )
+    max_responses_per_key: int = Field(
+        10_000, ge=1, description="Most responses that are kept for one API key."
+    )
+    response_retention_s: int = Field(
+        30 * 24 * 3600,
+        ge=0,
+        description="Seconds after which a response is forgotten, and nobody has continued it. "
+        "0: never.",
     )
     min_free_bytes: int = Field(
         1024 * 1024 * 1024,

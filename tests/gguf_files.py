@@ -41,17 +41,19 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = F32,
     keys: Keys | None = None,
     extra: Mapping[str, Array] | None = None,
+    part_tensors: int = 0,
 ) -> Path:
     """Write `checkpoint` as `path`, its matrices as `kind`, and return `path`.
 
-    `keys` are added or replace keys (None removes one), `extra` tensors are added.
+    `keys` are added or replace keys (None removes one), `extra` tensors are added. With
+    `part_tensors`, the most that a part has, returns the first part instead.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     name = gguf.MODEL_ARCH_NAMES[architecture]
     found = _model_keys(config) | _tokenizer_keys(checkpoint) | dict(keys or {})
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=part_tensors)
     for key, value in found.items():
         _add(writer, key.replace("ARCH", name), value)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -64,7 +66,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"), default=path)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from rbln_backend.checkpoints.catalogue import CATALOGUE
 from rbln_backend.checkpoints.conversion import convert
 from rbln_backend.checkpoints.download import download
+from rbln_backend.checkpoints.parts import parts_of
 from rbln_backend.errors import CheckpointError
 from rbln_backend.host.file_locks import claimed_folder
 
@@ -54,8 +55,9 @@ def checkpoint_of(model: str, cache_root: Path) -> Path:
     if model in CATALOGUE:
         return _fetched(model, cache_root)
     file = Path(model).expanduser().resolve()
-    stat = file.stat()
-    source = Source(name=str(file), identity=f"{stat.st_size}-{stat.st_mtime_ns}")
+    stats = [part.stat() for part in parts_of(file) if part.exists()]
+    identity = " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+    source = Source(name=str(file), identity=identity)
     name = f"{file.stem}-{hashlib.sha256(os.fsencode(file)).hexdigest()[:12]}"
     return _made(_root(cache_root) / name, source, lambda folder: convert(file, folder))
 

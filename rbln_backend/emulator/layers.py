@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.emulator.lm_head import install_lm_head
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
     DeepseekScalingRotaryEmbedding,
@@ -168,3 +169,4 @@ def install_layers() -> None:
     for name, layer in _REPLACEMENTS.items():
         if layer.__dict__.get("name") is None:
             CustomOp.register_oot(name=name)(layer)
+    install_lm_head()

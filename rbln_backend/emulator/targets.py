@@ -12,7 +12,7 @@ from pathlib import Path
 
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_AMX = frozenset(("amx_tile", "amx_bf16"))
+_AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 
 # Linux's arch_prctl on x86-64, its request for a part of a thread's state, and the part (its
 # Documentation/arch/x86/xstate.rst).
@@ -57,7 +57,7 @@ LEVELS = (
 
 
 def has_tiles() -> bool:
-    """Whether the CPU has the tiles of AMX, and products of bfloat16 with them."""
+    """Whether the CPU has the tiles of AMX, and products of bfloat16 and bytes with them."""
     return cpu_features() >= _AMX
 
 

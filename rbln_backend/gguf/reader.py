@@ -1,4 +1,4 @@
-"""One GGUF file: its metadata, and its tensors one at a time."""
+"""One GGUF file, in parts or whole: its metadata, and its tensors one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from transformers.integrations.gguf.reader import (
     read_gguf_metadata,
 )
 
+from rbln_backend.checkpoints.parts import parts_of
 from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.five_bits import Q5_0, Q5_1, announce, expand_five_bits
+from rbln_backend.gguf.part import read_part
 
 _ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 # Elements that are expanded at a time, which bounds the float32 beside the result.
@@ -28,7 +31,7 @@ _DAMAGE = (struct.error, ValueError, LookupError, OverflowError, MemoryError)
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open file; `metadata` has its keys, token and merge lists in full.
+    """An open file; `metadata` has its keys, token and merge lists in full, `header` all tensors.
 
     Invariant: every tensor lies within the file and is of a type that can be expanded.
     """
@@ -40,23 +43,28 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read all but the tensors. Raises `CheckpointError` for a damaged or partial file."""
+        """Read all but the tensors; of a file in parts, `path` is the first.
+
+        Raises `CheckpointError` for a damaged or partial file.
+        """
+        announce()
         try:
             header = GgufHeader.from_file(str(path))
             metadata, _ = read_gguf_metadata(str(path), _ARRAYS)
-            missing = _missing_bytes(header, path.stat().st_size)
-            tensors = {} if missing else load_gguf_state_dict(header)
+            headers = [header, *_further_parts(path, header.architecture, metadata)]
+            for part in headers:
+                _check_whole(part)
+            tensors = {k: v for part in headers for k, v in load_gguf_state_dict(part).items()}
+        except CheckpointError:
+            # One of the values that are wrong, too, and says it better.
+            raise
         except OSError as error:
-            raise CheckpointError(f"it cannot be read: {error.strerror}") from error
+            name = Path(error.filename or path).name
+            raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
         except _DAMAGE as error:
             raise CheckpointError(f"it cannot be read as GGUF: {error}") from error
-        if missing:
-            raise CheckpointError(f"its last {missing:,} bytes are missing; fetch it again")
-        if (parts := metadata.get("split.count", 1)) > 1:
-            raise CheckpointError(
-                f"it is one of {parts} parts; join them with llama-gguf-split --merge"
-            )
-        return cls(path, metadata, header, tensors)
+        everything = tuple(info for part in headers for info in part.tensors)
+        return cls(path, metadata, header._replace(tensors=everything), tensors)
 
     @property
     def architecture(self) -> str:
@@ -86,10 +94,31 @@ class GgufFile:
         elements, num_bytes = GGML_BLOCK[stored.ggml_type]
         packed = stored[...].reshape(-1, num_bytes)
         pieces = packed.split(max(1, _PIECE // elements))
-        expanded = [dequantize(piece, stored.ggml_type).to(dtype) for piece in pieces]
+        expand = expand_five_bits if stored.ggml_type in (Q5_0, Q5_1) else dequantize
+        expanded = [expand(piece, stored.ggml_type).to(dtype).flatten() for piece in pieces]
         return torch.cat(expanded).reshape(shape)
 
 
-def _missing_bytes(header: GgufHeader, size: int) -> int:
-    ends = (header.data_start + info.offset + info.nbytes for info in header.tensors)
-    return max(0, max(ends, default=0) - size)
+def _further_parts(path: Path, architecture: str, metadata: Mapping[str, Any]) -> list[GgufHeader]:
+    """The heads of all parts after the first, each in its place."""
+    count, paths = metadata.get("split.count", 1), parts_of(path)
+    if len(paths) != max(1, count) or path != paths[0]:
+        raise CheckpointError(
+            f"it is one of {count} parts: name the first, ...-00001-of-{count:05}.gguf, beside the "
+            "others"
+        )
+    headers = []
+    for number, part in enumerate(paths[1:], 1):
+        keys, header = read_part(part, architecture)
+        if (keys.get("split.no"), keys.get("split.count")) != (number, count):
+            raise CheckpointError(f"{part.name} is not part {number + 1} of {count} of this model")
+        headers.append(header)
+    return headers
+
+
+def _check_whole(part: GgufHeader) -> None:
+    ends = (part.data_start + info.offset + info.nbytes for info in part.tensors)
+    missing = max(ends, default=0) - Path(part.path).stat().st_size
+    if missing > 0:
+        name = Path(part.path).name
+        raise CheckpointError(f"the last {missing:,} bytes of {name} are missing; fetch it again")

@@ -23,6 +23,7 @@ from rbln_backend.scheduler.constraints import (
     prefill_block_reason,
 )
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
+from rbln_backend.scheduler.foremost import behind_the_foremost
 from rbln_backend.scheduler.output import forget_known_tokens
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -51,6 +52,7 @@ class RblnScheduler(Scheduler):
     * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
     * a decode step admits nobody, and leaves the other stages of a pipeline their share;
     * all running requests together use at most ``max_loras`` adapters;
+    * of those that wait, the foremost (``foremost.py``) are admitted before all others;
     * the background (``background.py``) runs in rows and steps that nobody else would use.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
@@ -186,8 +188,11 @@ class RblnScheduler(Scheduler):
         self, prefilling: list[Request], throttle_prefills: bool
     ) -> SchedulerOutput:
         hidden = [request for request in self.running if request not in prefilling]
+        waiting = chain(self.skipped_waiting, self.waiting)
+        held_back = self._without_adapter_room()
         with (
-            self._held_back(self._without_adapter_room()),
+            self._held_back(held_back),
+            self._held_back(behind_the_foremost(r for r in waiting if r not in held_back)),
             self._narrowed(prefilling, hidden, max_running=1),
             self._cut(prefilling),
             self._without_drafts(),

@@ -30,6 +30,7 @@ from server.errors import RequestError
 from server.request.record import Insider
 from server.storage.database import Database
 from server.storage.files import FileStore
+from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +236,9 @@ class Feeder:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
             return InsideAnswer(error.row.status, "", error.body())
-        return await ask(self._app, batch.endpoint, body, Insider(batch.owner or None))
+        return await ask(
+            self._app, batch.endpoint, body, Insider(batch.owner or None, (Tier.FLEX,))
+        )
 
     async def _cut(self, batch: Batch, status: Status) -> None:
         """End a batch before its end: what runs is put back, and what has not run says why."""

@@ -6,6 +6,7 @@ They take no permit of admission and show no key: who asks was known when the wo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
@@ -23,8 +24,17 @@ class InsideAnswer:
     body: bytes
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, insider: Insider) -> InsideAnswer:
-    """POST a JSON body to `path` and return the answer; to cancel it aborts the request."""
+async def ask(
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    insider: Insider,
+    take: Callable[[bytes], None] | None = None,
+) -> InsideAnswer:
+    """POST a JSON body to `path` and return the answer; to cancel it aborts the request.
+
+    `take` gets each piece of the answer's body as it comes.
+    """
     asked = False
     status, request_id, chunks = 0, "", list[bytes]()
 
@@ -43,6 +53,8 @@ async def ask(app: ASGIApp, path: str, body: bytes, insider: Insider) -> InsideA
             request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
         else:
             chunks.append(message.get("body", b""))
+            if take is not None:
+                take(chunks[-1])
 
     await app(_scope(path, len(body), insider), receive, send)
     return InsideAnswer(status, request_id, b"".join(chunks))

@@ -1,8 +1,8 @@
 """How many lines of batches may run: the rows that nobody else would use.
 
 A decode graph computes the rows of its bucket whatever is in them. While n requests of clients
-run, the rows up to the bucket of n are padding; lines fill those and no more. With nobody there
-they take the largest bucket.
+run, the rows up to the bucket of n are padding; lines fill those and no more, beside the clients'
+own requests of the tier flex. With nobody there they take the largest bucket.
 """
 
 from __future__ import annotations
@@ -27,5 +27,6 @@ class SpareRows:
         buckets, online = self._admission.rows, self._admission.in_flight
         place = bisect.bisect_left(buckets, online)
         if not online:
-            return buckets[-1]
-        return buckets[place] - online if place < len(buckets) else 0
+            return buckets[-1] - self._admission.flex_in_flight
+        spare = buckets[place] - online if place < len(buckets) else 0
+        return spare - self._admission.flex_in_flight

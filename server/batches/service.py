@@ -23,9 +23,8 @@ from server.errors import StorageFullError
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
-from server.storage.database import Database
 from server.storage.files import FileStore, Page, Quotas
-from server.storage.folder import DataFolder
+from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +47,14 @@ class BatchService:
     """Everything behind /v1/files and /v1/batches."""
 
     def __init__(
-        self, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
     ) -> None:
-        """Opens `--data-dir`. Raises `SettingsError`."""
-        assert settings.data_dir is not None
-        self._folder = DataFolder(settings.data_dir, settings.min_free_bytes)
-        try:
-            self._database = Database(self._folder.database)
-        except Exception:
-            self._folder.close()
-            raise
+        self._folder, self._database = store.folder, store.database
         self._keep_s = settings.file_retention_s
         self._max_open = settings.max_batches_per_key
         quotas = Quotas(
             settings.max_file_bytes,
-            settings.max_stored_bytes,
+            store.max_bytes,
             settings.max_files_per_key,
             settings.file_retention_s,
         )
@@ -96,14 +88,10 @@ class BatchService:
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
-        """Answer lines through `app` for the length of the block; then the store is closed."""
-        try:
-            await self.files.remove_unknown()
-            async with while_running(self._feeder.run(app)), while_running(self._look_around()):
-                yield
-        finally:
-            self._database.close()
-            self._folder.close()
+        """Answer lines through `app` for the length of the block."""
+        await self.files.remove_unknown()
+        async with while_running(self._feeder.run(app)), while_running(self._look_around()):
+            yield
 
     async def create(self, wish: Wish) -> Batch:
         """Begin a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""

@@ -1,6 +1,7 @@
 """The command line: `rbln-serve serve|check|compile MODEL [our flags] [vLLM's flags, verbatim]`.
 
-`fetch`, `tune` and `cache` (`server.commands.cache_cli`) need no model.
+`batch` answers a file with MODEL as `--model`; `fetch`, `tune` and `cache`
+(`server.commands.cache_cli`) need no model.
 
 Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
 is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
@@ -14,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _ABOUT = {
     "serve": "Serve MODEL over HTTP: a directory, a .gguf file, a name that `fetch` has brought or "
     "one on the Hugging Face hub.",
     "check": "Say whether MODEL can be served, and how, without reading its weights.",
+    "batch": "Answer the lines of FILE into OUT, without a service.",
     "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
 }
 _EPILOG = """\
@@ -60,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "check": _check,
         "compile": _compile,
+        "batch": lambda words: _batch(words, started_at),
         "fetch": _fetch,
         "tune": _tune,
         "cache": _cache,
@@ -80,6 +83,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
     commands.add_parser("check", help="say whether a model can be served", add_help=False)
     commands.add_parser("compile", help="fill the compile cache ahead of time", add_help=False)
+    commands.add_parser("batch", help="answer a file of requests", add_help=False)
     commands.add_parser("fetch", help="download a small model by name", add_help=False)
     commands.add_parser("cache", help="list, check and move the compile cache", add_help=False)
     commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
@@ -194,6 +198,35 @@ def _compile(argv: Sequence[str]) -> int:
     return compile_ahead(rest, settings, targets, as_json=as_json)
 
 
+def _batch(argv: Sequence[str], started_at: float) -> int:
+    parser = _command_parser("batch")
+    parser.usage = f"{_PROG} batch FILE -o OUT --model MODEL [options] [vLLM options]"
+    parser.add_argument("--model", metavar="MODEL", help="what answers, as for serve")
+    parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE may stand here as well")
+    parser.add_argument("-o", "--output-file", metavar="OUT", help="file for the answers")
+    flags, rest = _split(parser, argv)
+    if _helped(parser, flags):
+        return 0
+    named = [flags.pop(name, None) for name in ("input_file", "output_file", "model")]
+    if named[0] is None and rest and not rest[0].startswith("-"):
+        named[0] = rest.pop(0)
+    if None in named:
+        parser.error("FILE, -o OUT and --model MODEL are needed")
+    source, target, model = map(str, named)
+    from server.commands.batch import Work, answer_file, beside, paths_of
+
+    settings = _settings(parser, flags, [model, *rest])
+    try:
+        paths = paths_of((source, target))
+    except ValueError as error:
+        parser.error(str(error))
+
+    def serve(private: ServerSettings, work: Work) -> int:
+        return _run(private, [model, *rest], started_at, lambda run, url: beside(run, work(url)))
+
+    return answer_file(*paths, settings, serve)
+
+
 def _cache(argv: Sequence[str]) -> int:
     from server.commands.cache_cli import cache
 
@@ -283,7 +316,13 @@ def _config_file(argv: Sequence[str]) -> dict[str, object]:
     return {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
 
 
-def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) -> int:
+def _run(
+    settings: ServerSettings,
+    engine_argv: list[str],
+    started_at: float,
+    joined: Callable[[Coroutine[Any, Any, int], str], Coroutine[Any, Any, int]] | None = None,
+) -> int:
+    """Serve until the end; `joined` runs something beside the service that gets its address."""
     from rbln_backend.host.process_life import outlive_readers
     from server.host.run_folder import run_folder
     from server.observability.logging import configure
@@ -313,7 +352,11 @@ def _run(settings: ServerSettings, engine_argv: list[str], started_at: float) ->
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
-                code = runner.run(serve(settings, launcher, listener, run_dir, started_at))
+                service: Coroutine[Any, Any, int]
+                service = serve(settings, launcher, listener, run_dir, started_at)
+                if joined is not None:
+                    service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
+                code = runner.run(service)
             except SettingsError as error:
                 # What is only known once a file or a folder was opened.
                 raise SystemExit(f"{_PROG}: {error}") from None

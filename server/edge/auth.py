@@ -25,10 +25,13 @@ from server.host.regular_files import read_regular
 from server.host.tasks import aside, while_running
 from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
+from server.tiers.tier import EVERY_TIER, Tier, Tiers, tiers_of
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_LIMITED = re.compile(rf"({_NAME.pattern})\[([a-z+]+)\]")
+"""A name with the service tiers that its key may use."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -50,18 +53,22 @@ _THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"se
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the name that metrics and logs show, and the SHA-256 of the key itself."""
+    """One key: the name that metrics and logs show, the SHA-256 of the key itself, its tiers."""
 
     name: str
     digest: bytes
+    tiers: Tiers = EVERY_TIER
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of the key, None without one, and whether it may see and do everything."""
+    """Who asks: the name of the key, None without one, whether it may see and do everything, and
+    the service tiers that it may use.
+    """
 
     key: str | None
     is_admin: bool
+    tiers: Tiers = EVERY_TIER
 
 
 class KeyRing:
@@ -79,13 +86,13 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def name_of(self, digests: Iterable[bytes]) -> str | None:
-        """Return the name of the key with one of the digests, None when no key has."""
-        found: str | None = None
+    def find(self, digests: Iterable[bytes]) -> Key | None:
+        """Return the key with one of the digests, None when no key has."""
+        found: Key | None = None
         for digest in digests:
             for key in self._keys:
                 if hmac.compare_digest(key.digest, digest):
-                    found = key.name
+                    found = key
         return found
 
     async def follow(self) -> None:
@@ -146,10 +153,11 @@ class Access:
         if needed in NEVER_GUARDED:
             return Caller(None, is_admin=False)
         digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
-        if (admin := self._admin.name_of(digests)) is not None:
-            return Caller(admin, is_admin=True)
-        api, local = self._api.name_of(digests), _is_local(scope)
-        caller = Caller(api, is_admin=not self._admin and self._listens_locally and local)
+        if (admin := self._admin.find(digests)) is not None:
+            return Caller(admin.name, is_admin=True, tiers=admin.tiers)
+        api, local = self._api.find(digests), _is_local(scope)
+        trusted = not self._admin and self._listens_locally and local
+        caller = Caller(None, trusted) if api is None else Caller(api.name, trusted, api.tiers)
         if api is None and self._wants_key(needed):
             raise _unauthenticated(bool(digests))
         if needed in _CHANGES and not caller.is_admin:
@@ -180,13 +188,12 @@ def _key(text: str, kind: str, number: int) -> Key:
     """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
     text = text.strip()
     name, equals, rest = text.partition("=")
-    if equals and not rest.startswith("=") and _NAME.fullmatch(name) and not _is_base64(text):
+    named = _named(name)
+    if equals and not rest.startswith("=") and named is not None and not _is_base64(text):
+        where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
         if not rest:
-            raise SettingsError(
-                f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY): the key of the name {name!r} is "
-                "empty"
-            )
-        return Key(name, _digest(rest))
+            raise SettingsError(f"{where}: the key of the name {name!r} is empty")
+        return _limited(where, named, _digest(rest))
     return Key(f"{kind}-{number}", _digest(text))
 
 
@@ -197,14 +204,34 @@ def _is_base64(text: str) -> bool:
 
 def _key_of_line(file: Path, number: int, line: str) -> Key:
     name, _, rest = line.partition("=")
-    if not rest or not _NAME.fullmatch(name):
+    named = _named(name)
+    if not rest or named is None:
         raise SettingsError(
             f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
-            "the name of letters, digits and `._-`"
+            "the name of letters, digits and `._-`, behind it perhaps its tiers, as in `[flex]`"
         )
     if rest.startswith(_DIGEST) and not _HEX.fullmatch(rest.removeprefix(_DIGEST).lower()):
         raise SettingsError(f"key file {file}, line {number}: sha256: wants 64 hex digits")
-    return Key(name, _digest(rest))
+    return _limited(f"key file {file}, line {number}", named, _digest(rest))
+
+
+def _named(text: str) -> tuple[str, str | None] | None:
+    """Return a key's name and the tiers written behind it, None where it is no name."""
+    if _NAME.fullmatch(text):
+        return text, None
+    found = _LIMITED.fullmatch(text)
+    return None if found is None else (found[1], found[2])
+
+
+def _limited(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
+    name, tiers = named
+    try:
+        return Key(name, digest, EVERY_TIER if tiers is None else tiers_of(tiers))
+    except ValueError:
+        known = ", ".join(tier.value for tier in Tier)
+        raise SettingsError(
+            f"{where}: the tiers of {name!r} must be of {known}, joined by `+`, got {tiers!r}"
+        ) from None
 
 
 def _digest(key: str) -> bytes:

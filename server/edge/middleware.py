@@ -121,6 +121,8 @@ class EdgeMiddleware:
                 stream=record.stream,
                 seconds=seconds,
             )
+            if record.tier is not None:
+                self._metrics.observe_tier(record.tier.value, outcome)
         if record.guide is not None:
             self._metrics.observe_guided(record.guide, outcome)
         if record.rejection is not None:
@@ -206,10 +208,11 @@ class GateMiddleware:
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if record.insider is not None:
-            record.key = record.insider.key
+            record.key, record.tiers = record.insider.key, record.insider.tiers
         else:
             caller = self._access.admit(record.route, scope)
             record.key, record.is_admin = caller.key, caller.is_admin
+            record.tiers = caller.tiers
         if not record.route.gated:
             await self._app(scope, receive, send)
             return

@@ -15,6 +15,7 @@ BATCH_STATUSES = (
     *("validating", "in_progress", "finalizing", "cancelling"),
     *("completed", "failed", "expired", "cancelled"),
 )
+RESPONSE_STATUSES = ("queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
 LINE_RESULTS = ("completed", "failed")
 LINE_TOKENS = ("prompt", "completion")
 
@@ -66,6 +67,9 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
     MetricDecl("rbln_http_connections", "gauge", "Open client connections."),
     MetricDecl("rbln_batches", "gauge", "Batches that are remembered, by status.", ("status",)),
     MetricDecl(
+        "rbln_stored_responses", "gauge", "Responses that are kept, by status.", ("status",)
+    ),
+    MetricDecl(
         "rbln_batch_lines_total",
         "counter",
         "Lines of batches that have an answer: with status 200 (completed) or another (failed).",
@@ -105,6 +109,12 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         ("key", "outcome"),
     ),
     MetricDecl(
+        "rbln_tier_requests_total",
+        "counter",
+        "Finished requests of clients by the service tier that they ran in; `outcome` as above.",
+        ("tier", "outcome"),
+    ),
+    MetricDecl(
         "rbln_key_tokens_total",
         "counter",
         "Tokens that the engine worked on for a key, those of aborted requests included; `kind` is "
@@ -121,6 +131,11 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "rbln_admission_in_flight",
         "gauge",
         "Answers that run or wait, counting each of `n` and each prompt.",
+    ),
+    MetricDecl(
+        "rbln_admission_flex_in_flight",
+        "gauge",
+        "Those of the service tier flex, which are not in rbln_admission_in_flight.",
     ),
     MetricDecl(
         "rbln_admission_max_in_flight",

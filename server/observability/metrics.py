@@ -34,6 +34,7 @@ from server.observability.declarations import (
     CONNECTION_ENDS,
     MAX_ADAPTERS_SHOWN,
     OUTCOMES,
+    RESPONSE_STATUSES,
     SERVER_METRICS,
 )
 from server.settings import ServerSettings
@@ -126,6 +127,7 @@ class ServerMetrics:
         """Publish how much work there is and how much there may be."""
         for name, value in (
             ("in_flight", admission.in_flight),
+            ("flex_in_flight", admission.flex_in_flight),
             ("max_in_flight", admission.limit),
             ("max_queued_tokens", admission.max_queued_tokens or 0),
             ("max_queue_seconds", settings.max_queue_s),
@@ -140,6 +142,10 @@ class ServerMetrics:
         if prompt or completion:
             tokens.labels(key, "prompt").inc(prompt)
             tokens.labels(key, "completion").inc(completion)
+
+    def observe_tier(self, tier: str, outcome: str) -> None:
+        """Count one finished request of a service tier."""
+        self._counters["rbln_tier_requests_total"].labels(tier, outcome).inc()
 
     def observe_guided(self, kind: str, outcome: str) -> None:
         """Count one finished request whose answer was to obey something."""
@@ -186,6 +192,12 @@ class ServerMetrics:
             self._counters["rbln_batch_lines_total"].labels(result).inc(count)
         for kind, count in tokens.items():
             self._counters["rbln_batch_tokens_total"].labels(kind).inc(count)
+
+    def observe_responses(self, statuses: Mapping[str, int]) -> None:
+        """Publish stored responses by status."""
+        for status in RESPONSE_STATUSES:
+            count = statuses.get(status, 0)
+            self._gauges["rbln_stored_responses"].labels(status).set(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish which LoRA adapters there are, and how many are in each state."""

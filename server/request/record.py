@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from starlette.types import Scope
 
 from server.errors import ServerError
+from server.frontend import JsonObject
 from server.request.deadline import Deadline
 from server.request.route_table import Route
 from server.speculation.wishes import DraftWishes
+from server.tiers.tier import EVERY_TIER, Tier, Tiers
 
 Meter = Callable[[], tuple[int, int]]
 """Tells what one of the engine's requests has used so far: prompt and completion tokens."""
@@ -27,9 +29,16 @@ INSIDER = "insider"
 
 @dataclass(frozen=True, slots=True)
 class Insider:
-    """The service itself, for whoever left the work here; `key` is the name of his key."""
+    """The service itself, for whoever left the work here.
+
+    `key` is the name of his key, `tiers` are those that the work may run in; `permitted` work takes
+    a permit of admission, as if he had asked himself. `stamp` are fields that its answer has.
+    """
 
     key: str | None
+    tiers: Tiers
+    permitted: bool = False
+    stamp: JsonObject = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -37,7 +46,8 @@ class RequestRecord:
     """One request from its head to the last byte of its answer.
 
     `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys; an
-    admin may see more. `insider` is there where the service asks itself.
+    admin may see more. `insider` is there where the service asks itself. `tiers` are those that the
+    request may run in, and `tier` the one that it does, once its body was read.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
     sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
     `complete` once its last byte was sent. Every request that
@@ -56,6 +66,8 @@ class RequestRecord:
     key: str | None = None
     is_admin: bool = False
     insider: Insider | None = None
+    tiers: Tiers = EVERY_TIER
+    tier: Tier | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
     on_end: list[Callable[[], None]] = field(default_factory=list)
     deadline: Deadline | None = None

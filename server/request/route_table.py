@@ -64,6 +64,8 @@ class Route:
     """Whether it is refused while as many answers run and wait as may."""
 
 
+_RESPONSES = "/v1/responses/"
+
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
     Route("/", Scope.PAGE, gated=False),
@@ -77,6 +79,15 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/batches", Scope.API, gated=False),
     Route("/v1/batches/{batch_id}/cancel", Scope.API, False, "/v1/batches/", suffix="/cancel"),
     Route("/v1/batches/{batch_id}", Scope.API, False, "/v1/batches/"),
+    Route("/v1/responses/{response_id}/cancel", Scope.API, False, _RESPONSES, suffix="/cancel"),
+    Route(
+        "/v1/responses/{response_id}/input_items",
+        Scope.API,
+        False,
+        _RESPONSES,
+        suffix="/input_items",
+    ),
+    Route("/v1/responses/{response_id}", Scope.API, False, _RESPONSES),
     Route("/v1/models", Scope.API),
     Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),

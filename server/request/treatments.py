@@ -68,7 +68,6 @@ def _refused(
 _LABEL = "a name that clients give their requests"
 _CACHE = "prefixes are reused without marks, for as long as there is room"
 _CACHE_KEY = "prefixes are found by what they are"
-_ONE_TIER = "there is one"
 _NO_STORE = "this server keeps no answers"
 _NO_TOOLS_HERE = "this server runs no tools"
 _NO_MODERATION = "nothing is moderated"
@@ -110,10 +109,23 @@ _PREDICTION = Treated(
     },
 )
 
+_TIER = Treated(
+    "service_tier",
+    Treatment.OBEYED,
+    "the class that it runs in: auto, default, flex or priority",
+    schema={"enum": ["auto", "default", "flex", "priority", None]},
+)
+_ANTHROPIC_TIER = Treated(
+    "service_tier",
+    Treatment.OBEYED,
+    "the class that it runs in: auto or standard_only",
+    schema={"enum": ["auto", "standard_only", None]},
+)
+
 _COMMON = (
     *_ignored("user", "metadata", "safety_identifier", why=_LABEL),
     *_ignored("prompt_cache_key", why=_CACHE_KEY),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    _TIER,
     *_refused("store", why=_NO_STORE, same=(False,)),
     *_refused("modalities", why="answers are text", same=(["text"],)),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
@@ -136,7 +148,7 @@ _MESSAGES = (
     *_granted("messages[].content[].content[].cache_control", why=_CACHE),
     *_ignored("metadata", "user_profile_id", "workspace_id", why=_LABEL),
     *_ignored("billing_policy", why="nothing is billed"),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "standard_only")),
+    _ANTHROPIC_TIER,
     *_ignored("speed", why="there is one", same=("standard",)),
     *_ignored("diagnostics", why="usage.cache_read_input_tokens says where the match ended"),
     *_ignored("fallbacks", "fallback_credit_token", why="no request is declined by policy"),
@@ -231,7 +243,7 @@ _RESPONSES = (
     *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
     *_ignored("safety_identifier", "client_metadata", "access_programs", why=_LABEL),
-    *_ignored("service_tier", why=_ONE_TIER, same=("auto", "default")),
+    _TIER,
     *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
     *_ignored(
         *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
@@ -247,8 +259,8 @@ _RESPONSES = (
         when={"type": "web_search", "external_web_access": False},
     ),
     *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
-    *_refused("store", "background", why=_NO_STORE, same=(False,), stays=True),
-    *_refused("previous_response_id", "conversation", why=_NO_STORE),
+    *_obeyed("store", "background", "previous_response_id", why="with --data-dir"),
+    *_refused("conversation", why="conversations have no ids here; send previous_response_id"),
     *_refused("prompt", why="this server has no stored prompts"),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
 )

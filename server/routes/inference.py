@@ -8,14 +8,16 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import Admission
+from server.admission import Admission, Permit
 from server.edge.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
-from server.frontend import Endpoint, Frontend
+from server.frontend import Endpoint, Frontend, ReadRequest
 from server.request.body import JSON_TYPE, ClientGoneError, read_body
 from server.request.deadline import deadline_of
-from server.request.record import record_of
+from server.request.record import RequestRecord, record_of
+from server.responses.keeper import Keeper
 from server.settings import ServerSettings
+from server.tiers.tier import FIELD, Tier, granted
 
 _GONE = 499
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
@@ -25,18 +27,20 @@ _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 def add_inference_routes(
     app: Starlette,
     frontend: Callable[[], Frontend],
+    keeper: Keeper,
     settings: ServerSettings,
     admission: Admission,
 ) -> None:
     """Add one POST route per endpoint; the gate has made sure that there is a front end."""
     for endpoint in Endpoint:
-        handler = _handler(endpoint, frontend, settings, admission)
+        handler = _handler(endpoint, frontend, keeper, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
 
 
 def _handler(
     endpoint: Endpoint,
     frontend: Callable[[], Frontend],
+    keeper: Keeper,
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
@@ -44,14 +48,16 @@ def _handler(
         # From here to the last byte of the answer, whatever it will be. A small body is read at
         # once, so that nobody gets in between one permit and all that it asks for.
         record = record_of(request.scope)
-        # The service's own requests take what is left, and nobody's permit.
-        permit = admission.acquire() if record.insider is None else None
+        # Lines of batches take what is left, and nobody's permit.
+        takes = record.insider is None or record.insider.permitted
+        permit = admission.acquire() if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        given = await frontend().read(endpoint, raw)
+        given = await keeper.read(endpoint, raw, record)
+        _settle_tier(given, record)
         if permit is not None:
-            permit.grow(given.answers)
-        result = await frontend().handle(endpoint, given, request)
+            _fit(permit, given, record)
+        result = await keeper.handle(endpoint, given, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
@@ -74,6 +80,27 @@ def _handler(
             raise
 
     return handle
+
+
+def _settle_tier(given: ReadRequest, record: RequestRecord) -> None:
+    """Let a request run in the tier that it asks for, and its answer say so.
+
+    Raises `PermissionDeniedError` for one that it may not have.
+    """
+    record.tier = granted(given.tier, record.tiers)
+    if given.tier is not None or record.tier is not Tier.DEFAULT:
+        given.stamp[FIELD] = record.tier.value
+
+
+def _fit(permit: Permit, given: ReadRequest, record: RequestRecord) -> None:
+    """Make a permit one for all that a request asks for. Raises `OverloadedError`."""
+    if given.keeping is not None and given.keeping.background:
+        # What is made meanwhile takes its own.
+        permit.release()
+        return
+    permit.grow(given.answers)
+    if record.tier is Tier.FLEX:
+        permit.step_back()
 
 
 def _is_prelude(frame: str) -> bool:

@@ -17,8 +17,7 @@ from server.settings import SettingsError
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
-VERSION = 1
-_SCHEMA = """
+_FILES_AND_BATCHES = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, name TEXT NOT NULL,
     bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
@@ -43,6 +42,27 @@ CREATE TABLE lines (
 CREATE UNIQUE INDEX lines_by_name ON lines (batch, custom_id);
 CREATE INDEX lines_to_do ON lines (batch, shared, number) WHERE NOT done;
 """
+_RESPONSES = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL,
+    created_at INTEGER NOT NULL, expires_at INTEGER,
+    background INTEGER NOT NULL, streams INTEGER NOT NULL, tier TEXT NOT NULL,
+    tries INTEGER NOT NULL, request BLOB, input BLOB NOT NULL, answer BLOB NOT NULL,
+    bytes INTEGER NOT NULL
+);
+CREATE INDEX responses_by_owner ON responses (owner);
+CREATE INDEX responses_by_size ON responses (bytes);
+CREATE INDEX responses_by_previous ON responses (previous) WHERE previous IS NOT NULL;
+CREATE INDEX responses_by_status ON responses (status, created_at);
+CREATE INDEX responses_by_end ON responses (expires_at) WHERE expires_at IS NOT NULL;
+CREATE TABLE response_events (
+    response TEXT NOT NULL, number INTEGER NOT NULL, frame TEXT NOT NULL,
+    PRIMARY KEY (response, number)
+) WITHOUT ROWID;
+"""
+_STEPS = (_FILES_AND_BATCHES, _RESPONSES)
+"""What makes a database of each version one of the next."""
+VERSION = len(_STEPS)
 
 
 class Database:
@@ -95,5 +115,5 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
         raise SettingsError(f"it has version {version}, and this server knows {VERSION}")
-    if not version:
-        connection.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+    for number, step in enumerate(_STEPS[version:], version + 1):
+        connection.executescript(f"BEGIN; {step} PRAGMA user_version = {number}; COMMIT;")

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,6 @@ from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
-from server.vllm import stream_chunks
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
@@ -59,6 +58,8 @@ from server.vllm.messages.requests import merges_inline_system, template_of, thi
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Rules, Told
 from server.vllm.reading_process import serve_reading
+from server.vllm.streams import text_chunks
+from server.vllm.streams.stamps import put_on, stamped_frames
 from server.vllm.tool_calls import tool_parser_of
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ async def build_frontend(
 
     from server.vllm.gated_engine import leave_tags_to_the_gate
 
-    stream_chunks.install_chat()
-    stream_chunks.install_completion()
+    text_chunks.install_chat()
+    text_chunks.install_completion()
     leave_tags_to_the_gate()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
@@ -212,9 +213,11 @@ class VllmFrontend:
         cards: list[JsonObject] = served.model_dump(mode="json")["data"]
         return cards
 
-    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ReadRequest:
         """Return what a body asks for; see `server.frontend.Frontend`."""
-        return await self._reader.read(endpoint, raw)
+        return await self._reader.read(endpoint, raw, before)
 
     def take_reading(self) -> JobCounts:
         """Return what was done with large bodies; see `server.frontend.Frontend`."""
@@ -239,7 +242,7 @@ class VllmFrontend:
             on_kind = None if record is None else record.guided_by
             await self.grammars.check(told.constraints, on_kind)
         asked = Asked(told.fields, told.blamed)
-        answering = self._answer(self._handlers[told.form], told.model, request)
+        answering = self._answer(self._handlers[told.form], told.model, request, given.stamp)
         try:
             if given.large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
@@ -249,10 +252,13 @@ class VllmFrontend:
         except Exception as error:
             # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
             raise self._translated(error, asked) from error
-        return answer if isinstance(answer, bytes) else self._frames(endpoint, answer, asked)
+        if isinstance(answer, bytes):
+            return answer
+        stamped = stamped_frames(endpoint, answer, given.stamp)
+        return self._frames(stamped, asked)
 
     async def _answer(
-        self, handler: Handler, model: BaseModel, request: Request
+        self, handler: Handler, model: BaseModel, request: Request, stamp: JsonObject
     ) -> bytes | AsyncGenerator[Any, None]:
         assert handler.serve is not None
         result = await handler.serve(model, request)
@@ -262,6 +268,7 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
+            put_on(result, stamp)
             add_prediction_counts(getattr(result, "usage", None))
             by_alias, exclude_none = handler.by_alias, handler.exclude_none
             return result.model_dump_json(by_alias=by_alias, exclude_none=exclude_none).encode()
@@ -280,9 +287,8 @@ class VllmFrontend:
         )
 
     async def _frames(
-        self, endpoint: Endpoint, events: AsyncGenerator[Any, None], asked: Asked
+        self, frames: AsyncGenerator[str, None], asked: Asked
     ) -> AsyncGenerator[str, None]:
-        frames = _named(events) if endpoint is Endpoint.RESPONSES else events
         try:
             async with aclosing(frames) as stream:
                 async for frame in stream:
@@ -355,13 +361,6 @@ def make_rules(
 
 
 _WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
-
-
-async def _named(events: AsyncIterator[BaseModel]) -> AsyncGenerator[str, None]:
-    """Turn the Responses API's event objects into SSE frames."""
-    async for event in events:
-        data = event.model_dump_json(by_alias=True)
-        yield f"event: {getattr(event, 'type', 'unknown')}\ndata: {data}\n\n"
 
 
 def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:

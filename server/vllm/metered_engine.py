@@ -7,8 +7,8 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
-from rbln_backend.config import BACKGROUND_PRIORITY
 from server.request.record import record_var
+from server.tiers.tier import Tier
 
 
 class MeteredLLM(AsyncLLM):
@@ -17,19 +17,38 @@ class MeteredLLM(AsyncLLM):
     A meter is read when the request has ended, however it has; while tokens come nothing is done.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flex: list[RequestState] = []
+
     async def add_request(
         self, request_id: str, *args: Any, **kwargs: Any
     ) -> RequestOutputCollector:
-        """Add a request to the engine as AsyncLLM does, the service's own to its background."""
+        """Add a request to the engine as AsyncLLM does, in the class of its service tier."""
         record = record_var.get()
-        if record is not None and record.insider is not None:
-            kwargs["priority"] = BACKGROUND_PRIORITY
+        tier = None if record is None else record.tier
+        if tier is not None and tier.engine_priority is not None:
+            kwargs["priority"] = tier.engine_priority
         collector = await super().add_request(request_id, *args, **kwargs)
         if record is not None:
             states = self._states(request_id, collector)
+            if tier is Tier.FLEX:
+                self._flex += states
             record.meters.append(lambda: _used(states))
             record.prefix_meter = lambda: _prefix(states)
         return collector
+
+    def get_num_queued_tokens(self) -> int:
+        """Return the prompt tokens that wait in the class of whoever asks.
+
+        What flex leaves waiting is no reason to refuse anybody else.
+        """
+        self._flex = [state for state in self._flex if state.is_prefilling]
+        behind = sum(state.prompt_len for state in self._flex)
+        record = record_var.get()
+        if record is not None and record.tier is Tier.FLEX:
+            return behind
+        return super().get_num_queued_tokens() - behind
 
     def _states(self, request_id: str, collector: RequestOutputCollector) -> list[RequestState]:
         """Return the states of what was just added: one for each of its answers."""

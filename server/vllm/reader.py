@@ -27,7 +27,7 @@ _RETRY_S = 2.0
 class Reader(Protocol):
     """Reads a body on the spot."""
 
-    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None) -> ReadRequest:
         """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
         ...
 
@@ -45,17 +45,19 @@ class RequestReader:
         self._pool = pool
         self._counts = JobCounts()
 
-    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ReadRequest:
         """Return what a body asks for.
 
         Raises the `ServerError` of what is wrong with it; `OverloadedError` where too many large
         ones wait, or one takes longer than it may.
         """
-        if is_small(raw):
-            return self._here.read(endpoint, raw)
+        if is_small(raw + (before or b"")):
+            return self._here.read(endpoint, raw, before)
         began = time.perf_counter()
         try:
-            answer = await self._exchange(job_bytes(endpoint, raw, request_id_var.get()))
+            answer = await self._exchange(job_bytes(endpoint, raw, before, request_id_var.get()))
             given = answer_of(answer)
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)

@@ -35,10 +35,12 @@ from server.request.media import refuse_media
 from server.request.pooling import PoolingLimits, check_pooling_limits
 from server.request.thinking import Thinker, settle_thinking
 from server.request.volatile_lines import Rule, settle_lines
+from server.responses.keeping import take_keeping
 from server.speculation.wishes import DraftWishes, settle_drafts
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
+from server.tiers.tier import take_tier
 from server.vllm.errors import Asked, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
 
@@ -102,8 +104,11 @@ class BodyReader:
             form: _hasty_validator(model) for form, model in models.items() if form in rules.offered
         }
 
-    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
-        """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None) -> ReadRequest:
+        """Return what a body asks for. Raises the `ServerError` of what is wrong with it.
+
+        What `before` is, and what is returned without it: `server.frontend.Frontend.read`.
+        """
         rules = self._rules
         body = parse_json_object(raw, rules.max_json_depth)
         form = request_form(endpoint, body)
@@ -111,8 +116,12 @@ class BodyReader:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
+        keeping = take_keeping(endpoint, body, before)
+        if keeping is not None and keeping.previous is not None and before is None:
+            return ReadRequest(answers=1, told=None, keeping=keeping)
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
+        tier = take_tier(endpoint, body)
         ignored = treat(endpoint, body)
         ignored += settle_thinking(endpoint, body, rules.thinker)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
@@ -131,7 +140,9 @@ class BodyReader:
             ignored=sorted(ignored + undrafted),
             drafts=drafts,
         )
-        return ReadRequest(answers=answers_in(endpoint, fields), told=told)
+        return ReadRequest(
+            answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping
+        )
 
     def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
         rules = self._rules

@@ -28,9 +28,12 @@ _KEPT_BYTES = 64 << 20
 """What the process may keep of its growth; beyond it, freed memory is given back at once."""
 
 
-def job_bytes(endpoint: Endpoint, raw: bytes, request_id: str | None) -> bytes:
-    """Return a job: which endpoint's body this is, and the body."""
-    return f"{endpoint.name} {request_id or ''}\n".encode() + raw
+def job_bytes(
+    endpoint: Endpoint, raw: bytes, before: bytes | None, request_id: str | None
+) -> bytes:
+    """Return a job: which endpoint's body this is, what goes before it, and the body."""
+    size = -1 if before is None else len(before)
+    return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
 def answer_of(data: bytes) -> ReadRequest:
@@ -66,12 +69,14 @@ def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> N
 
 
 def _answer(reader: BodyReader, job: bytes) -> bytes:
-    head, _, raw = job.partition(b"\n")
-    endpoint, _, request_id = head.decode().partition(" ")
+    head, _, rest = job.partition(b"\n")
+    endpoint, size, request_id = head.decode().split(" ", 2)
+    before = None if size == "-1" else rest[: int(size)]
+    raw = rest[len(before or b"") :]
     request_id_var.set(request_id or None)
     answer: ReadRequest | ServerError
     try:
-        answer = reader.read(Endpoint[endpoint], raw)
+        answer = reader.read(Endpoint[endpoint], raw, before)
     except ServerError as error:
         answer = error
     except Exception:

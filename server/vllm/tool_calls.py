@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from server.vllm.stream_chunks import TextDelta
+from server.vllm.streams.text_chunks import TextDelta
 
 if TYPE_CHECKING:
     from vllm.parser import Parser

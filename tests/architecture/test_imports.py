@@ -74,8 +74,7 @@ def test_the_server_knows_these_rooms_of_the_backend() -> None:
     rooms = {name.split(".")[1] for name in names if name.startswith("rbln_backend.")}
     assert rooms == {
         *("api", "bucketing", "checkpoints", "config", "errors", "host", "reporting", "settings"),
-        "speculation",
-        *("store", "unsupported", "lora", "scheduler"),
+        *("store", "unsupported", "lora", "scheduler", "speculation"),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_core import to_json
 from starlette.requests import Request
 
 from server.errors import ContextLengthError, InternalError
@@ -32,9 +33,12 @@ from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
 from server.request.record import record_of
+from server.responses.keeping import take_keeping
 from server.service import serve
 from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate
+from server.tiers.tier import take_tier
+from tests.server.scripted_responses import events_of, response_of
 
 
 @dataclass
@@ -75,9 +79,15 @@ class ScriptedFrontend:
     async def models(self) -> list[JsonObject]:
         return [{"id": "scripted", "object": "model"}]
 
-    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ReadRequest:
         body = parse_json_object(raw, self.max_json_depth)
-        return ReadRequest(answers=answers_in(endpoint, body), told=body)
+        keeping = take_keeping(endpoint, body, before)
+        tier = take_tier(endpoint, body)
+        return ReadRequest(
+            answers=answers_in(endpoint, body), told=body, tier=tier, keeping=keeping
+        )
 
     def take_reading(self) -> JobCounts:
         return JobCounts()
@@ -89,6 +99,8 @@ class ScriptedFrontend:
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))
+        if endpoint is Endpoint.RESPONSES and "do" not in body:
+            return await self._respond(body, given.stamp)
         if body.get("stream"):
             return self._stream(body["do"])
         if body["do"] == "wait":
@@ -98,6 +110,23 @@ class ScriptedFrontend:
         if body["do"] == "break":
             raise RuntimeError("secret detail")
         return b'{"ok":true}'
+
+    async def _respond(
+        self, body: JsonObject, stamp: JsonObject
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Answers how many items it got; waits for `go_on` where the body says so."""
+        if body.get("stream"):
+            return self._events(body, stamp)
+        if body.get("user") == "wait":
+            await self._wait("response")
+        return to_json(response_of(body, stamp))
+
+    async def _events(self, body: JsonObject, stamp: JsonObject) -> AsyncGenerator[str, None]:
+        frames = events_of(response_of(body, stamp))
+        for number, frame in enumerate(frames):
+            if number == 3 and body.get("user") == "wait":
+                await self._wait("events")
+            yield frame
 
     async def _wait(self, name: str) -> None:
         try:

@@ -11,8 +11,11 @@ from server.frontend import JsonObject
 from server.vllm.messages.events import is_whole, message_id, stop_of, tool_use_id, usage_of
 
 
-def message_of(chat: Any, max_tokens: int | None) -> JsonObject:
-    """Return the message for vLLM's ChatCompletionResponse; `max_tokens` were asked for."""
+def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
+    """Return the message for vLLM's ChatCompletionResponse; `max_tokens` were asked for.
+
+    `tier` is Anthropic's name of the service tier that it ran in.
+    """
     choice, used = chat.choices[0], chat.usage
     calls = choice.message.tool_calls
     completion = used.completion_tokens or 0
@@ -34,7 +37,10 @@ def message_of(chat: Any, max_tokens: int | None) -> JsonObject:
         "content": _blocks(choice.message),
         "stop_reason": reason,
         "stop_sequence": sequence,
-        "usage": usage_of(used.prompt_tokens, completion, cached, created),
+        "usage": {
+            **usage_of(used.prompt_tokens, completion, cached, created),
+            "service_tier": tier,
+        },
     }
 
 

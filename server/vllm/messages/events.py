@@ -73,10 +73,10 @@ def is_whole(text: str) -> bool:
 
 
 async def message_events(
-    chunks: AsyncGenerator[str, None], max_tokens: int | None, prefix: Prefix
+    chunks: AsyncGenerator[str, None], max_tokens: int | None, prefix: Prefix, tier: str
 ) -> AsyncGenerator[str, None]:
     """Yield a message's events for the frames of a chat that streams its usage."""
-    message = _Message(max_tokens, prefix)
+    message = _Message(max_tokens, prefix, tier)
     async with aclosing(chunks) as stream:
         async for frame in stream:
             data = frame.removeprefix(_DATA).strip()
@@ -88,8 +88,9 @@ async def message_events(
 class _Message:
     """One message as it comes; at most one block is open."""
 
-    def __init__(self, max_tokens: int | None, prefix: Prefix) -> None:
+    def __init__(self, max_tokens: int | None, prefix: Prefix, tier: str) -> None:
         self._max_tokens = max_tokens
+        self._tier = tier
         self._prefix = prefix
         self._begun = False
         self._index = -1
@@ -142,7 +143,7 @@ class _Message:
             "model": chunk["model"],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage,
+            "usage": {**self._usage, "service_tier": self._tier},
         }
         return _event("message_start", message=message)
 

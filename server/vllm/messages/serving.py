@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMValidationError
 
 from server.errors import ContextLengthError
 from server.request.record import record_var
+from server.tiers.tier import Tier
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.messages.answers import message_of
 from server.vllm.messages.events import Prefix, message_events
@@ -38,8 +39,8 @@ def over_chat_requests() -> type:
             if isinstance(answer, ErrorResponse):
                 return answer
             if isinstance(answer, ChatCompletionResponse):
-                return Response(to_json(message_of(answer, wanted)))
-            return message_events(answer, wanted, _prefix())
+                return Response(to_json(message_of(answer, wanted, _tier())))
+            return message_events(answer, wanted, _prefix(), _tier())
 
         async def render_chat_request(self, request: Any) -> Any:
             """Render a chat; `max_tokens` is a bound, and need not fit behind the prompt."""
@@ -75,6 +76,12 @@ def _too_long(length: int, most: int) -> ContextLengthError:
         f"more than {most + 2} are not counted.",
         param="messages",
     )
+
+
+def _tier() -> str:
+    record = record_var.get()
+    tier = None if record is None else record.tier
+    return (Tier.DEFAULT if tier is None else tier).anthropic
 
 
 def _prefix() -> Prefix:

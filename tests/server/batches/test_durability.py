@@ -12,10 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.admission import Admission
-from server.batches.service import BatchService
-from server.lifecycle import Lifecycle
 from server.settings import ServerSettings, SettingsError
+from server.storage.store import Store
 from tests.server.batches.clients import create, line, results, shown, until_ended
 from tests.server.scripted import running
 
@@ -84,8 +82,8 @@ async def test_a_stop_puts_lines_back(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
-def opened(data: Path) -> BatchService:
-    return BatchService(ServerSettings(data_dir=data), Lifecycle(0.0), Admission(None))
+def opened(data: Path) -> Store:
+    return Store(ServerSettings(data_dir=data))
 
 
 async def test_a_folder_has_one_server(tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def ring(*given: str, file: Path | None = None) -> KeyRing:
 
 
 def name_of(keys: KeyRing, key: str) -> str | None:
-    return keys.name_of([hashlib.sha256(key.encode()).digest()])
+    found = keys.find([hashlib.sha256(key.encode()).digest()])
+    return None if found is None else found.name
 
 
 def test_forms_of_a_key() -> None:

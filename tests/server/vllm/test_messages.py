@@ -50,7 +50,7 @@ async def events(chunks: list[dict[str, Any]], max_tokens: int | None = 100) -> 
             yield f"data: {json.dumps(one)}\n\n"
         yield "data: [DONE]\n\n"
 
-    stream = message_events(frames(), max_tokens, lambda: HELD)
+    stream = message_events(frames(), max_tokens, lambda: HELD, "standard")
     return "".join([event async for event in stream])
 
 
@@ -96,6 +96,7 @@ async def test_usage_is_told_when_the_message_starts() -> None:
         "cache_creation_input_tokens": 16,
         "cache_read_input_tokens": 32,
         "output_tokens": 0,
+        "service_tier": "standard",
     }
 
 
@@ -166,13 +167,16 @@ def answer(finish: str, calls: tuple[str, ...] = (), **more: Any) -> Any:
 
 
 def test_a_whole_answer_is_the_same_message() -> None:
-    message = message_of(answer("stop", ('{"at": 1}',), reasoning="Hm.", content="I look."), 100)
+    message = message_of(
+        answer("stop", ('{"at": 1}',), reasoning="Hm.", content="I look."), 100, "standard"
+    )
     assert message["stop_reason"] == "tool_use"
     assert message["usage"] == {
         "input_tokens": 2,
         "cache_creation_input_tokens": 16,
         "cache_read_input_tokens": 32,
         "output_tokens": 8,
+        "service_tier": "standard",
     }
     thinking, text, used = message["content"]
     assert (thinking["thinking"], text["text"]) == ("Hm.", "I look.")
@@ -180,8 +184,11 @@ def test_a_whole_answer_is_the_same_message() -> None:
 
 
 def test_a_whole_answer_that_was_cut_off_has_what_there_is() -> None:
-    message = message_of(answer("length", ('{"at": 1, "by',)), 8)
+    message = message_of(answer("length", ('{"at": 1, "by',)), 8, "standard")
     assert message["stop_reason"] == "max_tokens"
     assert message["content"][0]["input"] == {"at": 1}
-    assert message_of(answer("length"), 9)["stop_reason"] == "model_context_window_exceeded"
-    assert message_of(answer("stop"), 9)["content"] == [{"type": "text", "text": ""}]
+    assert (
+        message_of(answer("length"), 9, "standard")["stop_reason"]
+        == "model_context_window_exceeded"
+    )
+    assert message_of(answer("stop"), 9, "standard")["content"] == [{"type": "text", "text": ""}]

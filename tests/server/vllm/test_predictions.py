@@ -54,9 +54,8 @@ def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
 
 
 def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
-    from vllm.entrypoints.openai.chat_completion import protocol
-
     from server.vllm.stream_chunks import ChatMakers
+    from vllm.entrypoints.openai.chat_completion import protocol
 
     makers = ChatMakers(
         object,

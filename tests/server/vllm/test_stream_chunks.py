@@ -8,7 +8,7 @@ import pytest
 from vllm.entrypoints.openai.chat_completion import serving
 from vllm.entrypoints.openai.completion import serving as completion
 
-from server.vllm.stream_chunks import (
+from server.vllm.streams.text_chunks import (
     ChatMakers,
     CompletionMakers,
     TextChunk,

@@ -65,7 +65,7 @@ def responses(results: AsyncIterator[Any]) -> Any:
 
 def messages(results: AsyncIterator[Any]) -> Any:
     made = chat(results, anthropic.AnthropicServingMessages)
-    return message_events(made, None, lambda: (0, 0))
+    return message_events(made, None, lambda: (0, 0), "standard")
 
 
 async def failing(error: Exception) -> AsyncGenerator[Any, None]:
@@ -105,7 +105,8 @@ async def test_faults_of_the_converter_itself_are_raised() -> None:
 
     for broken in ("data: {no json\n\n", "no frame"):
         assert isinstance(
-            await raised_in(message_events(frames(broken), None, lambda: (0, 0))), ValueError
+            await raised_in(message_events(frames(broken), None, lambda: (0, 0), "standard")),
+            ValueError,
         )
 
 

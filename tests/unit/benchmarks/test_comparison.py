@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import machine
 from benchmarks.compare_report import markdown
 from benchmarks.limits import Limits, ModelWork
 from benchmarks.machine import Machine
@@ -22,6 +23,7 @@ from benchmarks.records import (
 )
 from benchmarks.targets import verdicts
 from benchmarks.worker_protocol import timed_answer
+from rbln_backend.emulator.targets import why_no_tiles
 
 WORK = ModelWork(
     layers=2, heads=4, kv_heads=2, head_dim=8, layer_weights=10_000, head_weights=5_000
@@ -94,6 +96,14 @@ def test_the_side_that_takes_longer_binds() -> None:
     assert limits.seconds(small.moved, small.flops) == pytest.approx(30_000 / 1e9)
     assert limits.binding(large.moved, large.flops) == "FMA"
     assert limits.seconds(large.moved, large.flops) == pytest.approx(8 * 30_000 / 4e9)
+    by_tiles = Limits(bytes_per_s=1e9, flops_per_s=4e9, unit="tiles")
+    assert by_tiles.binding(large.moved, large.flops) == "tiles"
+
+
+def test_tiles_are_a_limit_where_the_processor_has_them() -> None:
+    peak = machine.tile_peak(1)
+    assert (peak is None) == bool(why_no_tiles())
+    assert peak is None or peak > machine.fma_peak(1)
 
 
 def test_only_steps_that_gave_every_prompt_a_token_are_timed() -> None:

@@ -98,6 +98,19 @@ def test_a_file_is_converted_when_it_is_another(file: Path, tmp_path: Path) -> N
     made = folder.stat().st_ino
     assert checkpoint_of(str(file), tmp_path).stat().st_ino == made
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"^tiny\.gguf: its last 10 bytes are missing"):
+    with pytest.raises(CheckpointError, match=r"^tiny\.gguf: the last 10 bytes of tiny"):
         checkpoint_of(str(file), tmp_path)
+    assert left(tmp_path) == [folder.name]
+
+
+def test_a_file_in_parts_is_another_when_any_part_is(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    tiny = checkpoints("llama", num_hidden_layers=1)
+    first = write_gguf(tiny, tmp_path / "parts.gguf", part_tensors=6)
+    folder = checkpoint_of(str(first), tmp_path)
+    second = sorted(tmp_path.glob("parts-*.gguf"))[1]
+    second.write_bytes(second.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=f"the last 10 bytes of {second.name} are missing"):
+        checkpoint_of(str(first), tmp_path)
     assert left(tmp_path) == [folder.name]

@@ -46,8 +46,11 @@ def emulation(folder: Path) -> Path:
     return build(folder, "emulated", EMULATED)
 
 
-def multiply(program: Path, operands: Operands) -> Tensor:
-    """C + A B of every block: A [n, rows, 32] and B [n, 16, 16, 2] bfloat16, C [n, rows, 16]."""
+def multiply(program: Path, operands: Operands, what: str = "bf16") -> Tensor:
+    """C + A B of every block: A [n, rows, 32] and B [n, 16, 16, 2] bfloat16, C [n, rows, 16].
+
+    Or A [n, rows, 64] and B [n, 16, 16, 4] of bytes, C int32.
+    """
     a, b, c = operands
     given = b"".join(
         part.view(torch.uint8).numpy().tobytes()
@@ -55,9 +58,9 @@ def multiply(program: Path, operands: Operands) -> Tensor:
         for part in block
     )
     done = subprocess.run(
-        [str(program), str(a.shape[1])], input=given, capture_output=True, check=True
+        [str(program), what, str(a.shape[1])], input=given, capture_output=True, check=True
     )
-    return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(c.shape)
+    return torch.frombuffer(bytearray(done.stdout), dtype=c.dtype).view(c.shape)
 
 
 def random_operands(count: int, rows: int, spread: int) -> Operands:
@@ -134,6 +137,29 @@ def test_even_and_odd_depths_are_added_up_apart(emulation: Path) -> None:
     b[0, 0, :, 0] = 2.0**24
     done = multiply(emulation, (a, b, torch.zeros(1, 1, 16)))
     assert done.unique().tolist() == [2.0**24 + 16]
+
+
+def bytes_of(rows: int, signed: bool) -> Operands:
+    low, high, dtype = (-128, 128, torch.int8) if signed else (0, 256, torch.uint8)
+    return (
+        torch.randint(low, high, (5, rows, 64)).to(dtype),
+        torch.randint(0, 256, (5, 16, 16, 4)).to(torch.uint8),
+        torch.randint(-(2**30), 2**30, (5, rows, 16)).int(),
+    )
+
+
+@pytest.mark.parametrize("what", ["signed", "unsigned"])
+def test_products_of_bytes_are_exact(folder: Path, emulation: Path, what: str) -> None:
+    torch.manual_seed(0)
+    programs = [emulation]
+    if has_tiles() and not why_no_tiles():
+        programs.append(build(folder, "native", LEVELS[0].flags))
+    for rows in (1, 9, 16):
+        a, b, c = bytes_of(rows, what == "signed")
+        columns = b.long().transpose(1, 2).reshape(5, 16, 64)
+        exact = c + a.long() @ columns.transpose(1, 2)
+        for program in programs:
+            assert torch.equal(multiply(program, (a, b, c), what).long(), exact)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 NUMERICS = (
     "test_linear",
     "test_attention",
+    "test_e4m3_cache",
     "test_window_attention",
     "test_self_attention",
     "test_small_ops",

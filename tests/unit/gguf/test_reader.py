@@ -17,7 +17,8 @@ from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
 
 Kind = gguf.GGMLQuantizationType
-BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K)
+BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+_TWO_SCALES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 
@@ -27,7 +28,8 @@ def blocks_of(kind: Kind, rows: int, columns: int) -> np.ndarray:
     rng = np.random.default_rng(int(kind))
     packed = rng.integers(0, 256, (rows, columns // elements, num_bytes), np.uint8)
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    for start in {Kind.Q4_1: (0, 2), Kind.Q4_K: (0, 2), Kind.Q6_K: (208,)}.get(kind, (0,)):
+    starts = (0, 2) if kind in _TWO_SCALES else (208,) if kind == Kind.Q6_K else (0,)
+    for start in starts:
         packed[..., start : start + 2] = scale
     return packed.reshape(rows, -1)
 
@@ -64,11 +66,44 @@ def test_plain_numbers_keep_their_type(
     assert all(torch.equal(found[name], wanted[name].to(PLAIN[kind])) for name in wanted)
 
 
+def test_parts_are_one_file(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    original = checkpoints("llama")
+    whole = GgufFile.open(write_gguf(original, tmp_path / "m.gguf"))
+    first = write_gguf(original, tmp_path / "parts.gguf", part_tensors=9, kind=Kind.Q8_0)
+    rest = sorted(tmp_path.glob("parts-*.gguf"))[1:]
+    assert len(rest) > 1
+    file = GgufFile.open(first)
+    assert set(file.tensors) == set(whole.tensors)
+    assert file.block_types == ["Q8_0"]
+    for name in whole.tensors:
+        stored, wanted = file.read(name).float(), whole.read(name)
+        assert file.shape(name) == whole.shape(name)
+        assert float((stored - wanted).abs().max()) <= 0.02 * float(wanted.abs().max())
+    assert "Q8_0" in write_checkpoint(first, tmp_path)
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=r"name the first, \.\.\.-00001-of-"):
+        GgufFile.open(renamed)
+    content = rest[0].read_bytes()
+    for damaged, reason in (
+        (content[:-100], f"the last 100 bytes of {rest[0].name} are missing"),
+        (content[:40], "cannot be read as GGUF"),
+        (b"none", "is no part of a GGUF file"),
+        (rest[1].read_bytes(), f"{rest[0].name} is not part 2 of"),
+    ):
+        rest[0].write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=reason):
+            GgufFile.open(first)
+    rest[0].unlink()
+    with pytest.raises(CheckpointError, match=f"{rest[0].name} cannot be read: No such file"):
+        GgufFile.open(first)
+
+
 def test_damaged_files_are_refused(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     whole = write_gguf(checkpoints("llama"), tmp_path / "m.gguf").read_bytes()
     part = tmp_path / "part.gguf"
     for content, reason in (
-        (whole[:-100], "its last 100 bytes are missing"),
+        (whole[:-100], "the last 100 bytes of part.gguf are missing"),
         (whole[:5000], "cannot be read as GGUF"),
         (whole[:3], "cannot be read as GGUF"),
         (b"", "cannot be read as GGUF"),

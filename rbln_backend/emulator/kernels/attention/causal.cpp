@@ -1,5 +1,5 @@
 // Causal attention over the paged KV cache: writes the new keys and values, then attends.
-#include "attention/attend.h"
+#include "attention/amx.h"
 
 namespace rbln {
 namespace {
@@ -86,7 +86,7 @@ void run(const AttentionArgs& args) {
     const int64_t count = std::min(tokens, args.length - first);
     const int64_t window = args.window == 0 ? kUnlimited : args.window;
     const QueryRun run{batch, head, first, count, args.starts[batch], pages.reach(), window};
-    Attention<T, const Pages<T>>(args, scratch, pages, run).compute();
+    CausalAttention<T, const Pages<T>>(args, scratch, pages, run).compute();
   });
 }
 

@@ -1,16 +1,17 @@
-// The tiles of AMX: eight registers of up to 16 rows of 64 bytes, and products of bf16 pairs between
-// them. As simd.h is for vectors, this is the one place that knows the instructions.
+// The tiles of AMX: eight registers of up to 16 rows of 64 bytes, and products of bf16 pairs and of
+// bytes between them. As simd.h is for vectors, this is the one place that knows the instructions.
 //
 // The build says whether there are any: RBLN_AMX for the instructions, which need Linux's permission
 // (targets.py asks for it), RBLN_AMX_EMULATED for the same in plain C++, which only tests use.
 //
-// What a product rounds is defined by the instruction (Intel's manual, TDPBF16PS): per element of C
-// two sums begin at zero, one over the even and one over the odd depths, each step fused and rounded
-// to nearest even; both are added, and the result to C. Denormals count as zero, in and out. Storing
-// C and going on from it changes no bit.
+// What a product of bf16 rounds is defined by the instruction (Intel's manual, TDPBF16PS): per
+// element of C two sums begin at zero, one over the even and one over the odd depths, each step fused
+// and rounded to nearest even; both are added, and the result to C. Denormals count as zero, in and
+// out. Storing C and going on from it changes no bit. Products of bytes are exact.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "core/simd.h"
 
@@ -33,10 +34,18 @@ namespace amx {
 inline constexpr int kTiles = 8;
 inline constexpr int kRows = 16;       // of a whole tile
 inline constexpr int kRowBytes = 64;
-inline constexpr int kDepth = 32;      // depths of one product
+inline constexpr int kDepth = 32;      // depths of one product of bf16
 inline constexpr int kColumns = 16;    // of B and C; B has a row per pair of depths
 
 #if defined(RBLN_TILES)
+
+// f.template operator()<I>() for I from 0 to N - 1: instructions name tiles by constants.
+template <int N, class F>
+inline __attribute__((always_inline)) void unroll(const F& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f.template operator()<I>(), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
 
 // What LDTILECFG reads.
 struct alignas(64) Configuration {
@@ -131,6 +140,32 @@ inline void multiply() {
   _mm_setcsr(before);
 }
 
+template <class OfA>
+void multiply_bytes(int c, int a, int b) {
+  demand(rows_of(c) == rows_of(a) && rows_of(b) == kRows, "tiles of a product do not fit");
+  for (int r = 0; r < rows_of(c); ++r)
+    for (int column = 0; column < kColumns; ++column) {
+      uint8_t* sum = emulated.tiles[c][r] + column * 4;
+      auto total = load_raw<uint32_t>(sum);
+      for (int t = 0; t < kRowBytes; ++t)
+        total += uint32_t(int32_t(OfA(emulated.tiles[a][r][t])) *
+                          int32_t(emulated.tiles[b][t / 4][column * 4 + t % 4]));
+      store_raw(sum, total);
+    }
+}
+
+template <int C, int A, int B>
+inline void multiply_signed() {
+  static_assert(C != A && C != B && A != B);
+  multiply_bytes<int8_t>(C, A, B);
+}
+
+template <int C, int A, int B>
+inline void multiply_unsigned() {
+  static_assert(C != A && C != B && A != B);
+  multiply_bytes<uint8_t>(C, A, B);
+}
+
 #else
 
 inline void configure(const Configuration& shape) { asm volatile("ldtilecfg %0" ::"m"(shape)); }
@@ -158,11 +193,25 @@ inline __attribute__((always_inline)) void multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
+// C, of int32, += products of bytes, signed ones of A and unsigned ones of B; four depths in a word.
+template <int C, int A, int B>
+inline __attribute__((always_inline)) void multiply_signed() {
+  static_assert(C != A && C != B && A != B);
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+// The same with unsigned ones of A.
+template <int C, int A, int B>
+inline __attribute__((always_inline)) void multiply_unsigned() {
+  static_assert(C != A && C != B && A != B);
+  asm volatile("tdpbuud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
 #endif
 
 // Up to 32 rows of A against two panels of B, or up to 16 against four: four tiles of C, two of A,
-// two of B. The thread has them while this lives: tiles that are not released are saved at every
-// switch to another thread.
+// two of B. With up to 16 rows all tiles but B's have the same shape. The thread has them while this
+// lives: tiles that are not released are saved at every switch to another thread.
 class Block {
  public:
   Block() = default;
@@ -179,7 +228,7 @@ class Block {
     Configuration to;
     for (int c = 0; c < 4; ++c) to.give(c, lower > 0 && c >= 2 ? lower : upper);
     to.give(4, upper);
-    to.give(5, lower);
+    to.give(5, lower > 0 ? lower : upper);
     to.give(6, kRows);
     to.give(7, kRows);
     configure(to);

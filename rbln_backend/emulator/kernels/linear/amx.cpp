@@ -16,7 +16,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "core/team.h"
 #include "linear/output.h"
@@ -32,13 +31,6 @@ constexpr int64_t kTileBytes = amx::kRows * amx::kRowBytes;
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
-
-template <int N, class F>
-inline __attribute__((always_inline)) void unroll(const F& f) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-    (f.template operator()<I>(), ...);
-  }(std::make_integer_sequence<int, N>{});
-}
 
 // Activations in the order of A's tiles: per group of rows [steps][rows of the group][32 depths].
 struct Activations {
@@ -79,15 +71,15 @@ void multiply_steps(const bf16* a, int rows, const bf16* const (&panels)[P], int
   static_assert(R * P == 4);
   for (int64_t s = 0; s < steps; ++s) {
     const bf16* rows_at = a + s * rows * amx::kDepth;
-    unroll<R>([&]<int r>() __attribute__((always_inline)) {
+    amx::unroll<R>([&]<int r>() __attribute__((always_inline)) {
       amx::load<4 + r>(rows_at + r * amx::kRows * amx::kDepth, amx::kRowBytes);
     });
-    unroll<P>([&]<int p>() __attribute__((always_inline)) {
+    amx::unroll<P>([&]<int p>() __attribute__((always_inline)) {
       constexpr int b = 6 + p % 2;
       for (int64_t line = 0; line < fetch.bytes; line += 64)
         __builtin_prefetch(fetch.address[p] + s * fetch.bytes + line);
       amx::load<b>(panels[p] + s * kTileBytes / int64_t(sizeof(bf16)), amx::kRowBytes);
-      unroll<R>([&]<int r>() __attribute__((always_inline)) {
+      amx::unroll<R>([&]<int r>() __attribute__((always_inline)) {
         amx::multiply<r * P + p, 4 + r, b>();
       });
     });
@@ -128,7 +120,7 @@ struct Item {
     const int rows = x.size(g);
     const bf16* panels[P];
     for (int p = 0; p < P; ++p) panels[p] = panel_at(at + p) + begin * amx::kDepth * kPanel;
-    unroll<R * P>([&]<int c>() __attribute__((always_inline)) {
+    amx::unroll<R * P>([&]<int c>() __attribute__((always_inline)) {
       if (begin == 0) amx::zero<c>();
       else amx::load<c>(sums + c / P * amx::kRows * P * kPanel + c % P * kPanel, kStride);
     });
@@ -139,7 +131,7 @@ struct Item {
       for (int p = 0; p < P; ++p) panels[p] += (whole - begin) * amx::kDepth * kPanel;
       multiply_rest<R, P>(x.group(g, whole), rows, panels, depth() - whole * amx::kDepth);
     }
-    unroll<R * P>([&]<int c>() __attribute__((always_inline)) {
+    amx::unroll<R * P>([&]<int c>() __attribute__((always_inline)) {
       amx::store<c>(sums + c / P * amx::kRows * P * kPanel + c % P * kPanel, kStride);
     });
     if (end == x.steps)

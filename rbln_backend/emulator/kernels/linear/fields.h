@@ -5,6 +5,7 @@
 //
 // floats<F>(word): field F as float, times place(F).
 // pairs<P>(halves): fields P and P + kCount / 2 as unsigned numbers of 16 bits.
+// quads<Q>(word): the fields Q, Q + kCount / 4, ... as unsigned numbers of 8 bits.
 #pragma once
 
 #include "core/e4m3.h"
@@ -48,6 +49,11 @@ struct Integers : Fields<kBits_, kBits_ == 4 ? Format::int4 : Format::int8> {
     constexpr bool is_last = kPair == F::kCount / 2 - 1;
     return (VecI)(is_last ? shifted : shifted & uint16_t(F::kMask));
   }
+
+  template <int kQuad>
+  static inline __attribute__((always_inline)) VecU quads(VecU word) {
+    return kBits_ == 8 ? word : word >> (kQuad * kBits_) & 0x0f0f0f0fu;
+  }
 };
 
 // Twice the value is a whole number, which a table of 16 bytes holds, plus 12.
@@ -69,6 +75,11 @@ struct E2m1 : Fields<4, Format::e2m1> {
   static inline __attribute__((always_inline)) VecI pairs(Halves halves) {
     const VecU shifted = (VecU)(halves >> (kPair * kBits));
     return (VecI)look_up(kTable, select_bits(0x000f000fu, shifted, 0x80008000u));
+  }
+
+  template <int kQuad>
+  static inline __attribute__((always_inline)) VecU quads(VecU word) {
+    return look_up(kTable, word >> (kQuad * kBits) & 0x0f0f0f0fu);
   }
 };
 

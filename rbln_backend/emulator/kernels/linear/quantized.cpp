@@ -10,9 +10,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/amx.h"
 #include "core/team.h"
+#include "linear/amx.h"
 #include "linear/output.h"
 #include "linear/quantized_tile.h"
+#include "linear/scales.h"
 
 namespace rbln {
 namespace {
@@ -22,6 +25,8 @@ constexpr int64_t kBlockChunks = 8;       // chunks of a depth block
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kAhead = 2048;          // bytes of a panel that the first group prefetches ahead
+// Rows for which activations and fields are worth copying to tiles; the bits are the same.
+constexpr int64_t kTileRows = 8;
 
 // Panels of a tile of `rows` rows: enough chains of sums to keep the units busy.
 constexpr int tile_panels(int rows) {
@@ -30,15 +35,6 @@ constexpr int tile_panels(int rows) {
   return std::min(vectors, kLanes == 4 ? kPanelVectors : 8) / kPanelVectors;
 }
 constexpr int64_t kItemPanels = tile_panels(1);
-
-// 2^(exponent - 127) of kLanes bytes; the largest stands for NaN.
-VecF powers_of_two(const uint8_t* exponents) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  const VecU words = __builtin_convertvector(load_raw<Bytes>(exponents), VecU);
-  // 2^-127 is a denormal float, and NaN is what infinity with a bit more is.
-  const VecU odd = (VecU)((words == 0u) | (words == 255u));
-  return (VecF)((words << 23) | (odd & 0x00400000u));
-}
 
 // Activations as the tiles read them: per row group and chunk [Tile::kWords][rows of the group].
 template <class Tile>
@@ -59,11 +55,7 @@ void prepare_group(const LinearArgs& args, const Chunks<Tile>& to, int64_t g) {
     const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
     for (int64_t chunk = 0; chunk < to.count; ++chunk) {
       float values[Tile::F::kChunk];
-      const int64_t first = chunk * Tile::F::kChunk;
-      for (int64_t t = 0; t < Tile::F::kChunk; t += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, args.depth - first - t);
-        store(values + t, count > 0 ? load_some(row + first + t, count) : VecF{});
-      }
+      load_chunk<typename Tile::F>(row, args.depth, chunk, values);
       Tile::prepare(values, to.of(g, chunk) + r, size);
     }
   }
@@ -87,24 +79,10 @@ struct Item {
   void begin_group(const int64_t (&panels)[P], int64_t row, Group<Tile, P>& group) const {
     for (int p = 0; p < P; ++p) {
       const int64_t place = (panels[p] * scale_rows + row) * kPanel;
-      read_scales(place, group.scales + p * kPanel);
+      read_scales(args.weight, place, Tile::F::kUnit, group.scales + p * kPanel);
       if (args.weight.zeros != nullptr)
         std::copy_n(args.weight.zeros + place, kPanel, group.offsets + p * kPanel);
     }
-  }
-
-  void read_scales(int64_t place, float* scales) const {
-    if (args.weight.format == Format::e2m1) {
-      const auto* source = static_cast<const uint8_t*>(args.weight.scales) + place;
-      for (int64_t c = 0; c < kPanel; c += kLanes)
-        store(scales + c, powers_of_two(source + c) * Tile::F::kUnit);
-      return;
-    }
-    RBLN_DISPATCH(args.weight.scale_dtype, S, {
-      const S* source = static_cast<const S*>(args.weight.scales) + place;
-      for (int64_t c = 0; c < kPanel; c += kLanes)
-        store(scales + c, load(source + c) * Tile::F::kUnit);
-    });
   }
 
   // One group and P panels over chunks [begin, end), the sums continued from and left in `totals`.
@@ -196,6 +174,9 @@ void run_any(const QuantizedLinearArgs& args) {
 
 void quantized_linear(const QuantizedLinearArgs& args) {
   if (args.plain.rows == 0 || args.plain.columns == 0) return;
+  const bool is_whole = args.plain.dtype != Dtype::f32 && args.weight.format != Format::e4m3;
+  if (kMultipliesTiles && is_whole && args.plain.rows >= kTileRows)
+    return quantized_linear_by_tiles(args);
   switch (args.weight.format) {
     case Format::int4: return run_any<Integers<4>>(args);
     case Format::int8: return run_any<Integers<8>>(args);

@@ -23,6 +23,16 @@
 
 namespace rbln {
 
+// The activations of a chunk of one row; zero past the depth.
+template <class F, class T>
+void load_chunk(const T* row, int64_t depth, int64_t chunk, float* values) {
+  const int64_t first = chunk * F::kChunk;
+  for (int64_t t = 0; t < F::kChunk; t += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, depth - first - t);
+    store(values + t, count > 0 ? load_some(row + first + t, count) : VecF{});
+  }
+}
+
 template <class Decoder>
 struct FloatTile {
   using F = Decoder;
@@ -62,6 +72,33 @@ struct FloatTile {
   }
 };
 
+// The activations of a chunk as numbers of 16 bits: their sum, and what they were divided by.
+template <class F>
+struct WholeNumbers {
+  int32_t of[F::kChunk];
+  int32_t total = 0;
+  float back;
+
+  explicit WholeNumbers(const float* values) {
+    uint32_t largest = 0;
+    for (int64_t t = 0; t < F::kChunk; ++t)
+      largest = std::max(largest, bit_cast<uint32_t>(values[t]) & 0x7fffffffu);
+    const bool is_finite = largest < 0x7f800000u;
+    // Of the powers of two from 2^-126 to 2^126, the one that brings the largest below 2^15.
+    const int exponent = int(largest >> 23);
+    const int up = is_finite ? std::clamp(127 + 14 + 127 - exponent, 1, 253) : 1;
+    const float factor = bit_cast<float>(uint32_t(up) << 23);
+    // Adding this rounds to a whole number, which the low bits then hold.
+    constexpr float kWhole = 12582912.0f;
+    for (int64_t t = 0; t < F::kChunk; ++t) {
+      const float shifted = (is_finite ? values[t] * factor : 0.0f) + kWhole;
+      of[t] = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(kWhole);
+      total += of[t];
+    }
+    back = is_finite ? bit_cast<float>(uint32_t(254 - up) << 23) : bit_cast<float>(0x7fc00000u);
+  }
+};
+
 template <class Decoder>
 struct ShortTile {
   using F = Decoder;
@@ -73,31 +110,14 @@ struct ShortTile {
   static constexpr int kProducts = F::kCount / 2;
 
   static void prepare(const float* values, Word* target, int64_t stride) {
-    uint32_t largest = 0;
-    for (int64_t t = 0; t < F::kChunk; ++t)
-      largest = std::max(largest, bit_cast<uint32_t>(values[t]) & 0x7fffffffu);
-    const bool is_finite = largest < 0x7f800000u;
-    // Of the powers of two from 2^-126 to 2^126, the one that brings the largest below 2^15.
-    const int exponent = int(largest >> 23);
-    const int up = is_finite ? std::clamp(127 + 14 + 127 - exponent, 1, 253) : 1;
-    const float factor = bit_cast<float>(uint32_t(up) << 23);
-    // Adding this rounds to a whole number, which the low bits then hold.
-    constexpr float kWhole = 12582912.0f;
-    int32_t numbers[F::kChunk];
-    int32_t total = 0;
-    for (int64_t t = 0; t < F::kChunk; ++t) {
-      const float shifted = (is_finite ? values[t] * factor : 0.0f) + kWhole;
-      numbers[t] = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(kWhole);
-      total += numbers[t];
-    }
-    target[0] = -total;
-    const float back = bit_cast<float>(uint32_t(254 - up) << 23);
-    target[stride] = bit_cast<int32_t>(is_finite ? back : bit_cast<float>(0x7fc00000u));
+    const WholeNumbers<F> numbers(values);
+    target[0] = -numbers.total;
+    target[stride] = bit_cast<int32_t>(numbers.back);
     // A product takes two fields of a word, half of the word apart.
     for (int64_t p = 0; p < F::kChunk / 2; ++p) {
       const int64_t low = p / kProducts * F::kCount + p % kProducts;
       target[(kHead + p) * stride] =
-          (numbers[low] & 0xffff) | int32_t(uint32_t(numbers[low + kProducts]) << 16);
+          (numbers.of[low] & 0xffff) | int32_t(uint32_t(numbers.of[low + kProducts]) << 16);
     }
   }
 

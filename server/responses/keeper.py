@@ -1,0 +1,127 @@
+"""What stands between a request of the Responses API and the front end: the conversation that it
+continues is put before it, and its answer is kept.
+
+Requests of other endpoints pass untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from pydantic_core import from_json, to_json
+from starlette.requests import Request
+
+from server.errors import ServerError, StorageFullError, UnsupportedFieldError
+from server.frontend import Endpoint, Frontend, JsonObject, Keeping, ReadRequest
+from server.request.record import RequestRecord, record_of
+from server.responses.service import ResponseService
+from server.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+_ENDS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
+_OFF = "nothing is stored: this server was started without --data-dir"
+_IN_LINES = "it is not for lines of a batch"
+
+
+class Keeper:
+    """Reads and answers requests over a front end."""
+
+    def __init__(self, frontend: Callable[[], Frontend], service: ResponseService | None) -> None:
+        """`service` is None without --data-dir: then nothing is kept."""
+        self._frontend = frontend
+        self._service = service
+
+    async def read(self, endpoint: Endpoint, raw: bytes, record: RequestRecord) -> ReadRequest:
+        """Return what a body asks for, behind the conversation that it continues.
+
+        Raises the `ServerError` of what is wrong with it.
+        """
+        given = await self._frontend().read(endpoint, raw)
+        keeping = given.keeping
+        if keeping is None:
+            return given
+        self._require_possible(keeping, record)
+        if keeping.previous is not None:
+            assert self._service is not None
+            before = await self._service.conversation(record.key or "", keeping.previous)
+            given = await self._frontend().read(endpoint, raw, before)
+            given.stamp["previous_response_id"] = keeping.previous
+        given.stamp["store"] = keeping.kept = await self._is_to_keep(keeping, record)
+        if record.insider is not None:
+            given.stamp |= record.insider.stamp
+        given.keeping = keeping
+        return given
+
+    async def handle(
+        self, endpoint: Endpoint, given: ReadRequest, raw: bytes, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Answer a request, or have it answered meanwhile; see `server.frontend.Frontend`."""
+        keeping, service = given.keeping, self._service
+        if keeping is None or service is None or not keeping.kept:
+            return await self._frontend().handle(endpoint, given, request)
+        record = record_of(request.scope)
+        owner = record.key or ""
+        if keeping.background:
+            response = await service.begin(owner, keeping, raw, record.tier or Tier.DEFAULT)
+            if keeping.stream:
+                return await service.follow(response, -1)
+            return to_json(response.shown())
+        result = await self._frontend().handle(endpoint, given, request)
+        if isinstance(result, bytes):
+            return await _kept(service, owner, keeping, result)
+        return _keeping_end(service, owner, keeping, result)
+
+    def _require_possible(self, keeping: Keeping, record: RequestRecord) -> None:
+        wishes = {
+            "store": keeping.store,
+            "background": keeping.background,
+            "previous_response_id": keeping.previous,
+        }
+        asked = next((name for name, wish in wishes.items() if wish), None)
+        if asked is not None and self._service is None:
+            raise UnsupportedFieldError(f"'{asked}' is not supported: {_OFF}.", param=asked)
+        lines = record.insider is not None and not record.insider.permitted
+        if lines and keeping.background:
+            raise UnsupportedFieldError(f"'background': {_IN_LINES}.", param="background")
+
+    async def _is_to_keep(self, keeping: Keeping, record: RequestRecord) -> bool:
+        """Whether the answer is kept: by default where there is room, but for lines of batches."""
+        if self._service is None or keeping.store is False:
+            return False
+        if record.insider is not None and not keeping.store:
+            return False
+        try:
+            await self._service.require_room(record.key or "")
+        except StorageFullError:
+            if keeping.store or keeping.background:
+                raise
+            return False
+        return True
+
+
+async def _kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bytes:
+    """Keep an answer, or say that it is not kept where nobody had asked for it."""
+    answer: JsonObject = from_json(whole)
+    try:
+        await service.keep(owner, keeping, answer)
+    except (ServerError, OSError) as error:
+        if keeping.store:
+            raise
+        logger.error("a response is not kept: %s", error)
+        return to_json(answer | {"store": False})
+    return whole
+
+
+async def _keeping_end(
+    service: ResponseService, owner: str, keeping: Keeping, frames: AsyncGenerator[str, None]
+) -> AsyncGenerator[str, None]:
+    """Keep the response of a stream before its last event is sent."""
+    async with aclosing(frames):
+        async for frame in frames:
+            if frame.startswith(_ENDS):
+                event = from_json(frame.partition("\ndata: ")[2])
+                await service.keep(owner, keeping, event["response"])
+            yield frame

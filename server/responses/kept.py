@@ -1,0 +1,63 @@
+"""What a server keeps that was started with --data-dir: batches with their files, responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import ASGIApp
+
+from server.admission import Admission
+from server.batches.service import BatchService
+from server.errors import NotEnabledError
+from server.lifecycle import Lifecycle
+from server.responses.service import ResponseService
+from server.settings import ServerSettings
+from server.storage.store import Store
+
+
+class Kept:
+    """One store and what works on it; `batches` and `responses` are None without one."""
+
+    def __init__(
+        self, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+    ) -> None:
+        """Raises `SettingsError` where `--data-dir` cannot be used."""
+        self.batches: BatchService | None = None
+        self.responses: ResponseService | None = None
+        self._store: Store | None = None
+        if settings.data_dir:
+            self._store = Store(settings)
+            self.batches = BatchService(self._store, settings, lifecycle, admission)
+            self.responses = ResponseService(self._store, settings, lifecycle, admission)
+
+    def require_batches(self) -> BatchService:
+        """Return what is behind /v1/files and /v1/batches. Raises `NotEnabledError`."""
+        if self.batches is None:
+            raise _off("Files and batches")
+        return self.batches
+
+    def require_responses(self) -> ResponseService:
+        """Return what keeps responses. Raises `NotEnabledError`."""
+        if self.responses is None:
+            raise _off("Stored responses")
+        return self.responses
+
+    @asynccontextmanager
+    async def working(self, app: ASGIApp) -> AsyncIterator[None]:
+        """Work through `app` for the length of the block; then the store is closed."""
+        if self._store is None or self.batches is None or self.responses is None:
+            yield
+            return
+        try:
+            async with self.batches.working(app), self.responses.working(app):
+                yield
+        finally:
+            self._store.close()
+
+
+def _off(what: str) -> NotEnabledError:
+    return NotEnabledError(
+        f"{what} are off: this server was started without --data-dir, the directory that they are "
+        "kept in."
+    )

@@ -1,0 +1,141 @@
+"""Stored responses of one server: what the routes ask, and what works on them meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.types import ASGIApp
+
+from server.admission import Admission
+from server.errors import InvalidValueError
+from server.frontend import JsonObject, Keeping
+from server.host.tasks import while_running
+from server.lifecycle import Lifecycle
+from server.responses import table
+from server.responses.response import Response, made, queued
+from server.responses.runner import Runner
+from server.settings import ServerSettings
+from server.storage.store import Store
+from server.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+
+
+class ResponseService:
+    """Everything that is kept of the Responses API."""
+
+    def __init__(
+        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+    ) -> None:
+        self._store = store
+        self._database = store.database
+        self._keep_s = settings.response_retention_s
+        self._limits = table.Limits(settings.max_responses_per_key, store.max_bytes)
+        self._runner = Runner(store.database, lifecycle, admission)
+        self._counts: Mapping[str, int] = {}
+
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """How many there are by status, a few seconds ago."""
+        return self._counts
+
+    @asynccontextmanager
+    async def working(self, app: ASGIApp) -> AsyncIterator[None]:
+        """Make responses through `app` for the length of the block."""
+        async with while_running(self._runner.run(app)), while_running(self._look_around()):
+            yield
+
+    async def require_room(self, owner: str) -> None:
+        """Raise `StorageFullError` where an owner may keep no more."""
+        self._store.folder.require(0)
+        await self._database.run(partial(table.require_room, owner=owner, limits=self._limits))
+
+    async def conversation(self, owner: str, last: str) -> bytes:
+        """Return all turns up to `last` as a JSON array of items.
+
+        Raises `NotFoundError`, `InvalidValueError`.
+        """
+        return await self._database.run(partial(table.conversation, owner=owner, last=last))
+
+    async def keep(self, owner: str, keeping: Keeping, answer: JsonObject) -> None:
+        """Keep a response that is complete. Raises `StorageFullError`."""
+        await self._insert(
+            made(owner, keeping.previous, keeping.items, answer, keep_s=self._keep_s)
+        )
+
+    async def begin(self, owner: str, keeping: Keeping, raw: bytes, tier: Tier) -> Response:
+        """Have the response made that the body `raw` asks for. Raises `StorageFullError`."""
+        make = partial(queued, owner, keeping.previous, keeping.items, raw, tier, self._keep_s)
+        response = await asyncio.to_thread(make)
+        await self._insert(response)
+        self._runner.add(response)
+        return response
+
+    async def get(self, owner: str, response_id: str) -> Response:
+        """Return a response. Raises `NotFoundError`."""
+        return await self._database.run(partial(table.get, owner=owner, response_id=response_id))
+
+    async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
+        """Return the events behind the number `after`, as they come. Raises `InvalidValueError`."""
+        if not (response.background and response.streams):
+            raise InvalidValueError(
+                f"The response {response.id} was not made with 'background' and 'stream': only "
+                "the events of such a one are kept.",
+                param="stream",
+            )
+        log = self._runner.log_of(response.id)
+        if log is not None:
+            return log.follow(after)
+        stored = await self._database.run(
+            partial(table.events, response_id=response.id, after=after)
+        )
+        return _each(stored)
+
+    async def cancel(self, owner: str, response_id: str) -> Response:
+        """End one that is made meanwhile; one that has ended stays as it is.
+
+        Raises `NotFoundError`, `InvalidValueError`.
+        """
+        response = await self.get(owner, response_id)
+        if not response.background:
+            raise InvalidValueError(
+                f"The response {response.id} was not made with 'background' and cannot be "
+                "cancelled.",
+                param="response_id",
+            )
+        await self._runner.stop(response_id)
+        changes = {"status": "cancelled"}
+        work = partial(table.end, response_id=response_id, changes=changes)
+        return await self._database.run(work) or await self.get(owner, response_id)
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Forget one. Raises `NotFoundError`."""
+        await self.get(owner, response_id)
+        await self._runner.stop(response_id)
+        await self._database.run(partial(table.delete, owner=owner, response_id=response_id))
+
+    async def _insert(self, response: Response) -> None:
+        self._store.folder.require(response.bytes)
+        await self._database.run(partial(table.insert, response=response))
+
+    async def _look_around(self) -> None:
+        while True:
+            try:
+                if gone := await self._database.run(table.expire):
+                    logger.info("%d responses have expired", gone)
+                self._counts = await self._database.run(table.counts)
+            except Exception:
+                # What is shown may be old; what is stored is not touched by it.
+                logger.exception("the responses could not be looked at")
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _each(frames: list[str]) -> AsyncGenerator[str, None]:
+    for frame in frames:
+        yield frame

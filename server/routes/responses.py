@@ -1,0 +1,145 @@
+"""`/v1/responses/{id}`: answers that are kept, and those that are made meanwhile.
+
+`POST /v1/responses` is one of the endpoints of `server.routes.inference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from server.edge.openapi import DescribedRoute, failing
+from server.edge.streaming import HeldStream, SseResponse
+from server.errors import (
+    InvalidValueError,
+    NotEnabledError,
+    NotFoundError,
+    UnsupportedFieldError,
+    describe,
+)
+from server.frontend import JsonObject
+from server.request.record import record_of
+from server.responses.service import ResponseService
+from server.routes.files import listed, owner_of, page_of
+from server.storage.files import Page
+
+_MAX_LIMIT = 100
+_KEEP_ALIVE_S = 15.0
+"""As vLLM has it where its flag is not given; these routes work without an engine."""
+_KNOWN = failing(NotFoundError, NotEnabledError)
+_ASKED = failing(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError)
+_ORDER = Query(description="`asc` or `desc`.", json_schema_extra={"enum": ["asc", "desc"]})
+_STREAM = Query(
+    description="`true`: the events of a response that was made with `background` and `stream`."
+)
+
+
+class DeletedResponse(TypedDict):
+    """A response that is gone."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
+    """Return the routes; `service` raises `NotEnabledError` without --data-dir."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.get("/v1/responses/{response_id}", response_model=JsonObject, responses=_ASKED)
+    async def show(
+        response_id: str,
+        request: Request,
+        stream: Annotated[str, _STREAM] = "false",
+        starting_after: str | None = None,
+    ) -> Response:
+        """One response, or its events behind the one of a number, as they come."""
+        kept = service()
+        _refuse_include(request)
+        response = await kept.get(owner_of(request), response_id)
+        if not _is_true(stream):
+            if starting_after is not None:
+                raise InvalidValueError(
+                    "'starting_after' needs 'stream=true'.", param="starting_after"
+                )
+            return JSONResponse(response.shown())
+        frames = await kept.follow(response, _number(starting_after))
+        record = record_of(request.scope)
+        record.stream = True
+        return SseResponse(HeldStream([], None, frames), record, _KEEP_ALIVE_S)
+
+    @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse, responses=_KNOWN)
+    async def delete(response_id: str, request: Request) -> JSONResponse:
+        """Forget a response; one that is being made is made no more."""
+        await service().delete(owner_of(request), response_id)
+        return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True))
+
+    @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_ASKED)
+    async def cancel(response_id: str, request: Request) -> JSONResponse:
+        """End a response that is made in the background; one that has ended stays as it is."""
+        return JSONResponse((await service().cancel(owner_of(request), response_id)).shown())
+
+    @router.get(
+        "/v1/responses/{response_id}/input_items", response_model=JsonObject, responses=_ASKED
+    )
+    async def input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: str = "20",
+        order: Annotated[str, _ORDER] = "desc",
+    ) -> JSONResponse:
+        """The items of a response's own input, the last first unless asked otherwise."""
+        kept = service()
+        _refuse_include(request)
+        page = page_of(limit, _MAX_LIMIT, after, order)
+        items = (await kept.get(owner_of(request), response_id)).items()
+        return JSONResponse(_page_of_items(items, page))
+
+    return router
+
+
+def _page_of_items(items: list[JsonObject], page: Page) -> JsonObject:
+    if page.newest_first:
+        items.reverse()
+    if page.after is not None:
+        ids = [item["id"] for item in items]
+        if page.after not in ids:
+            raise NotFoundError(
+                f"'after' is {describe(page.after)}, which is not there.", param="after"
+            )
+        items = items[ids.index(page.after) + 1 :]
+    return listed(items[: page.limit], has_more=len(items) > page.limit)
+
+
+def _refuse_include(request: Request) -> None:
+    """What a response shows is said when it is made."""
+    for name in ("include", "include[]"):
+        if name in request.query_params:
+            raise UnsupportedFieldError(
+                "'include' is not supported here: send it when the response is made.",
+                param="include",
+            )
+
+
+def _is_true(given: str) -> bool:
+    if given not in ("true", "false"):
+        raise InvalidValueError(
+            f"'stream' must be 'true' or 'false', got {describe(given)}.", param="stream"
+        )
+    return given == "true"
+
+
+def _number(given: str | None) -> int:
+    if given is None:
+        return -1
+    if not (given.isascii() and given.isdigit()):
+        raise InvalidValueError(
+            f"'starting_after' must be the number of an event, got {describe(given)}.",
+            param="starting_after",
+        )
+    return int(given[:12])

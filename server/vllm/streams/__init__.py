@@ -1,0 +1,1 @@
+"""What is sent of a stream: chunks without models, fields put on them."""

@@ -1,0 +1,102 @@
+"""`rbln-serve batch`: a file of requests, answered without a service, gone on with after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.kernel_cache import share_kernels
+from tests.server.real_server import FLAGS
+
+pytestmark = pytest.mark.engine
+
+LINES = 300
+
+
+def line(number: int, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": [3 + number % 40, 7], "max_tokens": 24, "temperature": 0}
+    body |= {"ignore_eos": True}
+    return {"custom_id": f"c{number}", "method": "POST", "url": "/v1/completions", "body": body} | (
+        fields
+    )
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def started(checkpoint: Path, tmp_path: Path) -> subprocess.Popen[str]:
+    cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
+    command = [sys.executable, "-m", "server", "batch", str(tmp_path / "in.jsonl")]
+    command += ["-o", str(tmp_path / "out.jsonl"), "--model", str(checkpoint), *FLAGS]
+    command += ["--min-free-bytes", "0", "--run-root", str(tmp_path)]
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**kept, "VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1"},
+    )
+
+
+def kill_with_engine(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    lines = [line(number) for number in range(LINES)]
+    lines[5]["body"]["max_tokens"] = -1
+    write(tmp_path / "in.jsonl", lines)
+    first = started(checkpoints("llama"), tmp_path)
+    parts = tmp_path / "out.jsonl.partial" / "parts"
+    deadline = time.monotonic() + 240
+    while not any(part.stat().st_size > 2000 for part in parts.glob("*.output")):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    kill_with_engine(first)
+    assert not (tmp_path / "out.jsonl").exists()
+    second = started(checkpoints("llama"), tmp_path)
+    _, told = second.communicate(timeout=240)
+    assert second.returncode == 0, told
+    assert f"{LINES}/{LINES} lines, 1 failed" in told
+    found = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
+    assert [one["custom_id"] for one in found] == [f"c{number}" for number in range(LINES)]
+    assert found[5]["response"]["body"]["error"]["param"] == "max_tokens"
+    texts = [one["response"]["body"]["choices"][0]["text"] for n, one in enumerate(found) if n != 5]
+    # Forty prompts in turn: whoever asks the same is told the same.
+    assert texts[0] == texts[39]
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_wrong_lines_are_told(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line(1), line(2, method="GET"), line(3, url="/v1/embeddings")])
+    process = started(checkpoints("llama"), tmp_path)
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "line 2: 'method' must be 'POST'" in told
+    assert "line 3: 'url' is '/v1/embeddings'" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("in.jsonl", "--model", "m"), "-o OUT and --model MODEL are needed"),
+        (("none.jsonl", "-o", "out", "--model", "m"), "none.jsonl is no file"),
+    ],
+)
+def test_wrong_command_lines(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "server", "batch", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ended.returncode == 2
+    assert said in ended.stderr

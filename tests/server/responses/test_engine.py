@@ -1,0 +1,198 @@
+"""Stored responses of a real engine by the official client: what is continued is what was said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.real_server import RealServer
+
+pytestmark = pytest.mark.engine
+
+WISH: dict[str, Any] = {"model": "tiny", "max_output_tokens": 12, "temperature": 0}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "look",
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"enum": ["a", "b"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("s")
+    flags = ("--data-dir", str(folder / "data"), "--min-free-bytes", "0", "--max-model-len", "512")
+    flags += ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
+    with RealServer(checkpoints("llama"), folder, *flags) as up:
+        up.until_ready()
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, given: Any, **wish: Any) -> Any:
+    return client.responses.create(input=given, **{**WISH, **wish})
+
+
+def said(response: Any) -> list[dict[str, Any]]:
+    """What a client would send back of an answer."""
+    return [item.model_dump(exclude_none=True) for item in response.output]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def until_ended(client: openai.OpenAI, response: Any) -> Any:
+    deadline = time.monotonic() + 60
+    while response.status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        response = client.responses.retrieve(response.id)
+    return response
+
+
+def test_a_conversation_is_what_the_whole_of_it_would_be(client: openai.OpenAI) -> None:
+    first = ask(client, "one", instructions="Be short.")
+    second = ask(client, [user("two")], previous_response_id=first.id)
+    third = ask(client, "three", previous_response_id=second.id, instructions="Be long.")
+    assert third.previous_response_id == second.id
+    for response, turns, instructions in (
+        (second, [user("one"), *said(first), user("two")], None),
+        (
+            third,
+            [user("one"), *said(first), user("two"), *said(second), user("three")],
+            "Be long.",
+        ),
+    ):
+        whole = ask(client, turns, instructions=instructions, store=False)
+        assert whole.output_text == response.output_text
+        assert whole.usage.input_tokens == response.usage.input_tokens
+    # Two may go on from one turn.
+    assert ask(client, "other", previous_response_id=first.id).output_text
+    for turn in (first, second, third):
+        assert client.responses.retrieve(turn.id).output_text == turn.output_text
+
+
+def test_calls_of_tools_are_turns_too(client: openai.OpenAI) -> None:
+    forced = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "look"}}
+    first = ask(client, "look", max_output_tokens=60, **forced)
+    (call,) = (item for item in first.output if item.type == "function_call")
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "seen"}
+    second = ask(client, [told], previous_response_id=first.id, tools=[TOOL])
+    whole = ask(client, [user("look"), *said(first), told], tools=[TOOL], store=False)
+    assert second.output_text == whole.output_text
+    assert second.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_a_stream_is_kept(client: openai.OpenAI) -> None:
+    events = list(ask(client, "stream", stream=True))
+    last = events[-1].response
+    kept = client.responses.retrieve(last.id)
+    assert kept.output_text == last.output_text
+    assert kept.to_dict()["store"] is True
+    follow = ask(client, "on", previous_response_id=last.id)
+    whole = ask(client, [user("stream"), *said(last), user("on")], store=False)
+    assert follow.output_text == whole.output_text
+
+
+def test_what_is_not_kept_says_so(client: openai.OpenAI) -> None:
+    response = ask(client, "x", store=False)
+    assert response.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(client, "y", previous_response_id=response.id)
+    assert caught.value.param == "previous_response_id"
+
+
+def test_items_are_listed_in_pages(client: openai.OpenAI) -> None:
+    turns = [user(f"turn {number}") for number in range(5)]
+    response = ask(client, turns)
+    items = list(client.responses.input_items.list(response.id, limit=2))
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]
+    assert texts == [turn["content"] for turn in reversed(turns)]
+    rising = client.responses.input_items.list(response.id, order="asc", after=items[3].id)
+    assert [item.id for item in rising] == [item.id for item in reversed(items[:3])]
+
+
+def test_what_is_deleted_is_gone(client: openai.OpenAI) -> None:
+    first = ask(client, "one")
+    second = ask(client, "two", previous_response_id=first.id)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with pytest.raises(openai.NotFoundError, match=first.id):
+        ask(client, "three", previous_response_id=second.id)
+
+
+def test_one_is_made_meanwhile(client: openai.OpenAI) -> None:
+    first = ask(client, "one")
+    response = ask(client, "two", background=True, previous_response_id=first.id)
+    assert response.status in ("queued", "in_progress")
+    assert response.background
+    done = until_ended(client, response)
+    assert done.id == response.id
+    assert done.background
+    assert done.output_text == ask(client, "two", previous_response_id=first.id).output_text
+    assert client.responses.cancel(done.id).status == done.status
+
+
+def test_events_go_on_where_they_were_left(client: openai.OpenAI) -> None:
+    wish = {"background": True, "stream": True, "max_output_tokens": 40}
+    wish |= {"extra_body": {"ignore_eos": True}}
+    stream = ask(client, "events", **wish)
+    seen = [next(stream) for _ in range(6)]
+    stream.close()
+    name = seen[0].response.id
+    rest = list(
+        client.responses.retrieve(name, stream=True, starting_after=seen[-1].sequence_number)
+    )
+    numbers = [event.sequence_number for event in seen + rest]
+    assert numbers == list(range(len(numbers)))
+    told = "".join(e.delta for e in seen + rest if e.type == "response.output_text.delta")
+    kept = client.responses.retrieve(name)
+    assert told == kept.output_text
+    assert rest[-1].response.output_text == told  # type: ignore[union-attr]
+    again = list(client.responses.retrieve(name, stream=True))
+    assert [event.sequence_number for event in again] == numbers
+
+
+def test_one_is_cancelled(server: RealServer, client: openai.OpenAI) -> None:
+    endless = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 400}
+    response = ask(client, "x", background=True, **endless)
+    while server.metric("vllm:num_requests_running") < 1:
+        time.sleep(0.01)
+    assert client.responses.cancel(response.id).status == "cancelled"
+    assert client.responses.cancel(response.id).status == "cancelled"
+    assert client.responses.retrieve(response.id).status == "cancelled"
+    while server.metric("vllm:num_requests_running"):
+        time.sleep(0.05)
+    with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+        client.responses.cancel(ask(client, "y").id)
+
+
+def test_what_cannot_be_made_fails_with_the_reason(client: openai.OpenAI) -> None:
+    response = until_ended(client, ask(client, "x", background=True, model="nobody"))
+    assert response.status == "failed"
+    assert "nobody" in response.error.message
+    stream = ask(client, "x", background=True, stream=True, model="nobody")
+    (event,) = list(stream)
+    assert event.type == "response.failed"
+    assert "nobody" in event.response.error.message

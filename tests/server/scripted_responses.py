@@ -1,0 +1,49 @@
+"""Answers of the Responses API as vLLM forms them, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from pydantic_core import to_json
+
+_numbers = itertools.count()
+
+
+def response_of(body: dict[str, Any], stamp: dict[str, Any]) -> dict[str, Any]:
+    """An answer that says how many items the request had."""
+    given = body["input"]
+    text = f"{len(given) if isinstance(given, list) else 1} items"
+    name = body.get("request_id") or f"resp_{time.time_ns()}{next(_numbers)}"
+    part = {"type": "output_text", "text": text, "annotations": []}
+    message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "completed",
+        "model": "scripted",
+        "output": [{"id": f"msg_{name}", **message}],
+        **stamp,
+    }
+
+
+def events_of(response: dict[str, Any]) -> list[str]:
+    """The frames of its stream."""
+    begun = {**response, "status": "in_progress", "output": []}
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+        *(
+            ("response.output_text.delta", {"delta": letter})
+            for letter in response["output"][0]["content"][0]["text"]
+        ),
+        ("response.completed", {"response": response}),
+    ]
+    return [
+        f"event: {kind}\ndata: "
+        + to_json({"type": kind, "sequence_number": number, **fields}).decode()
+        + "\n\n"
+        for number, (kind, fields) in enumerate(events)
+    ]

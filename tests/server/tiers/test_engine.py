@@ -1,0 +1,113 @@
+"""Tiers of a real engine by the official clients: who waits, and what answers say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.real_server import RealServer
+
+pytestmark = pytest.mark.engine
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    with RealServer(checkpoints("llama"), tmp_path_factory.mktemp("s")) as up:
+        up.until_ready()
+        yield up
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")],
+)
+def test_answers_say_which_tier_it_was(client: openai.OpenAI, asked: Any, used: str) -> None:
+    chat = client.chat.completions.create(**CHAT, max_tokens=3, service_tier=asked)
+    assert chat.service_tier == used
+    chunks = list(
+        client.chat.completions.create(**CHAT, max_tokens=3, service_tier=asked, stream=True)
+    )
+    assert {chunk.service_tier for chunk in chunks} == {used}
+    response = client.responses.create(
+        model="tiny", input="a", max_output_tokens=3, service_tier=asked
+    )
+    assert response.service_tier == used
+    events = client.responses.create(
+        model="tiny", input="a", max_output_tokens=3, service_tier=asked, stream=True
+    )
+    told = {event.response.service_tier for event in events if hasattr(event, "response")}
+    assert told == {used}
+    for stream in (False, True):
+        text = client.post(
+            "/completions",
+            body={"model": "tiny", "prompt": "a", "max_tokens": 3, "service_tier": asked}
+            | {"stream": stream},
+            cast_to=str,
+        )
+        assert f'"service_tier":"{used}"' in text
+
+
+def test_who_does_not_ask_is_told_nothing(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(**CHAT, max_tokens=3, stream=True))
+    assert {chunk.service_tier for chunk in chunks} == {None}
+
+
+def test_anthropics_tiers(server: RealServer) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    for asked in ("auto", "standard_only"):
+        message = client.messages.create(**CHAT, max_tokens=3, service_tier=asked)  # type: ignore[call-overload]
+        assert message.usage.service_tier == "standard"
+    with client.messages.stream(**CHAT, max_tokens=3) as stream:
+        assert stream.get_final_message().usage.service_tier == "standard"
+
+
+def test_flex_gives_way(server: RealServer, client: openai.OpenAI) -> None:
+    """Four rows: what is flex has them all, and loses what clients need."""
+
+    def ask(number: int, tier: str, tokens: int) -> str:
+        answer = client.completions.create(
+            model="tiny",
+            prompt=[3 + number, 7, 9],
+            max_tokens=tokens,
+            temperature=0,
+            extra_body={"ignore_eos": True, "service_tier": tier},
+        )
+        ended.append(tier)
+        return answer.choices[0].text
+
+    ended: list[str] = []
+    alone = [ask(number, "default", 200) for number in range(4)]
+    ended.clear()
+    texts: dict[int, str] = {}
+    behind = [
+        threading.Thread(target=lambda n=n: texts.__setitem__(n, ask(n, "flex", 200)))
+        for n in range(4)
+    ]
+    for thread in behind:
+        thread.start()
+    while server.metric('rbln_background_rows_total{kind="alone"') < 8:
+        time.sleep(0.005)
+    front = [threading.Thread(target=ask, args=(4 + n, "default", 40)) for n in range(4)]
+    for thread in front:
+        thread.start()
+    for thread in front + behind:
+        thread.join()
+    assert ended[:4] == ["default"] * 4, "they came later, and no row of theirs was taken"
+    assert [texts[number] for number in range(4)] == alone
+    assert server.metric("rbln_recompiles_after_warmup_total") == 0
