@@ -222,6 +222,10 @@ class RblnConfig(BaseModel):
     """Tokens of such a step at most, over all requests, and never more than a chunk: larger sizes
     are not compiled.
     """
+    share_drafts: Switch = False
+    """With the method `suffix`: finished answers are drafts for every API key, not for their own
+    alone.
+    """
     cache_root: Annotated[Directory, Env("VLLM_CACHE_ROOT")] = Field(
         "~/.cache/vllm", validate_default=True
     )

@@ -10,6 +10,7 @@ from deploy.grafana.promql import (
     RANGE,
     VLLM,
     increase,
+    mean,
     quantile,
     quantiles,
     rate,
@@ -222,6 +223,44 @@ _BATCHES = (
     ),
 )
 
+_VERIFY = OURS + ',phase="verify"'
+_BY_TOKEN = OURS + ',phase=~"decode|verify"'
+_ACCEPTED = rate("rbln_draft_accepted_tokens_total", by="bucket")
+_DRAFTS = (
+    Panel(
+        "Drafts accepted",
+        "timeseries",
+        (Query(ratio(_ACCEPTED, rate("rbln_draft_tokens_total", by="bucket")), "{{bucket}}"),),
+        "Share of the drafts that were checked, by bucket: requests x tokens of each.",
+        "percentunit",
+    ),
+    Panel(
+        "Tokens a step",
+        "timeseries",
+        (
+            Query(
+                "1 + "
+                + ratio(_ACCEPTED, rate("rbln_bucket_useful_rows_total", _VERIFY, by="bucket")),
+                "{{bucket}}",
+            ),
+        ),
+        "What a request got of a step that checks drafts; 1 would be none accepted.",
+        "short",
+    ),
+    Panel(
+        "Time of a step that checks, and of one that does not",
+        "timeseries",
+        (
+            Query(
+                mean("rbln_bucket_step_seconds", _BY_TOKEN, by="phase, bucket"),
+                "{{phase}} {{bucket}}",
+            ),
+        ),
+        "A gain: verify 8x4 takes less than as many times decode 8 as a request gets tokens of it.",
+        "s",
+    ),
+)
+
 FEATURES = Dashboard(
     "rbln-features",
     "rbln-serve / LoRA, structured output and batches",
@@ -230,6 +269,7 @@ FEATURES = Dashboard(
         Row("LoRA", _ADAPTERS),
         Row("Structured output", _STRUCTURED),
         Row("Batches", _BATCHES),
+        Row("Speculation", _DRAFTS),
     ),
     (*PLACE, MODEL),
 )

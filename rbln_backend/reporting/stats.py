@@ -140,6 +140,18 @@ METRICS: tuple[MetricDecl, ...] = (
         ("kind",),
     ),
     MetricDecl(
+        "rbln_draft_tokens_total",
+        "counter",
+        "Drafted tokens that steps checked, by bucket (requests x tokens of each).",
+        ("bucket",),
+    ),
+    MetricDecl(
+        "rbln_draft_accepted_tokens_total",
+        "counter",
+        "Drafted tokens that became part of an answer, by bucket.",
+        ("bucket",),
+    ),
+    MetricDecl(
         "rbln_background_rows_total",
         "counter",
         "Rows of decode steps that the background had: padding of the foreground's bucket "

@@ -222,7 +222,7 @@ class RblnScheduler(Scheduler):
 
         A draft must not take a block for which another request would be preempted.
         """
-        if self._verify is NO_DRAFTS:
+        if self._verify is NO_DRAFTS or not decoding:
             return
         longest = self._verify.longest(len(decoding))
         # What a request's tokens may need of each group.

@@ -318,12 +318,13 @@ class EngineBuild:
         sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else Sampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
+        board = self._parts.board.only_if(self._parts.place.replies)
         return RblnModelRunner(
             steps=steps,
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
-            grammar_mask=GrammarMask(self._parts.board.only_if(self._parts.place.replies)),
-            verification=Verification(sampler, batches),
+            grammar_mask=GrammarMask(board),
+            verification=Verification(sampler, batches, self._graphs.verify, board),
             drafting=make_drafting(config, batches, replies=self._parts.place.replies),
         )
 

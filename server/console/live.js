@@ -46,6 +46,8 @@ function showTiles(now) {
   const since = (name, share) => milliseconds(quantile(before, now, name, share));
   const queried = now.sum("vllm:prefix_cache_queries_total");
   const hit = now.sum("vllm:prefix_cache_hits_total");
+  const drafted = now.sum("rbln_draft_tokens_total");
+  const accepted = now.sum("rbln_draft_accepted_tokens_total");
   setPairs("tiles", [
     ["Output tokens/s", number(rate(before, now, "vllm:generation_tokens_total"))],
     ["Prompt tokens/s", number(rate(before, now, "vllm:prompt_tokens_total"))],
@@ -59,6 +61,7 @@ function showTiles(now) {
     ["Prompt tokens from cache", queried ? percent(hit / queried) : "–"],
     ["Hot-path compiles", number(now.sum("rbln_recompiles_after_warmup_total"))],
     ["Preemptions", number(now.sum("vllm:num_preemptions_total"))],
+    ...(drafted ? [["Drafts accepted", percent(accepted / drafted)]] : []),
   ], true);
 }
 
@@ -66,7 +69,7 @@ function showBuckets(now) {
   const all = now.sum("rbln_bucket_steps_total") || 1;
   const rows = now.all("rbln_bucket_steps_total")
     .filter(({ value }) => value > 0)
-    .sort((a, b) => a.labels.phase.localeCompare(b.labels.phase) || a.labels.bucket - b.labels.bucket)
+    .sort((a, b) => a.labels.phase.localeCompare(b.labels.phase) || inOrder(a.labels.bucket, b.labels.bucket))
     .map(({ labels, value }) => {
       const { phase, bucket } = labels;
       const seconds = now.sum("rbln_bucket_step_seconds_sum", { phase, bucket });
@@ -75,10 +78,17 @@ function showBuckets(now) {
   setRows("buckets", rows, "no steps yet");
 }
 
+// Sizes as numbers: "8", or "8x4" for 4 tokens of each of 8 requests.
+function inOrder(one, other) {
+  const [a, b] = [one, other].map((size) => size.split("x").map(Number));
+  return a[0] - b[0] || (a[1] ?? 1) - (b[1] ?? 1);
+}
+
 // Rows of a decode batch, tokens of a chunk: what was computed for nobody, of all.
 function padding(now, phase, bucket) {
-  const where = phase === "decode" ? { phase, bucket } : { chunk: bucket };
-  const [useful, padded] = PADDING[phase].slice(0, 2).map((name) => now.sum(name, where));
+  const isBatch = phase === "decode" || phase === "verify";
+  const where = isBatch ? { phase, bucket } : { chunk: bucket };
+  const [useful, padded] = PADDING[isBatch ? "decode" : "prefill"].slice(0, 2).map((name) => now.sum(name, where));
   return useful === null || padded === null ? null : padded / Math.max(1, useful + padded);
 }
 

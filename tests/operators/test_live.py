@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 MAY_BE_EMPTY = {
     "Requests by key": "the server has no keys",
     "Tokens by key": "likewise",
+    "Drafts accepted": "the server does not speculate",
+    "Tokens a step": "likewise",
 }
 # Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "pod"}

@@ -31,6 +31,7 @@ FIELDS = [
     "decode_steps_per_chunk",
     "verify_lengths",
     "verify_tokens",
+    "share_drafts",
     "cache_root",
     "cache_max_bytes",
     "cache_read_only",

@@ -12,6 +12,7 @@ from rbln_backend.vllm_compat.surface import (
     SamplingParams,
     SchedulerOutput,
     VllmConfig,
+    configured,
 )
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
 
@@ -125,7 +126,7 @@ def make_drafting(config: VllmConfig, batches: RequestBatches, *, replies: bool)
     if speculation is None or not replies:
         return NoDrafting()
     return HostDrafting(
-        make_drafter(speculation),
+        make_drafter(speculation, shared=configured(config).share_drafts),
         batches,
         most=speculation.num_speculative_tokens,
         max_model_len=config.model_config.max_model_len,

@@ -34,6 +34,8 @@ SURFACE = {
     "rbln_startup_phase_seconds": ("gauge", ("phase",)),
     "rbln_engine_last_step_timestamp_seconds": ("gauge", ("engine",)),
     "rbln_background_rows_total": ("counter", ("kind",)),
+    "rbln_draft_tokens_total": ("counter", ("bucket",)),
+    "rbln_draft_accepted_tokens_total": ("counter", ("bucket",)),
     "rbln_background_parked": ("gauge", ()),
     "rbln_background_preemptions_total": ("counter", ()),
     "rbln_grammar_mask_seconds": ("histogram", ("part",)),

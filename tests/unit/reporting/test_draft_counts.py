@@ -1,0 +1,16 @@
+"""Drafts are counted by the size of the graph that checked them."""
+
+from __future__ import annotations
+
+from rbln_backend.reporting.draft_counts import DraftCounts
+from rbln_backend.reporting.stats import MetricsBoard
+
+
+def test_drafts_are_counted_by_size() -> None:
+    board = MetricsBoard(None, 0)
+    counts = DraftCounts(board, [(1, 4), (8, 4)])
+    counts.record((8, 4), 20, 7)
+    counts.record((8, 4), 10, 0)
+    assert board.value("rbln_draft_tokens_total", bucket="8x4") == 30
+    assert board.value("rbln_draft_accepted_tokens_total", bucket="8x4") == 7
+    assert board.value("rbln_draft_tokens_total", bucket="1x4") == 0
