@@ -230,3 +230,25 @@ def test_other_layers_give_the_same(engines: Engines, arch: str) -> None:
     other = Pair(engines(arch), engines.fresh(arch, speculative_config=NGRAM))
     prompts = make_prompts([5, 40, 130], seed=40)
     other.run(prompts, [greedy(), seeded(1), greedy(logprobs=1)], lies=0.15)
+
+
+def test_preemption_and_prefix_hits_change_nothing(engines: Engines) -> None:
+    """Too few blocks for four requests, and twice the same prompts."""
+    short = Pair(
+        engines("llama"),
+        engines.fresh("llama", speculative_config=NGRAM, num_gpu_blocks_override=30),
+    )
+    preempted: list[str] = []
+    scheduler = short.drafted.core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counting(request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **options)
+
+    scheduler._preempt_request = counting
+    prompts = make_prompts([100, 101, 102, 103], seed=41)
+    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)]
+    for _ in range(2):
+        short.run(prompts, params, lies=0.1)
+    assert preempted
