@@ -233,8 +233,8 @@ def markdown(run: Run) -> str:
         f"- Model {run.model}, in bfloat16; one decode bucket of {BUCKET}. Ratios are beside a "
         "batch over alone, taken within a pair; medians, with the lowest and the highest.",
         "",
-        "| streams | ms a token, alone | its ratio | gaps' p99, ratio | first token, ratio | streams' "
-        "tokens/s, alone | tokens/s that the padding earned |",
+        "| streams | ms a token, alone | its ratio | gaps' p99, ratio | first token, ratio | "
+        "streams' tokens/s, alone | tokens/s that the padding earned |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [_row(run, n) for n in dict.fromkeys(window.streams for window in run.windows)]
