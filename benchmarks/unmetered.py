@@ -47,7 +47,7 @@ def recorders() -> list[tuple[type, str]]:
 
     server = (
         *("request", "rejection", "key", "guided", "loop_lag", "adapter_load", "reading"),
-        *("connection_end", "open_connections"),
+        *("connection_end", "open_connections", "tier"),
     )
     return [
         (StepMetrics, "record"),
