@@ -52,10 +52,10 @@ def sample(
     with server.awake():
         _settle(server)
         # Caches and pages of a server that slept are cold; nobody serves from there.
-        _send(server, replace(load, bodies=[first], concurrency=1))
+        send_load(server, replace(load, bodies=[first], concurrency=1))
         wall, own, everyone = time.perf_counter(), server.cpu_seconds(), busy_cpu_seconds()
         client = _client_cpu_seconds()
-        answer = _send(server, load)
+        answer = send_load(server, load)
         wall = time.perf_counter() - wall
         used = server.cpu_seconds().since(own)
         client = _client_cpu_seconds() - client
@@ -79,7 +79,7 @@ def sample(
     )
 
 
-def _send(server: ServerProcess, load: Load) -> dict[str, Any]:
+def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
     """Run the client process; returns an `Outcome` as a dictionary."""
     try:
         done = subprocess.run(

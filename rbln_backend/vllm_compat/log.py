@@ -6,6 +6,8 @@ import logging
 
 # Beginnings of warnings of vLLM 0.30 about what this platform decides, which nobody can heed.
 _EXPECTED = (
+    "Async scheduling not supported with",
+    "max_num_scheduled_tokens is set to",
     "Inductor compilation was disabled by user settings",
     "There is a latency regression when using chunked local attention",
     "Model Runner V2 requires Triton",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.speculation.drafter import DraftedRequest
+from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
+from tests.engine.parallel_runs import run_ranks
 from tests.engine.test_equality import make_prompts
 
 pytestmark = pytest.mark.engine
@@ -28,7 +32,6 @@ class Oracle:
 
     texts: dict[tuple[int, ...], list[int]]
     lies: float
-    shortens: bool = True
     rng: random.Random = field(default_factory=lambda: random.Random(5))
     proposed: int = 0
     _going: dict[str, tuple[list[int], int]] = field(default_factory=dict)
@@ -42,8 +45,7 @@ class Oracle:
 
     def propose(self, request_id: str, limit: int) -> list[int]:
         text, made = self._going[request_id]
-        count = self.rng.randint(0, limit) if self.shortens else limit
-        drafts = text[made : made + count]
+        drafts = text[made : made + self.rng.randint(0, limit)]
         self.proposed += len(drafts)
         return [
             self.rng.randrange(VOCAB) if self.rng.random() < self.lies else token
@@ -71,16 +73,16 @@ class Pair:
         params: list[SamplingParams],
         lies: float,
         *,
-        shortens: bool = True,
+        loras: list[LoRARequest | None] | None = None,
     ) -> Oracle:
         """Assert that both give the same; returns the oracle that was asked."""
-        expected = _results(self.plain, prompts, params)
+        expected = _results(self.plain, prompts, params, loras)
         texts = {tuple(p): list(e[0]) for p, e in zip(prompts, expected, strict=True)}
-        oracle = Oracle(texts, lies, shortens)
+        oracle = Oracle(texts, lies)
         drafting = self._runner._drafting
         own, drafting._drafter = drafting._drafter, oracle
         try:
-            actual = _results(self.drafted, prompts, params)
+            actual = _results(self.drafted, prompts, params, loras)
             # What ended with the last step is told with the next one.
             self.drafted.generate([[7]], SamplingParams(max_tokens=1, extra_args=OFF))
         finally:
@@ -108,10 +110,13 @@ OFF = {"speculation": {"off": True}}
 
 
 def _results(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+    engine: Engine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    loras: list[LoRARequest | None] | None = None,
 ) -> list[tuple[Any, ...]]:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = engine.llm.generate(inputs, params, use_tqdm=False)
+    outputs = engine.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
     return [_told(output.outputs[0]) for output in outputs]
 
 
@@ -177,14 +182,6 @@ def test_every_way_of_sampling_gives_the_same(pair: Pair, make: Any, options: An
     pair.run(prompts, [make(n, **options) for n in range(3)], lies=0.15)
 
 
-@pytest.mark.parametrize("least", [5, 6, 7, 8])
-def test_a_minimum_length_can_be_reached_by_drafts(pair: Pair, least: int) -> None:
-    """Whichever draft of a step reaches it: the token after that may end the text."""
-    prompts = make_prompts([9], seed=39)
-    params = [greedy(min_tokens=least, stop_token_ids=list(range(0, VOCAB, 2)))]
-    pair.run(prompts, params, lies=0.0, shortens=False)
-
-
 def test_different_ways_in_one_batch(pair: Pair) -> None:
     prompts = make_prompts([5, 40, 70, 12], seed=34)
     params = [
@@ -230,3 +227,63 @@ def test_other_layers_give_the_same(engines: Engines, arch: str) -> None:
     other = Pair(engines(arch), engines.fresh(arch, speculative_config=NGRAM))
     prompts = make_prompts([5, 40, 130], seed=40)
     other.run(prompts, [greedy(), seeded(1), greedy(logprobs=1)], lies=0.15)
+
+
+def test_preemption_and_prefix_hits_change_nothing(engines: Engines) -> None:
+    """Too few blocks for four requests, and twice the same prompts."""
+    short = Pair(
+        engines("llama"),
+        engines.fresh("llama", speculative_config=NGRAM, num_gpu_blocks_override=30),
+    )
+    preempted: list[str] = []
+    scheduler = short.drafted.core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counting(request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **options)
+
+    scheduler._preempt_request = counting
+    prompts = make_prompts([100, 101, 102, 103], seed=41)
+    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)]
+    for _ in range(2):
+        short.run(prompts, params, lies=0.1)
+    assert preempted
+
+
+def test_adapters_have_drafts_of_their_own_texts(engines: Engines, tmp_path: Path) -> None:
+    plain = engines.fresh("llama", enable_lora=True, max_loras=2)
+    adapter = make_adapter(plain.checkpoint, tmp_path / "adapter")
+    both = Pair(
+        plain, engines.fresh("llama", enable_lora=True, max_loras=2, speculative_config=NGRAM)
+    )
+    prompts = make_prompts([20, 20, 33], seed=42)
+    loras = [LoRARequest("a", 1, str(adapter)), None, LoRARequest("a", 1, str(adapter))]
+    params = [greedy(), greedy(), seeded(1)]
+    oracle = both.run(prompts, params, lies=0.1, loras=loras)
+    assert oracle.proposed
+    assert _results(plain, prompts, params) != _results(plain, prompts, params, loras)
+
+
+@pytest.mark.wide
+def test_two_ranks_check_what_one_drafts(engines: Engines, tmp_path: Path) -> None:
+    prompts = [make_prompts([12], seed=37)[0] * 4, make_prompts([40], seed=43)[0]]
+    expected = _results(engines("llama"), prompts, [greedy()] * 2)
+    answers = run_ranks(
+        engines("llama").checkpoint,
+        tmp_path,
+        prompts,
+        tensor_parallel_size=2,
+        speculative_config=NGRAM | {"prompt_lookup_min": 1},
+    )
+    for answer, told in zip(answers, expected, strict=True):
+        assert answer["tokens"] == list(told[0])[: len(answer["tokens"])]
+
+
+def test_a_stop_string_ends_the_same_text(pair: Pair) -> None:
+    (prompt,) = make_prompts([20], seed=44)
+    text = _results(pair.plain, [prompt], [greedy()])[0][1]
+    params = [greedy(stop=[text[len(text) // 2 :][:2]])]
+    ours, theirs = (_results(e, [prompt], params)[0] for e in (pair.drafted, pair.plain))
+    assert (ours[1], ours[3]) == (theirs[1], theirs[3])
+    assert theirs[3] == "stop"

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rbln_backend.speculation.choice import make_drafter
 from rbln_backend.speculation.drafter import DraftedRequest, Drafter, Wishes
+from rbln_backend.speculation.trust import Trust
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
     DraftTokenIds,
@@ -59,25 +60,29 @@ class HostDrafting:
         self._most = most
         self._max_model_len = max_model_len
         self._begun: dict[str, CachedRequestState] = {}
+        self._trust: dict[str, Trust] = {}
         self._latest: list[str] = []
 
     def forget(self, scheduled: SchedulerOutput) -> None:
         """As ``Drafting``; a request ended by itself if its last token says so."""
         for request_id in scheduled.finished_req_ids & self._begun.keys():
             state = self._begun.pop(request_id)
+            del self._trust[request_id]
             self._drafter.end(request_id, finished=self._room(state) < 0 or _has_stopped(state))
         self._latest = []
 
     def note(self, work: StepWork, token_ids: list[list[int]]) -> None:
         """As ``Drafting``."""
         self._latest = []
-        for request_id, tokens in zip(work.batch.req_ids, token_ids, strict=True):
+        for row, (request_id, tokens) in enumerate(zip(work.batch.req_ids, token_ids, strict=True)):
             state = self._requests[request_id]
             if not self._wants(state):
                 continue
             if request_id not in self._begun:
                 self._begin(state)
             self._drafter.extend(request_id, tokens)
+            drafted = len(work.drafts[row]) if work.drafts else 0
+            self._trust[request_id].judge(drafted, len(tokens) - 1)
             self._latest.append(request_id)
 
     def take(self) -> DraftTokenIds | None:
@@ -88,7 +93,7 @@ class HostDrafting:
         return DraftTokenIds(ids, [self._propose(self._begun[i]) for i in ids])
 
     def _propose(self, state: CachedRequestState) -> list[int]:
-        limit = min(self._most, self._room(state))
+        limit = min(self._trust[state.req_id].limit(), self._room(state))
         if limit < 1 or _has_stopped(state):
             return []
         return self._drafter.propose(state.req_id, limit)
@@ -115,6 +120,7 @@ class HostDrafting:
             )
         )
         self._begun[state.req_id] = state
+        self._trust[state.req_id] = Trust(self._most)
 
     def _wants(self, state: CachedRequestState) -> bool:
         return state.req_id in self._begun or not Wishes.of(_sampling(state).extra_args).off
