@@ -41,6 +41,7 @@ from server.routes.files import files_router
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
+from server.routes.message_batches import message_batches_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
@@ -88,7 +89,7 @@ def create_app(
     )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
     app.include_router(models_router(frontend, shown))
-    for router in (files_router, batches_router):
+    for router in (files_router, batches_router, message_batches_router):
         app.include_router(router(kept.require_batches, settings))
     app.include_router(responses_router(kept.require_responses))
     app.include_router(structured_outputs_router(frontend, settings))

@@ -324,7 +324,7 @@ class StorageSettings(BaseModel):
     data_dir: OptionalPath = Field(
         None,
         description="Directory for files, batches and responses, this server's alone. Unset: "
-        "/v1/files and /v1/batches answer 501, and no response is kept.",
+        "/v1/files, /v1/batches and /v1/messages/batches answer 501, and no response is kept.",
     )
     max_file_bytes: int = Field(
         200 * 1024 * 1024, ge=1024, description="Largest file that may be uploaded, in bytes."

@@ -7,12 +7,15 @@ validating -> in_progress -> finalizing -> completed | expired | cancelled
 
 from __future__ import annotations
 
+import enum
 import json
 import sqlite3
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
+
+from server.frontend import Endpoint
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 """The states of a batch that is still to be worked on."""
@@ -31,6 +34,13 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
+
+
+class Api(enum.Enum):
+    """Whose API a batch was made by, and is seen by; the value is what its ids begin with."""
+
+    OPENAI = "batch_"
+    ANTHROPIC = "msgbatch_"
 
 
 class LineError(TypedDict):
@@ -61,6 +71,11 @@ class Wish:
     keep_s: int
     metadata: dict[str, str] = field(default_factory=dict)
     idempotency: str | None = None
+
+    @property
+    def api(self) -> Api:
+        """Whose API it came by: Anthropic's endpoint is that of its own batches alone."""
+        return Api.ANTHROPIC if self.endpoint == Endpoint.MESSAGES.value else Api.OPENAI
 
     @property
     def asked(self) -> str:
@@ -99,6 +114,8 @@ class Batch:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
+    never_run: int
+    """Of `failed`, the lines that had no answer when the batch was cut."""
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Batch:
@@ -117,6 +134,11 @@ class Batch:
     def unfinished(self) -> int:
         """Lines without an answer."""
         return self.total - self.completed - self.failed
+
+    @property
+    def answer_files(self) -> list[str]:
+        """The files that it has left."""
+        return [file for file in (self.output_file, self.error_file) if file is not None]
 
     @property
     def result_bytes(self) -> dict[str, int]:

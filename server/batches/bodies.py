@@ -13,7 +13,7 @@ from server.frontend import Endpoint
 
 ENDPOINTS = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.EMBEDDINGS, Endpoint.RESPONSES)
 """What the lines of a batch may ask."""
-_WINDOW_S = 24 * 3600
+WINDOW_S = 24 * 3600
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
 SHORTEST_S, LONGEST_S = 3600, 30 * 24 * 3600
 _MAX_KEY = 255
@@ -64,7 +64,7 @@ def wish_of(body: CreateBatchBody, owner: str, idempotency: str | None) -> Wish:
         owner=owner,
         endpoint=body.endpoint,
         input_file=body.input_file_id,
-        window_s=_WINDOW_S,
+        window_s=WINDOW_S,
         keep_s=keep_s,
         metadata=dict(body.metadata or {}),
         idempotency=idempotency,

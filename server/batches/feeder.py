@@ -27,6 +27,7 @@ from server.batches.results import ResultFiles
 from server.batches.room import SpareRows
 from server.batches.table import Answer, Line
 from server.errors import RequestError
+from server.frontend import Endpoint
 from server.request.record import Insider
 from server.storage.database import Database
 from server.storage.files import FileStore
@@ -235,7 +236,9 @@ class Feeder:
         try:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
-            return InsideAnswer(error.row.status, "", error.body())
+            return InsideAnswer(
+                error.row.status, "", error.body(anthropic=Endpoint(batch.endpoint).anthropic)
+            )
         return await ask(
             self._app, batch.endpoint, body, Insider(batch.owner or None, (Tier.FLEX,))
         )

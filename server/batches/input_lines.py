@@ -19,7 +19,8 @@ from server.errors import InvalidJsonError, UnsupportedFieldError, describe
 from server.request.body import parse_json_object
 
 MAX_ID_CHARS = 512
-_MAX_DEPTH = 190
+MAX_DEPTH = 190
+"""Of a line."""
 _SHARED_CHARS = 2000
 """Of the first message: lines that begin alike run one after the other, for prefix hits."""
 
@@ -94,7 +95,7 @@ def _skip_line(file: BinaryIO, step: int) -> int:
 
 def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | LineError:
     try:
-        line = parse_json_object(raw, _MAX_DEPTH)
+        line = parse_json_object(raw, MAX_DEPTH)
     except InvalidJsonError as error:
         return _error("invalid_json_line", number, f"This line is no JSON object: {error.message}")
     custom_id, body = line.get("custom_id"), line.get("body")

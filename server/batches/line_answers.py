@@ -33,7 +33,8 @@ def answered(line: Line, answer: InsideAnswer) -> Answer:
 def never_run(line: Line, why: str) -> Answer:
     """No answer, for the batch was `expired` or `cancelled` first."""
     code, message = _NEVER_RUN[why]
-    return Answer(line, False, _text(line, response=None, error={"code": code, "message": message}))
+    text = _text(line, response=None, error={"code": code, "message": message})
+    return Answer(line, False, text, ran=False)
 
 
 def _text(line: Line, *, response: Any, error: Any) -> bytes:
@@ -45,8 +46,11 @@ def _text(line: Line, *, response: Any, error: Any) -> bytes:
 def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
     """Tokens of the prompt, those of them from the prefix cache, and of the answer."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    # Anthropic's count of the prompt has three parts, OpenAI's is one.
+    read = int(usage.get("cache_read_input_tokens") or 0)
+    apart = read + int(usage.get("cache_creation_input_tokens") or 0)
     return (
-        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
-        int(details.get("cached_tokens") or 0),
+        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + apart,
+        int(details.get("cached_tokens") or 0) + read,
         int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
     )

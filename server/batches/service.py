@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.batches import table
-from server.batches.batch import Batch, Wish
+from server.batches.batch import Api, Batch, Wish
+from server.batches.bodies import WINDOW_S
 from server.batches.feeder import Feeder, Tally
-from server.batches.input_lines import LineRules
+from server.batches.input_lines import InputLine, LineRules, read_lines
+from server.batches.message_requests import WrittenInput, refused
 from server.batches.results import ResultFiles
 from server.batches.room import SpareRows
-from server.errors import StorageFullError
+from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
+from server.frontend import Endpoint
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
-from server.storage.files import FileStore, Page, Quotas
+from server.storage.files import INPUT, FileStore, Page, Quotas
 from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ class Seen:
 
 
 class BatchService:
-    """Everything behind /v1/files and /v1/batches."""
+    """Everything behind /v1/files, /v1/batches and /v1/messages/batches."""
 
     def __init__(
         self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
@@ -61,6 +65,7 @@ class BatchService:
         self.files = FileStore(self._database, self._folder, quotas)
         self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
+        self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
         spare = SpareRows(lifecycle, admission)
         self._feeder = Feeder(self._database, self.files, self._results, rules, spare)
         self._seen = Seen()
@@ -99,19 +104,62 @@ class BatchService:
         self._feeder.nudge()
         return batch
 
-    async def get(self, owner: str, batch_id: str) -> Batch:
-        """Return a batch. Raises `NotFoundError`."""
-        return await self._database.run(partial(table.get, owner=owner, batch_id=batch_id))
+    async def create_messages(self, owner: str, lines: Sequence[bytes]) -> Batch:
+        """Begin a batch of lines for /v1/messages, whose input is written here.
 
-    async def every(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
-        """Return a page of the owner's batches, and whether there are more."""
-        return await self._database.run(partial(table.every, owner=owner, page=page))
-
-    async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Ask for a batch's end. Raises `NotFoundError`, `InvalidValueError`."""
-        batch = await self._database.run(partial(table.cancel, owner=owner, batch_id=batch_id))
+        Raises `InvalidValueError` for the first line that is wrong, `BodyTooLargeError`,
+        `StorageFullError`.
+        """
+        file = await self.files.create(owner, WrittenInput(lines), lambda _: (INPUT, None))
+        wish = Wish(owner, Endpoint.MESSAGES.value, file.id, WINDOW_S, keep_s=0)
+        try:
+            noted = await asyncio.to_thread(self._read_messages, self.files.content_path(file.id))
+            batch = await self._database.run(partial(self._begin, wish=wish, lines=noted))
+        except Exception:
+            await self.files.delete(owner, file.id)
+            raise
         self._feeder.nudge()
         return batch
+
+    async def get(self, owner: str, batch_id: str, api: Api) -> Batch:
+        """Return a batch. Raises `NotFoundError`."""
+        return await self._database.run(partial(table.get, owner=owner, batch_id=batch_id, api=api))
+
+    async def every(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+        """Return a page of the owner's batches, and whether there are more."""
+        return await self._database.run(partial(table.every, owner=owner, page=page, api=api))
+
+    async def cancel(self, owner: str, batch_id: str, api: Api) -> Batch:
+        """Ask for a batch's end. Raises `NotFoundError`, `InvalidValueError`."""
+        batch = await self._database.run(
+            partial(table.cancel, owner=owner, batch_id=batch_id, api=api)
+        )
+        self._feeder.nudge()
+        return batch
+
+    async def delete(self, owner: str, batch_id: str, api: Api) -> None:
+        """Delete a batch that has ended, and its files. Raises what `cancel` raises."""
+        batch = await self._database.run(
+            partial(table.delete, owner=owner, batch_id=batch_id, api=api)
+        )
+        for file_id in (batch.input_file, *batch.answer_files):
+            # The client may have deleted it before.
+            with suppress(NotFoundError):
+                await self.files.delete(owner, file_id)
+
+    async def answers(self, owner: str, batch_id: str, api: Api) -> list[Path]:
+        """Return where the answers of a batch lie. Raises what `cancel` raises."""
+        batch = await self.get(owner, batch_id, api)
+        if batch.is_open:
+            raise InvalidValueError(
+                f"The batch {batch.id} has not ended, and has no results yet.", param="batch_id"
+            )
+        paths = [self.files.content_path(file_id) for file_id in batch.answer_files]
+        if not all(path.is_file() for path in paths):
+            raise NotFoundError(
+                f"The results of {describe(batch_id)} were deleted.", param="batch_id"
+            )
+        return paths
 
     def _create(self, db: sqlite3.Connection, wish: Wish) -> Batch:
         batch = table.create(db, wish)
@@ -122,6 +170,23 @@ class BatchService:
                 f"{self._max_open} may be (--max-batches-per-key)."
             )
         return batch
+
+    def _begin(self, db: sqlite3.Connection, wish: Wish, lines: Sequence[InputLine]) -> Batch:
+        """Make a batch whose lines are known to be fine, but perhaps for their ids."""
+        batch = self._create(db, wish)
+        if errors := table.add_lines(db, batch.id, lines):
+            raise refused(errors[0])
+        models = {line.model for line in lines}
+        table.begin(db, batch.id, models.pop() if len(models) == 1 else None)
+        return table.reload(db, batch.id)
+
+    def _read_messages(self, path: Path) -> list[InputLine]:
+        lines = []
+        for line in read_lines(path, self._message_rules):
+            if not isinstance(line, InputLine):
+                raise refused(line)
+            lines.append(line)
+        return lines
 
     async def _look_around(self) -> None:
         turn = 0

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from server.batches.batch import OPEN, Batch, LineError, Status, Wish
+from server.batches.batch import OPEN, Api, Batch, LineError, Status, Wish
 from server.batches.input_lines import InputLine
 from server.errors import InvalidValueError, NotFoundError, describe
 from server.storage.files import Page, StoredFile, find, insert, new_id, paged
 
+_API = "substr(id, 1, instr(id, '_'))"
+"""What the id of a batch begins with, a value of `Api`."""
 _OPEN = f"status IN ({', '.join(repr(status) for status in OPEN)})"
 
 
@@ -37,6 +39,7 @@ class Answer:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    ran: bool = True
 
     @property
     def kind(self) -> str:
@@ -65,16 +68,16 @@ def create(db: sqlite3.Connection, wish: Wish) -> Batch:
             f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
             param="input_file_id",
         )
-    now, batch_id = int(time.time()), new_id("batch_")
+    now, batch_id = int(time.time()), new_id(wish.api.value)
     db.execute(
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
-        "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0)",
+        "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
         (
             *(batch_id, wish.owner, wish.endpoint, wish.input_file, now, now + wish.window_s),
             *(wish.keep_s, json.dumps(wish.metadata), wish.idempotency, wish.asked),
         ),
     )
-    return get(db, wish.owner, batch_id)
+    return reload(db, batch_id)
 
 
 def _the_same(batch: Batch, wish: Wish) -> Batch:
@@ -86,19 +89,20 @@ def _the_same(batch: Batch, wish: Wish) -> Batch:
     return batch
 
 
-def get(db: sqlite3.Connection, owner: str, batch_id: str) -> Batch:
-    """Return a batch of an owner. Raises `NotFoundError`."""
+def get(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+    """Return a batch of an owner. Raises `NotFoundError`, for one of another API as well."""
     row = db.execute(
-        "SELECT * FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
+        f"SELECT * FROM batches WHERE id = ? AND owner = ? AND {_API} = ?",
+        (batch_id, owner, api.value),
     ).fetchone()
     if row is None:
         raise NotFoundError(f"There is no batch {describe(batch_id)}.", param="batch_id")
     return Batch.of(row)
 
 
-def every(db: sqlite3.Connection, owner: str, page: Page) -> tuple[list[Batch], bool]:
-    """Return a page of an owner's batches, and whether there are more."""
-    rows, more = paged(db, "batches", owner, page, ())
+def every(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+    """Return a page of an owner's batches, and whether there are more. Raises `NotFoundError`."""
+    rows, more = paged(db, "batches", owner, page, [(_API, api.value)])
     return [Batch.of(row) for row in rows], more
 
 
@@ -163,16 +167,16 @@ def move(db: sqlite3.Connection, batch_id: str, status: Status) -> None:
     )
 
 
-def cancel(db: sqlite3.Connection, owner: str, batch_id: str) -> Batch:
+def cancel(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
     """Ask for a batch's end. Raises `NotFoundError`, and `InvalidValueError` after it."""
-    batch = get(db, owner, batch_id)
+    batch = get(db, owner, batch_id, api)
     if not batch.is_open:
         raise InvalidValueError(
             f"The batch {batch.id} is {batch.status} and cannot be cancelled.", param="batch_id"
         )
     if batch.status in ("validating", "in_progress"):
         move(db, batch_id, "cancelling")
-    return get(db, owner, batch_id)
+    return reload(db, batch_id)
 
 
 def waiting_lines(
@@ -197,11 +201,11 @@ def note_written(db: sqlite3.Connection, answers: Sequence[Answer]) -> None:
             "UPDATE lines SET done = 1 WHERE batch = ? AND number = ?", (line.batch, line.number)
         )
         db.execute(
-            f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, input_tokens = "
-            "input_tokens + ?, cached_tokens = cached_tokens + ?, output_tokens = output_tokens + "
-            "? WHERE id = ?",
+            f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, never_run = "
+            "never_run + ?, input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
+            "output_tokens = output_tokens + ? WHERE id = ?",
             (
-                *(len(answer.text), answer.input_tokens, answer.cached_tokens),
+                *(len(answer.text), not answer.ran, answer.input_tokens, answer.cached_tokens),
                 *(answer.output_tokens, line.batch),
             ),
         )
@@ -215,6 +219,17 @@ def end(db: sqlite3.Connection, batch: Batch, status: Status, files: Sequence[St
         db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file.id, batch.id))
     forget_lines(db, batch.id)
     move(db, batch.id, status)
+
+
+def delete(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+    """Forget a batch that has ended. Raises `NotFoundError`, and `InvalidValueError` before."""
+    batch = get(db, owner, batch_id, api)
+    if batch.is_open:
+        raise InvalidValueError(
+            f"The batch {batch.id} has not ended; cancel it first.", param="batch_id"
+        )
+    db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+    return batch
 
 
 def counts(db: sqlite3.Connection) -> dict[str, int]:

@@ -11,6 +11,7 @@ from starlette.types import Send
 from server.errors import ServerError
 from server.frontend import Endpoint
 from server.request.record import RequestRecord
+from server.request.route_table import Route
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _MOST_S = 0.5
@@ -23,7 +24,7 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
     record.note(error)
     endpoint = _ENDPOINTS.get(record.route.template)
     if not record.status:
-        await _send_envelope(error, endpoint, send)
+        await _send_envelope(error, record.route, send)
     elif record.stream and endpoint is not None:
         frame = error_frame(error, endpoint).encode()
         # A client that does not read any more does not get to hold the connection, either.
@@ -32,8 +33,8 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
                 await send({"type": "http.response.body", "body": frame, "more_body": False})
 
 
-async def _send_envelope(error: ServerError, endpoint: Endpoint | None, send: Send) -> None:
-    body = error.body(anthropic=endpoint is not None and endpoint.anthropic)
+async def _send_envelope(error: ServerError, route: Route, send: Send) -> None:
+    body = error.body(anthropic=route.anthropic)
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
     status = error.row.status

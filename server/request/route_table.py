@@ -63,8 +63,14 @@ class Route:
     admitted: bool = False
     """Whether it is refused while as many answers run and wait as may."""
 
+    @property
+    def anthropic(self) -> bool:
+        """Whether clients expect Anthropic's envelope of errors."""
+        return self.template.startswith(Endpoint.MESSAGES.value)
+
 
 _RESPONSES = "/v1/responses/"
+_MESSAGES = "/v1/messages/batches/"
 
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
@@ -79,6 +85,10 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/batches", Scope.API, gated=False),
     Route("/v1/batches/{batch_id}/cancel", Scope.API, False, "/v1/batches/", suffix="/cancel"),
     Route("/v1/batches/{batch_id}", Scope.API, False, "/v1/batches/"),
+    Route("/v1/messages/batches", Scope.API, gated=False),
+    Route(f"{_MESSAGES}{{batch_id}}/results", Scope.API, False, _MESSAGES, suffix="/results"),
+    Route(f"{_MESSAGES}{{batch_id}}/cancel", Scope.API, False, _MESSAGES, suffix="/cancel"),
+    Route(f"{_MESSAGES}{{batch_id}}", Scope.API, False, _MESSAGES),
     Route("/v1/responses/{response_id}/cancel", Scope.API, False, _RESPONSES, suffix="/cancel"),
     Route(
         "/v1/responses/{response_id}/input_items",

@@ -32,7 +32,7 @@ class Kept:
             self.responses = ResponseService(self._store, settings, lifecycle, admission)
 
     def require_batches(self) -> BatchService:
-        """Return what is behind /v1/files and /v1/batches. Raises `NotEnabledError`."""
+        """Return what is behind the routes of files and batches. Raises `NotEnabledError`."""
         if self.batches is None:
             raise _off("Files and batches")
         return self.batches

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from server.batches.batch import Api
 from server.batches.bodies import CreateBatchBody, wish_of
 from server.batches.service import BatchService
 from server.edge.model_body import parse_body
@@ -47,17 +48,18 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """The batches of the key that asks, the newest first."""
         service = store()
         page = page_of(limit, _MAX_LIMIT, after, "desc")
-        found, more = await service.every(owner_of(request), page)
+        found, more = await service.every(owner_of(request), page, Api.OPENAI)
         return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:
         """One batch."""
-        return JSONResponse((await store().get(owner_of(request), batch_id)).shown())
+        return JSONResponse((await store().get(owner_of(request), batch_id, Api.OPENAI)).shown())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED)
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
         """End a batch; the lines that are answered by then are kept."""
-        return JSONResponse((await store().cancel(owner_of(request), batch_id)).shown())
+        batch = await store().cancel(owner_of(request), batch_id, Api.OPENAI)
+        return JSONResponse(batch.shown())
 
     return router

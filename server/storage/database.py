@@ -60,7 +60,8 @@ CREATE TABLE response_events (
     PRIMARY KEY (response, number)
 ) WITHOUT ROWID;
 """
-_STEPS = (_FILES_AND_BATCHES, _RESPONSES)
+_LINES_NEVER_RUN = "ALTER TABLE batches ADD COLUMN never_run INTEGER NOT NULL DEFAULT 0;"
+_STEPS = (_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN)
 """What makes a database of each version one of the next."""
 VERSION = len(_STEPS)
 

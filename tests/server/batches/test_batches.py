@@ -103,7 +103,7 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
 
 
 async def test_what_expires_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "_WINDOW_S", 1)
+    monkeypatch.setattr(bodies, "WINDOW_S", 1)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [line(1), *(line(n, "wait") for n in range(2, 12))])
         batch = await until_ended(service.client, batch)

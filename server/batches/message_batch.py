@@ -1,0 +1,114 @@
+"""A batch as Anthropic's API shows it, and the results of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic_core import from_json, to_json
+from typing_extensions import TypedDict
+
+from server.batches.batch import Batch
+
+_OK = 200
+_PIECE_BYTES = 64 * 1024
+_NEVER_RUN = {"batch_cancelled": "canceled", "batch_expired": "expired"}
+_ENDS = ("completed_at", "cancelled_at", "expired_at")
+
+
+class RequestCounts(TypedDict):
+    """Requests by what became of them; all of them are `processing` until the batch has ended."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(TypedDict):
+    """A batch; times are those of RFC 3339."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: RequestCounts
+    created_at: str
+    expires_at: str
+    ended_at: str | None
+    cancel_initiated_at: str | None
+    archived_at: None
+    results_url: str | None
+
+
+def shown(batch: Batch) -> MessageBatch:
+    """Return a batch as a client sees it.
+
+    `results_url` is a path: by which name and scheme the service is reached, a proxy knows, and
+    clients of this API put their own base URL before it.
+    """
+    ended = next((batch.moments[name] for name in _ENDS if name in batch.moments), None)
+    return MessageBatch(
+        id=batch.id,
+        type="message_batch",
+        processing_status=_status(batch),
+        request_counts=_counts(batch),
+        created_at=_time(batch.created_at),
+        expires_at=_time(batch.expires_at),
+        ended_at=_maybe_time(ended),
+        cancel_initiated_at=_maybe_time(batch.moments.get("cancelling_at")),
+        archived_at=None,
+        results_url=None if batch.is_open else f"/v1/messages/batches/{batch.id}/results",
+    )
+
+
+def results(paths: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the results that are in files of answers, pieces of whole lines of JSON."""
+    for path in paths:
+        with path.open("rb") as file:
+            while lines := file.readlines(_PIECE_BYTES):
+                yield b"".join(map(_result, lines))
+
+
+def _status(batch: Batch) -> Literal["in_progress", "canceling", "ended"]:
+    if not batch.is_open:
+        return "ended"
+    return "canceling" if batch.status == "cancelling" else "in_progress"
+
+
+def _counts(batch: Batch) -> RequestCounts:
+    if batch.is_open:
+        return RequestCounts(processing=batch.total, succeeded=0, errored=0, canceled=0, expired=0)
+    return RequestCounts(
+        processing=0,
+        succeeded=batch.completed,
+        errored=batch.failed - batch.never_run,
+        canceled=batch.never_run if batch.status == "cancelled" else 0,
+        expired=batch.never_run if batch.status == "expired" else 0,
+    )
+
+
+def _result(line: bytes) -> bytes:
+    told = from_json(line)
+    result = _became(told["response"], told["error"])
+    return to_json({"custom_id": told["custom_id"], "result": result}) + b"\n"
+
+
+def _became(response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
+    if response is None:
+        assert error is not None
+        return {"type": _NEVER_RUN[error["code"]]}
+    if response["status_code"] == _OK:
+        return {"type": "succeeded", "message": response["body"]}
+    # The body is this API's envelope of an error.
+    return {"type": "errored", "error": response["body"]}
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _maybe_time(seconds: int | None) -> str | None:
+    return None if seconds is None else _time(seconds)

@@ -1,0 +1,165 @@
+"""`/v1/messages/batches`: Anthropic's batches, on the store and in the rows of all batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from typing_extensions import TypedDict
+
+from server.batches.batch import Api
+from server.batches.input_lines import MAX_DEPTH
+from server.batches.message_batch import MessageBatch, results, shown
+from server.batches.message_requests import CreateMessageBatchBody, MessageRequest
+from server.batches.service import BatchService
+from server.edge.model_body import parse_body
+from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
+from server.errors import (
+    InvalidValueError,
+    NotEnabledError,
+    NotFoundError,
+    RequestError,
+    StorageFullError,
+)
+from server.frontend import JsonObject
+from server.request.body import ClientGoneError, parse_json_object, read_body
+from server.request.record import record_of
+from server.routes.files import owner_of, page_of
+from server.settings import ServerSettings
+
+_GONE = 499
+_MAX_LIMIT = 1000
+_CREATE = failing(*BODY_FAILURES, StorageFullError, NotEnabledError)
+_KNOWN = failing(NotFoundError, NotEnabledError)
+_ASKED = failing(NotFoundError, InvalidValueError, NotEnabledError)
+
+
+class MessageBatchList(TypedDict):
+    """A page of batches, the newest first."""
+
+    data: list[MessageBatch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedMessageBatch(TypedDict):
+    """A batch that is gone."""
+
+    id: str
+    type: Literal["message_batch_deleted"]
+
+
+def message_batches_router(
+    store: Callable[[], BatchService], settings: ServerSettings
+) -> APIRouter:
+    """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.post(
+        "/v1/messages/batches",
+        response_model=MessageBatch,
+        responses=_CREATE,
+        openapi_extra=taking(CreateMessageBatchBody.model_json_schema()),
+    )
+    async def create(request: Request) -> Response:
+        """Answer requests of Anthropic's Messages API when nobody else needs the device."""
+        service = store()
+        try:
+            raw = await read_body(request, settings)
+        except ClientGoneError:
+            record_of(request.scope).outcome = "aborted"
+            return Response(status_code=_GONE)
+        # Beside the event loop: there may be thousands.
+        lines = await asyncio.to_thread(_lines, raw, settings)
+        return JSONResponse(shown(await service.create_messages(owner_of(request), lines)))
+
+    @router.get("/v1/messages/batches", response_model=MessageBatchList, responses=_ASKED)
+    async def every(
+        request: Request,
+        before_id: str | None = None,
+        after_id: str | None = None,
+        limit: str = "20",
+    ) -> JSONResponse:
+        """The batches of the key that asks, the newest first."""
+        return JSONResponse(await _page(store(), owner_of(request), before_id, after_id, limit))
+
+    _add_routes_of_one(router, store)
+    return router
+
+
+def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> None:
+    @router.get("/v1/messages/batches/{batch_id}", response_model=MessageBatch, responses=_KNOWN)
+    async def show(batch_id: str, request: Request) -> JSONResponse:
+        """One batch."""
+        return JSONResponse(shown(await store().get(owner_of(request), batch_id, Api.ANTHROPIC)))
+
+    @router.get(
+        "/v1/messages/batches/{batch_id}/results", response_class=Response, responses=_ASKED
+    )
+    async def show_results(batch_id: str, request: Request) -> StreamingResponse:
+        """What became of each request of a batch that has ended: lines of JSON, in any order."""
+        paths = await store().answers(owner_of(request), batch_id, Api.ANTHROPIC)
+        return StreamingResponse(results(paths), media_type="application/x-jsonl")
+
+    @router.post(
+        "/v1/messages/batches/{batch_id}/cancel", response_model=MessageBatch, responses=_ASKED
+    )
+    async def cancel(batch_id: str, request: Request) -> JSONResponse:
+        """End a batch; the requests that are answered by then keep their answers."""
+        batch = await store().cancel(owner_of(request), batch_id, Api.ANTHROPIC)
+        return JSONResponse(shown(batch))
+
+    @router.delete(
+        "/v1/messages/batches/{batch_id}", response_model=DeletedMessageBatch, responses=_ASKED
+    )
+    async def delete(batch_id: str, request: Request) -> JSONResponse:
+        """Delete a batch that has ended, with its files."""
+        await store().delete(owner_of(request), batch_id, Api.ANTHROPIC)
+        return JSONResponse(DeletedMessageBatch(id=batch_id, type="message_batch_deleted"))
+
+
+def _lines(raw: bytes, settings: ServerSettings) -> list[bytes]:
+    """Return the requests of a body as lines of a batch's input. Raises a `RequestError`."""
+    given = parse_json_object(raw, MAX_DEPTH)
+    requests = parse_body(CreateMessageBatchBody, given, settings.unknown_fields).requests
+    if not 0 < len(requests) <= settings.max_batch_lines:
+        raise InvalidValueError(
+            f"'requests' must have 1 to {settings.max_batch_lines} items (--max-batch-lines), "
+            f"got {len(requests)}.",
+            param="requests",
+        )
+    return [_line(request, number, settings) for number, request in enumerate(requests)]
+
+
+def _line(request: JsonObject, number: int, settings: ServerSettings) -> bytes:
+    try:
+        return parse_body(MessageRequest, request, settings.unknown_fields).line()
+    except RequestError as error:
+        place = f"requests[{number}]"
+        raise type(error)(f"'{place}': {error.message}", param=f"{place}.{error.param}") from None
+
+
+async def _page(
+    service: BatchService, owner: str, before_id: str | None, after_id: str | None, limit: str
+) -> MessageBatchList:
+    if before_id and after_id:
+        raise InvalidValueError(
+            "'before_id' and 'after_id' are two directions; give one of them.", param="before_id"
+        )
+    page = page_of(limit, _MAX_LIMIT, before_id or after_id, "asc" if before_id else "desc")
+    try:
+        found, more = await service.every(owner, page, Api.ANTHROPIC)
+    except NotFoundError as error:
+        name = "before_id" if before_id else "after_id"
+        raise NotFoundError(error.message.replace("'after'", f"'{name}'"), param=name) from None
+    data = [shown(batch) for batch in (reversed(found) if before_id else found)]
+    return MessageBatchList(
+        data=data,
+        first_id=data[0]["id"] if data else None,
+        last_id=data[-1]["id"] if data else None,
+        has_more=more,
+    )
