@@ -221,6 +221,47 @@ _BATCHES = (
         "Bytes in --data-dir, and what its disk has above --min-free-bytes; below it answers wait.",
         "bytes",
     ),
+    Panel(
+        "Stored responses",
+        "timeseries",
+        (Query(total("rbln_stored_responses", by="status"), "{{status}}"),),
+        "Those that are kept. queued and in_progress: made in the background, or for a client.",
+        stack=True,
+    ),
+)
+
+_TIERS = (
+    Panel(
+        "Requests by tier",
+        "timeseries",
+        (Query(rate("rbln_tier_requests_total", by="tier"), "{{tier}}"),),
+        "Finished requests by the service tier that they ran in; those that were refused before "
+        "their body was read have none.",
+        "reqps",
+        stack=True,
+    ),
+    Panel(
+        "Flex requests by outcome",
+        "timeseries",
+        (
+            Query(
+                rate("rbln_tier_requests_total", OURS + ',tier="flex"', by="outcome"), "{{outcome}}"
+            ),
+        ),
+        "rejected: as many as the limit wait already; timeout: clients left no row in time.",
+        "reqps",
+        stack=True,
+    ),
+    Panel(
+        "Answers in flight by tier",
+        "timeseries",
+        (
+            Query(total("rbln_admission_in_flight"), "default and priority"),
+            Query(total("rbln_admission_flex_in_flight"), "flex"),
+            Query(total("rbln_admission_max_in_flight"), "limit of each"),
+        ),
+        "Flex is counted apart: it has rows that would be padding, and waits for them.",
+    ),
 )
 
 _VERIFY = OURS + ',phase="verify"'
@@ -268,7 +309,8 @@ FEATURES = Dashboard(
     (
         Row("LoRA", _ADAPTERS),
         Row("Structured output", _STRUCTURED),
-        Row("Batches", _BATCHES),
+        Row("Batches and stored responses", _BATCHES),
+        Row("Service tiers", _TIERS),
         Row("Speculation", _DRAFTS),
     ),
     (*PLACE, MODEL),

@@ -1,4 +1,4 @@
-"""The Responses API, as far as a server that stores nothing can have it."""
+"""The Responses API, as far as it needs no store; what does is in `test_stored`."""
 
 from __future__ import annotations
 

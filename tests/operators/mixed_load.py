@@ -1,4 +1,4 @@
-"""Mixed load on a real server: free, streamed, structured, adapted, faulty and abandoned requests.
+"""Mixed load on a real server: free, streamed, tiered, structured, adapted, faulty, abandoned.
 
 Each kind leaves its trace in metrics, so that no panel that should show something stays empty.
 """
@@ -29,7 +29,7 @@ class MixedLoad:
         self._enough = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(clients)]
         self._kinds: tuple[Callable[[httpx.Client, random.Random], None], ...] = (
-            *(self._free, self._streamed, self._same_prefix, self._faulty),
+            *(self._free, self._streamed, self._same_prefix, self._faulty, self._flexible),
             *(self._structured, self._adapted, self._abandoned, self._large),
         )
         self.statuses: list[int] = []
@@ -86,6 +86,9 @@ class MixedLoad:
     def _faulty(self, client: httpx.Client, choice: random.Random) -> None:
         self._post(client, COMPLETIONS, prompt=_PREFIX, temperature=-1)
         self._post(client, COMPLETIONS, prompt=_PREFIX, model="nobody")
+
+    def _flexible(self, client: httpx.Client, _: random.Random) -> None:
+        self._post(client, COMPLETIONS, prompt=_PREFIX, service_tier="flex")
 
     def _large(self, client: httpx.Client, _: random.Random) -> None:
         body = {"model": "tiny", "prompt": "large " * 8000}
