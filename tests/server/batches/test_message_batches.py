@@ -12,6 +12,9 @@ import anthropic
 import pytest
 
 from server.batches import service as batch_service
+from server.batches.inside import InsideAnswer
+from server.batches.line_answers import answered
+from server.batches.table import Line
 from tests.server.scripted import Running, running
 
 PATH = "/v1/messages/batches"
@@ -122,6 +125,13 @@ async def test_deleting_takes_the_files_along(tmp_path: Path) -> None:
         assert raised.value.body["type"] == "error"
         assert raised.value.body["error"]["type"] == "not_found_error"
         assert (await service.client.get("/v1/files")).json()["data"] == []
+
+
+def test_a_prompt_is_counted_in_all_its_parts() -> None:
+    usage = b'{"input_tokens":5,"cache_creation_input_tokens":32,"cache_read_input_tokens":16,'
+    body = b'{"usage":' + usage + b'"output_tokens":7}}'
+    answer = answered(Line("msgbatch_a", 1, "c", 0, 9), InsideAnswer(200, "", body))
+    assert (answer.input_tokens, answer.cached_tokens, answer.output_tokens) == (53, 16, 7)
 
 
 async def test_pages_go_both_ways(tmp_path: Path) -> None:
