@@ -1,6 +1,7 @@
 // Asks the server again and again, and says so plainly when it does not answer.
 
 import { RequestFailed, getJson, probe, request, setKey } from "./api.js";
+import { showBackground, showBatches } from "./batches.js";
 import { parse } from "./exposition.js";
 import { showMetrics } from "./live.js";
 import { byId, setRows, setText, show } from "./page.js";
@@ -17,6 +18,7 @@ let lastAnswer = null;
 let infoIn = 0;
 let modelsIn = 0;
 let hasAdapters = false;
+let hasStore = false;
 
 async function tick() {
   let pause = SERVING_MS;
@@ -43,11 +45,16 @@ async function showRest(status) {
     infoIn = INFO_EVERY;
     const info = await getJson("/v1/server_info");
     hasAdapters = info.lora !== null;
+    hasStore = info.settings.server.data_dir !== null;
+    show("stored", hasStore);
     showInfo(info);
   }
   if (status.status === "starting") return;
   const scrape = await request("/metrics");
-  showMetrics(parse(await scrape.text(), performance.now() / 1000));
+  const page = parse(await scrape.text(), performance.now() / 1000);
+  showMetrics(page);
+  showBackground(page);
+  if (status.status === "ready" && hasStore) showBatches((await getJson("/v1/batches?limit=20")).data);
   if (status.status === "ready" && modelsIn-- <= 0) {
     modelsIn = MODELS_EVERY;
     showModels((await getJson("/v1/models")).data.map((model) => model.id));

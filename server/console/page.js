@@ -50,21 +50,21 @@ export function setPairs(id, pairs, boxed = false) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// A bar of a share of 0 to 1, with the share in words behind it.
-export function bar(share) {
+// A bar of a share of 0 to 1 and, behind it, that of what failed; with words, by default the share.
+export function bar(share, { failed = 0, words = percent(share) } = {}) {
   const holder = document.createElement("span");
   const picture = document.createElementNS(SVG, "svg");
   picture.setAttribute("viewBox", "0 0 100 10");
   picture.setAttribute("preserveAspectRatio", "none");
   picture.setAttribute("aria-hidden", "true");
-  for (const [width, tone] of [[100, "var(--line)"], [100 * share, "var(--accent)"]]) {
+  for (const [end, tone] of [[1, "var(--line)"], [share + failed, "var(--bad)"], [share, "var(--accent)"]]) {
     const box = document.createElementNS(SVG, "rect");
-    box.setAttribute("width", String(width));
+    box.setAttribute("width", String(100 * end));
     box.setAttribute("height", "10");
     box.setAttribute("fill", tone);
     picture.append(box);
   }
-  holder.append(picture, percent(share));
+  holder.append(picture, words);
   return holder;
 }
 
@@ -78,6 +78,12 @@ export function percent(share) {
 
 export function milliseconds(seconds) {
   return seconds === null || Number.isNaN(seconds) ? "–" : `${(1000 * seconds).toFixed(seconds < 0.01 ? 2 : 0)} ms`;
+}
+
+export function duration(seconds) {
+  if (seconds < 120) return `${Math.floor(seconds)} s`;
+  if (seconds < 7200) return `${Math.floor(seconds / 60)} min`;
+  return seconds < 172800 ? `${Math.floor(seconds / 3600)} h` : `${Math.floor(seconds / 86400)} days`;
 }
 
 export function bytes(value) {

@@ -1,6 +1,6 @@
 // The head of the page and the start-up section: where the service is in its life.
 
-import { byId, number, percent, setRows, setText, show } from "./page.js";
+import { byId, duration, number, percent, setRows, setText, show } from "./page.js";
 
 const STEPS = {
   init: "Starting the engine",
@@ -67,12 +67,6 @@ function story(status) {
   if (status.reason) parts.push(status.reason);
   parts.push(`up ${duration(status.uptime_s)}`);
   return parts.join("; ");
-}
-
-function duration(seconds) {
-  if (seconds < 120) return `${Math.floor(seconds)} s`;
-  if (seconds < 7200) return `${Math.floor(seconds / 60)} min`;
-  return `${Math.floor(seconds / 3600)} h`;
 }
 
 export function showInfo(info) {

@@ -1,4 +1,4 @@
-"""The console in a real browser: a start, a key, pictures, a chat, a schema, an engine's death.
+"""The console in a real browser: a start, a key, pictures, a chat, batches, an engine's death.
 
 Needs Debian's chromium and chromium-driver: deploy/scripts/install_test_tools.sh.
 """
@@ -6,6 +6,7 @@ Needs Debian's chromium and chromium-driver: deploy/scripts/install_test_tools.s
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -63,7 +64,8 @@ def starting(
     """The server that most tests share: it starts while the first ones run."""
     folder = tmp_path_factory.mktemp("server")
     with ThreadPoolExecutor(1) as pool:
-        server = pool.submit(RealServer, checkpoints("llama"), folder, "--api-key", "sesame")
+        flags = ("--api-key", "sesame", "--data-dir", str(folder / "data"), "--min-free-bytes", "0")
+        server = pool.submit(RealServer, checkpoints("llama"), folder, *flags)
         yield server
         with server.result():
             pass
@@ -149,6 +151,16 @@ def _see_the_end_of_it(browser: Chrome) -> None:
     until(browser, lambda: part(browser, "serving").is_displayed())
     assert text(browser, "headline").startswith("Ready after")
     assert not part(browser, "graphs-progress").is_displayed()
+    _see_no_store(browser)
+
+
+def _see_no_store(browser: Chrome) -> None:
+    """Without --data-dir nothing is asked of the store, and nothing said of it."""
+    browser.get_log("browser")  # type: ignore[no-untyped-call]
+    browser.refresh()
+    until(browser, lambda: "--enable-lora" in text(browser, "adapters-note"))
+    assert not part(browser, "stored").is_displayed()
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
 
 
 async def test_a_start_that_fails_says_why(browser: Chrome, tmp_path: Path) -> None:
@@ -251,7 +263,7 @@ def test_nothing_leaves_its_panel_on_a_narrow_screen(page: Chrome) -> None:
         root = "return document.documentElement.scrollWidth"
         until(page, lambda: page.execute_script(root) <= _PHONE["width"])
         tables = page.find_elements(By.TAG_NAME, "table")
-        assert len(tables) == 6
+        assert len(tables) == 7
         for table in tables:
             holder = table.find_element(By.XPATH, "..")
             assert holder.value_of_css_property("overflow-x") == "auto"
@@ -268,6 +280,50 @@ def test_a_server_without_adapters_says_so_and_no_request_fails(page: Chrome) ->
     assert "400" not in page.find_element(By.TAG_NAME, "body").text
     assert not part(page, "adapters-table").is_displayed()
     assert page.get_log("browser") == []  # type: ignore[no-untyped-call]
+
+
+def test_batches_and_stored_responses_are_seen(server: RealServer, page: Chrome) -> None:
+    assert part(page, "stored").is_displayed()
+    assert text(page, "batches") == "none"
+    good, bad = {"temperature": 0}, {"temperature": -1}
+    _batch(server, [*([good] * 9), bad])
+    until(page, lambda: "9 of 10, 1 failed" in text(page, "batches"))
+    until(page, lambda: "completed" in text(page, "batches"))
+    row = part(page, "batches").find_element(By.TAG_NAME, "tr")
+    ends = [box.get_attribute("width") for box in row.find_elements(By.TAG_NAME, "rect")]
+    assert ends == ["100", "100", "90"], "all of it, what failed behind what is done"
+    earned = ("Padding rows earned", "Rows in own steps")
+    until(page, lambda: sum(int(tile(page, name)) for name in earned) > 0)
+    _batch(server, [])
+    until(page, lambda: "failed: empty_file" in text(page, "batches"))
+    assert text(page, "responses").endswith("none")
+    ask = {"model": "tiny", "input": "hi", "max_output_tokens": 4, "store": True}
+    server.client.post("/v1/responses", json=ask, headers=_KEY).raise_for_status()
+    until(page, lambda: ": 1 incomplete" in text(page, "responses"))
+
+
+def _batch(server: RealServer, wishes: list[dict[str, float]]) -> None:
+    """Start a batch of a line for each of these."""
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "tiny", "prompt": "hi", "max_tokens": 200, "ignore_eos": True} | wish,
+        }
+        for number, wish in enumerate(wishes)
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    files = {"file": ("in.jsonl", content.encode()), "purpose": (None, "batch")}
+    file = server.client.post("/v1/files", files=files, headers=_KEY).raise_for_status().json()
+    ask = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    server.client.post("/v1/batches", json=ask, headers=_KEY).raise_for_status()
+
+
+def tile(browser: Chrome, name: str) -> str:
+    """The value below a word of the tiles of background work."""
+    words = text(browser, "background").splitlines()
+    return words[words.index(name) + 1]
 
 
 def test_an_answer_fits_a_schema(page: Chrome) -> None:
