@@ -27,7 +27,7 @@ _RETRY_S = 2.0
 class Reader(Protocol):
     """Reads a body on the spot."""
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None) -> ReadRequest:
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
         """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
         ...
 

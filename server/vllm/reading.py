@@ -104,7 +104,7 @@ class BodyReader:
             form: _hasty_validator(model) for form, model in models.items() if form in rules.offered
         }
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None) -> ReadRequest:
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
         """Return what a body asks for. Raises the `ServerError` of what is wrong with it.
 
         What `before` is, and what is returned without it: `server.frontend.Frontend.read`.

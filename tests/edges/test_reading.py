@@ -160,7 +160,7 @@ async def pool() -> AsyncIterator[JobPool]:
 class Nowhere:
     """Reads nothing: what comes here was taken for small."""
 
-    def read(self, endpoint: Endpoint, raw: bytes) -> ReadRequest:
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
         raise AssertionError(f"{endpoint}: {len(raw)} bytes")
 
 
@@ -199,7 +199,8 @@ def test_small_bodies_are_few_bytes_with_few_containers(content: bytes, small: b
 
 
 def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
-    assert job_bytes(Endpoint.CHAT, b"{\n}", "id") == b"CHAT id\n{\n}"
+    assert job_bytes(Endpoint.CHAT, b"{\n}", None, "id") == b"CHAT -1 id\n{\n}"
+    assert job_bytes(Endpoint.CHAT, b"{\n}", b"[]", "id") == b"CHAT 2 id\n[]{\n}"
     given = reader.read(Endpoint.CHAT, raw(messages=[USER]))
     assert answer_of(pickle.dumps(given)).told.model.messages == [USER]
     refused = MissingFieldError("The field 'x' is missing.", param="x")
