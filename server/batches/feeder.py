@@ -26,7 +26,7 @@ from server.batches.line_answers import answered, never_run
 from server.batches.results import ResultFiles
 from server.batches.room import SpareRows
 from server.batches.table import Answer, Line
-from server.errors import RequestError
+from server.errors import NotFoundError, RequestError
 from server.frontend import Endpoint
 from server.request.record import Insider
 from server.storage.database import Database
@@ -268,6 +268,12 @@ def _missing(message: str) -> LineError:
 
 
 def _read_body(path: Path, line: Line) -> bytes:
-    with path.open("rb") as file:
-        file.seek(line.place)
-        return body_of(file.read(line.bytes))
+    """Return what a line asks. Raises the `RequestError` of what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            file.seek(line.place)
+            return body_of(file.read(line.bytes))
+    except FileNotFoundError:
+        raise NotFoundError(
+            "The batch's input file was deleted before this line ran.", param="input_file_id"
+        ) from None

@@ -102,6 +102,21 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
         assert again.json()["error"]["code"] == "invalid_value"
 
 
+async def test_lines_whose_file_is_gone_say_so(tmp_path: Path) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await create(service.client, [line(n, "wait") for n in range(30)])
+        while not await service.metric("rbln_batch_lines_running"):
+            await asyncio.sleep(0.01)
+        await service.client.delete(f"/v1/files/{batch['input_file_id']}")
+        service.frontend.go_on.set()
+        batch = await until_ended(service.client, batch)
+        assert batch["status"] == "completed"
+        bad = await results(service.client, batch["error_file_id"])
+        assert {one["response"]["body"]["error"]["code"] for one in bad.values()} == {"not_found"}
+        good = await results(service.client, batch["output_file_id"])
+        assert len(good) + len(bad) == 30
+
+
 async def test_what_expires_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "WINDOW_S", 1)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
