@@ -260,7 +260,7 @@ def test_a_gguf_file_is_checked_as_what_it_holds(
     file.write_bytes(file.read_bytes()[:-10])
     found = verdict(file, *FLAGS)
     assert not found["ok"]
-    assert found["reason"].startswith("model.gguf: its last 10 bytes are missing")
+    assert found["reason"].startswith("model.gguf: the last 10 bytes of model.gguf are missing")
     assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
 
 
