@@ -54,8 +54,9 @@ def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
 
 
 def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
-    from server.vllm.streams.text_chunks import ChatMakers
     from vllm.entrypoints.openai.chat_completion import protocol
+
+    from server.vllm.streams.text_chunks import ChatMakers
 
     makers = ChatMakers(
         object,
