@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
     parser.add_argument("--output-tokens", type=positive, default=400, help="default: 400")
     parser.add_argument("--config", type=json.loads, default=_CONFIG, help="--speculative-config")
-    return Command("speculation", parser, _measure, markdown, to_json).main(argv)
+    return Command("speculation", parser, _measure, markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -233,11 +233,6 @@ def _row(run: Run, task: str, batch: int) -> str:
         f"{statistics.median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] | "
         f"{statistics.median(whole):.2f} | {'yes' if all(t.same for t in on) else '**no**'} |"
     )
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1) + "\n"
 
 
 if __name__ == "__main__":
