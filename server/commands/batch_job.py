@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,10 @@ import httpx
 from pydantic_core import from_json
 
 from rbln_backend.host.replaced_files import replace_file
+from rbln_backend.reporting.progress_line import ProgressLine
 
 _POLL_S = 0.2
-_WIDTH = 24
 _SHOWN_ERRORS = 20
-_CHUNK = 1 << 20
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -36,18 +32,19 @@ class BatchJob:
             base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, trust_env=False
         )
         self._source, self._target = source, target
-        self._line = _Line()
 
     async def run(self) -> None:
         """Answer the whole file. Raises `JobError`."""
         async with self._client:
             await self._until_ready()
             batch = await self._begin()
+            line = ProgressLine("batch")
             while batch["status"] in _OPEN:
-                self._line.show(batch)
+                _shown(batch, line)
                 await asyncio.sleep(_POLL_S)
                 batch = await self._get(f"/v1/batches/{batch['id']}")
-            self._line.show(batch, last=True)
+            _shown(batch, line)
+            line.end()
             if batch["errors"]:
                 raise JobError(_complaint(batch["errors"]["data"]))
             await self._write(batch)
@@ -81,21 +78,11 @@ class BatchJob:
         return _told(await self._client.post("/v1/batches", json=wish))
 
     async def _upload(self) -> dict[str, Any]:
-        edge = "rbln-serve-batch"
-        head = (
-            f'--{edge}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{edge}'
-            '\r\ncontent-disposition: form-data; name="file"; filename="input.jsonl"\r\n\r\n'
-        )
-
-        async def body() -> AsyncIterator[bytes]:
-            yield head.encode()
-            with self._source.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    yield chunk
-            yield f"\r\n--{edge}--\r\n".encode()
-
-        headers = {"content-type": f"multipart/form-data; boundary={edge}"}
-        return _told(await self._client.post("/v1/files", content=body(), headers=headers))
+        with self._source.open("rb") as lines:
+            files = {"file": ("input.jsonl", lines)}
+            return _told(
+                await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
+            )
 
     async def _get(self, path: str) -> dict[str, Any]:
         return _told(await self._client.get(path))
@@ -117,41 +104,11 @@ class BatchJob:
         replace_file(self._target, b"".join(found[name] + b"\n" for name in names))
 
 
-class _Line:
-    """The state of a batch on standard error: a bar on a terminal, elsewhere each tenth part."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._began: tuple[float, int] | None = None
-        self._told = -1
-
-    def show(self, batch: dict[str, Any], *, last: bool = False) -> None:
-        """Show how far it is."""
-        counts = batch["request_counts"]
-        done, total = counts["completed"] + counts["failed"], counts["total"]
-        if not total:
-            return
-        if self._began is None:
-            self._began = time.monotonic(), done
-        filled = _WIDTH * done // total
-        bar = "#" * filled + "." * (_WIDTH - filled)
+def _shown(batch: dict[str, Any], line: ProgressLine) -> None:
+    counts = batch["request_counts"]
+    if counts["total"]:
         failed = f", {counts['failed']} failed" if counts["failed"] else ""
-        text = f"[{bar}] {done}/{total} lines{failed}{self._eta(done, total)}"
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K" + text + ("\n" if last else ""))
-        elif (tenth := 10 * done // total) != self._told:
-            self._told = tenth
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def _eta(self, done: int, total: int) -> str:
-        assert self._began is not None
-        began, before = self._began
-        seconds = time.monotonic() - began
-        if done in (before, total):
-            return f", {seconds:.0f} s"
-        left = seconds / (done - before) * (total - done)
-        return f", {seconds:.0f} s, ETA {left:.0f} s"
+        line.show("lines", counts["completed"] + counts["failed"], counts["total"], failed)
 
 
 def _told(answer: httpx.Response) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     second = started(checkpoints("llama"), tmp_path)
     _, told = second.communicate(timeout=240)
     assert second.returncode == 0, told
-    assert f"{LINES}/{LINES} lines, 1 failed" in told
+    assert f"lines {LINES}/{LINES}, 1 failed" in told
     found = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     assert [one["custom_id"] for one in found] == [f"c{number}" for number in range(LINES)]
     assert found[5]["response"]["body"]["error"]["param"] == "max_tokens"
