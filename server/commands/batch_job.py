@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ from pydantic_core import from_json
 
 from rbln_backend.host.replaced_files import replace_file
 from rbln_backend.reporting.progress_line import ProgressLine
+from server.batches.batch import LineError
+from server.batches.bodies import ENDPOINTS
+from server.batches.input_lines import InputLine, LineRules, read_lines, same_name
+from server.errors import describe
 
 _POLL_S = 0.2
 _SHOWN_ERRORS = 20
@@ -104,6 +110,30 @@ class BatchJob:
         replace_file(self._target, b"".join(found[name] + b"\n" for name in names))
 
 
+def require_sound(source: Path, max_bytes: int) -> None:
+    """Raise `JobError` for lines that no service would take, before an engine starts for them.
+
+    `max_bytes` are those of one line.
+    """
+    endpoint = _endpoint(source)
+    known = [endpoint.value for endpoint in ENDPOINTS]
+    if endpoint not in known:
+        raise JobError(
+            f"the first line asks {describe(endpoint)}, which is none of {', '.join(known)}"
+        )
+    errors: list[LineError] = []
+    seen: set[str] = set()
+    for line in read_lines(source, LineRules(endpoint, sys.maxsize, max_bytes)):
+        if not isinstance(line, InputLine):
+            errors.append(line)
+        elif line.custom_id in seen:
+            errors.append(same_name(line))
+        else:
+            seen.add(line.custom_id)
+    if errors:
+        raise JobError(_complaint(errors))
+
+
 def _shown(batch: dict[str, Any], line: ProgressLine) -> None:
     counts = batch["request_counts"]
     if counts["total"]:
@@ -134,7 +164,7 @@ def _endpoint(path: Path) -> str:
     return str(url)
 
 
-def _complaint(errors: list[dict[str, Any]]) -> str:
+def _complaint(errors: Sequence[LineError]) -> str:
     lines = [f"  line {error['line'] or '-'}: {error['message']}" for error in errors]
     more = len(lines) - _SHOWN_ERRORS
     return "\n".join(
