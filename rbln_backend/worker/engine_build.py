@@ -16,6 +16,7 @@ from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.device import find_npu
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
@@ -149,6 +150,7 @@ class EngineBuild:
         self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
+        self._step_seconds: Mapping[Size, float] = {}
         self._usage = self._open_usage(tables)
         self._sizes = self._open_sizes()
 
@@ -211,7 +213,7 @@ class EngineBuild:
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
-            warm_up.run_all(graphs)
+            self._step_seconds = warm_up.run_all(graphs, self._graphs.verify)
         for graph in graphs:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
@@ -324,8 +326,11 @@ class EngineBuild:
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
-            verification=Verification(sampler, batches, self._graphs.verify, board),
-            drafting=make_drafting(config, batches, replies=self._parts.place.replies),
+            verification=Verification(sampler, batches),
+            drafting=make_drafting(
+                *(config, batches, board, self._graphs.verify, self._step_seconds),
+                replies=self._parts.place.replies,
+            ),
         )
 
     def _step_metrics(self) -> StepMetrics:
