@@ -80,7 +80,7 @@ def create_app(
         async with access.following_files(), lag, kept.working(app), background():
             yield
 
-    kept = Kept(settings, lifecycle, admission)
+    kept = Kept(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
