@@ -85,11 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=positive, default=8, help="default: 8")
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, help="tokens, or FROM-TO")
     parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
+    parser.add_argument("--ours-alone", action="store_true", help="leave vLLM's CPU backend out")
     return parser
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
-    sides = [OURS, ONE, vllm_cpu_all_cores()]
+    sides = [OURS, ONE] if args.ours_alone else [OURS, ONE, vllm_cpu_all_cores()]
     begun, samples = begin(command), []
     for name in args.model:
         checkpoint = moe_checkpoint() if name == "moe" else find_checkpoint(name)
