@@ -111,7 +111,7 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_bucket_useful_rows_total",
         "counter",
-        "Rows of steps that held a request, by phase and bucket.",
+        "Rows of steps that held a request, by phase and bucket; in prefill, the requests.",
         ("phase", "bucket"),
     ),
     MetricDecl(
@@ -149,6 +149,19 @@ METRICS: tuple[MetricDecl, ...] = (
         "rbln_draft_accepted_tokens_total",
         "counter",
         "Drafted tokens that became part of an answer, by bucket.",
+        ("bucket",),
+    ),
+    MetricDecl(
+        "rbln_draft_expected_gain_total",
+        "counter",
+        "How many times as many tokens a second steps that check drafts promised as steps without "
+        "when their length was chosen, summed over steps, by bucket.",
+        ("bucket",),
+    ),
+    MetricDecl(
+        "rbln_draft_gain_total",
+        "counter",
+        "How many times as many tokens a second they gave, summed over steps, by bucket.",
         ("bucket",),
     ),
     MetricDecl(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rbln_backend.bucketing.chunk_plan import room_of
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
@@ -13,9 +14,9 @@ from rbln_backend.worker.step.usage_recorder import UsageRecorder
 
 @dataclass(frozen=True)
 class _Series:
-    phase: str
     takes_chunk: bool
-    is_tuned: bool
+    tuned_as: str
+    """The phase whose buckets it ran in."""
     bucket: int
     batch_size: int
     cells: StepCells
@@ -54,10 +55,8 @@ class StepMetrics:
         is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
-            phase=spec.phase_name,
             takes_chunk=is_prefill,
-            # Whether drafts are checked is chosen step by step: it says nothing of buckets.
-            is_tuned=spec.phase is not Phase.VERIFY,
+            tuned_as=Phase.DECODE.value if spec.phase is Phase.VERIFY else spec.phase_name,
             bucket=spec.bucket,
             batch_size=spec.batch_size,
             cells=StepCells(
@@ -80,17 +79,18 @@ class StepMetrics:
         Both are 0 where a data-parallel rank only takes part in the others' step.
         """
         series = self._series_of(spec)
-        series.cells.add(num_reqs, series.batch_size - num_reqs, seconds)
+        # A chunk may hold several requests, and none is missed where it holds one.
+        series.cells.add(num_reqs, max(0, series.batch_size - num_reqs), seconds)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
-        if num_reqs and series.is_tuned:
-            size = num_tokens if series.takes_chunk else num_reqs
+        if num_reqs:
+            size = room_of(num_tokens, num_reqs) if series.takes_chunk else num_reqs
             if self._usage is not None:
-                self._usage.note(series.phase, size, series.bucket, seconds)
+                self._usage.note(series.tuned_as, size, series.bucket, seconds)
             if self._sizes is not None:
-                self._sizes.note(series.phase, size, seconds)
+                self._sizes.note(series.tuned_as, size, seconds)
 
     def _series_of(self, spec: GraphSpec) -> _Series:
         if self._latest is None or self._latest[0] is not spec:

@@ -32,6 +32,8 @@ class StepResult(NamedTuple):
 
     work: StepWork
     outputs: tuple[Tensor, ...]
+    seconds: float
+    """What the graph took, its inputs included."""
 
 
 class StepRunner:
@@ -66,9 +68,11 @@ class StepRunner:
         work = self.batches.apply(scheduled)
         if work is None:
             return None
+        started = time.perf_counter()
         outputs = self._run_rounds(work)
+        seconds = time.perf_counter() - started
         self._kv_caches.store_windows(transfers)
-        return StepResult(work, outputs)
+        return StepResult(work, outputs, seconds)
 
     def run_idle(self) -> None:
         """Take part in what the other data-parallel ranks run; they wait for it."""
@@ -120,12 +124,12 @@ class StepRunner:
     def _fill(self, inputs: StepInputs, work: StepWork) -> None:
         batch, count = work.batch, work.num_reqs
         tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
-        if work.phase.takes_chunk:
-            start = int(batch.num_computed_tokens_cpu[0])
-            tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
-            inputs.fill_prefill(tokens, start, [table[0] for table in tables])
-            return
         num_computed = batch.num_computed_tokens_cpu[:count]
+        if work.phase.takes_chunk:
+            own = zip(batch.token_ids_cpu, num_computed, work.counts, strict=False)
+            prompts = [tokens[start : start + taken] for tokens, start, taken in own]
+            inputs.fill_prefill(prompts, num_computed, [table[:count] for table in tables])
+            return
         tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
         rows = DecodeRows(tokens, num_computed, [table[:count] for table in tables])
         if work.phase is Phase.VERIFY:
