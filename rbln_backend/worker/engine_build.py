@@ -146,7 +146,8 @@ class EngineBuild:
             if self._stage.part.is_first
             else partial(handed_buffers, parts.model, dtype),
         )
-        self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
+        hidden_size = config.model_config.get_hidden_size()
+        self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._usage = self._open_usage(tables)
