@@ -19,6 +19,7 @@ from rbln_backend.settings import resolve
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
     LORA_DTYPE,
+    LORA_EXPERT_FORMATS,
     LORA_ON_NPU,
     LORA_TARGET,
     MLA,
@@ -47,7 +48,7 @@ DEFAULT_PREFILL_PROMPTS = 8
 # Follows schemas, regular expressions, grammars and the tags of tool calls, all of them compiled.
 GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
 
-_NOT_ADAPTED = ("embed_tokens", "lm_head", "experts")
+_NOT_ADAPTED = ("embed_tokens",)
 
 
 class RblnPlatform(Platform):
@@ -250,6 +251,7 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         {
             LORA_ON_NPU: choose_device(rbln) == "rebel",
             LORA_TARGET: bool(asked),
+            LORA_EXPERT_FORMATS: lora.enable_moe_shared_loras or lora.enable_mixed_moe_lora_format,
             LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
         }
     )

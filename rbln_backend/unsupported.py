@@ -113,10 +113,22 @@ LORA_MODEL = Feature(
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
 LORA_TARGET = Feature(
-    "LoRA adapters of embeddings, LM heads and experts",
-    "--lora-target-modules embed_tokens, lm_head or experts",
-    "which adapts the linear layers of attention and MLPs",
-    "train the adapter on the projections of attention and MLPs",
+    "LoRA adapters of embeddings",
+    "--lora-target-modules embed_tokens",
+    "which adapts the projections of attention and MLPs, experts and LM heads",
+    "train the adapter on those",
+)
+LORA_EXPERTS_APART = Feature(
+    "LoRA adapters of experts that data-parallel engines share",
+    "--lora-target-modules experts with --data-parallel-size",
+    "whose engines compute each other's rows and know their own adapters alone",
+    "use --tensor-parallel-size, or train the adapter on attention",
+)
+LORA_EXPERT_FORMATS = Feature(
+    "other files of experts' LoRA adapters",
+    "--enable-moe-shared-loras, --enable-mixed-moe-lora-format",
+    "which reads what PEFT writes, experts one by one or stacked",
+    "drop the flag",
 )
 LORA_DTYPE = Feature(
     "LoRA adapters in another dtype than the model",
@@ -271,6 +283,8 @@ FEATURES: tuple[Feature, ...] = (
     LORA_ON_NPU,
     LORA_MODEL,
     LORA_TARGET,
+    LORA_EXPERTS_APART,
+    LORA_EXPERT_FORMATS,
     LORA_DTYPE,
     SPECULATION_METHOD,
     SPECULATION_POOLING,

@@ -6,16 +6,19 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.expert_adapters import is_stack, merge_stacks, stack_experts
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EVERY_LINEAR = (*ATTENTION, *MLP)
+HEAD = ("lm_head",)
 # Of the weights' own size: strong enough to change most tokens, weak enough to keep text sane.
 STRENGTH = 0.5
 
@@ -31,10 +34,12 @@ def make_adapter(
     targets: Sequence[str] = EVERY_LINEAR,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    experts: Literal["no", "single", "stacked"] = "no",
     **config: Any,
 ) -> Path:
     """Write an adapter for every module of `checkpoint` whose name ends in one of `targets`.
 
+    `experts`: whether those of mixtures are among the modules, or changed in stacks, or not at all.
     `config` adds fields to adapter_config.json or replaces them. Returns `path`.
     """
     path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +60,8 @@ def make_adapter(
     (path / "adapter_config.json").write_text(json.dumps(fields))
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for module, (outputs, inputs) in _modules(checkpoint, targets):
+    skipped = ("router",) if experts == "single" else ("router", "experts")
+    for module, (outputs, inputs) in _modules(checkpoint, targets, skipped):
         a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
         b = (
             torch.randn(outputs, rank, generator=generator)
@@ -65,6 +71,9 @@ def make_adapter(
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.to(dtype)
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.to(dtype)
     save_file(tensors, path / "adapter_model.safetensors")
+    if experts == "stacked":
+        strength = STRENGTH / (_scale(fields) * rank**0.5)
+        stack_experts(checkpoint, path, rank=rank, strength=strength, seed=seed)
     return path
 
 
@@ -74,7 +83,9 @@ def merge(checkpoint: Path, adapter: Path, path: Path) -> Path:
     weights = load_file(path / "model.safetensors")
     matrices = load_file(adapter / "adapter_model.safetensors")
     scale = _scale(json.loads((adapter / "adapter_config.json").read_text()))
-    for name in (name for name in matrices if name.endswith(".lora_A.weight")):
+    weights = merge_stacks(weights, matrices, scale)
+    singles = (name for name in matrices if not is_stack(name))
+    for name in (name for name in singles if name.endswith(".lora_A.weight")):
         module = name.removesuffix(".lora_A.weight")
         delta = matrices[f"{module}.lora_B.weight"].double() @ matrices[name].double()
         weight = f"{module.removeprefix(_PREFIX)}.weight"
@@ -88,11 +99,13 @@ def _scale(config: dict[str, Any]) -> float:
     return float(config["lora_alpha"] / rank)
 
 
-def _modules(checkpoint: Path, targets: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
+def _modules(
+    checkpoint: Path, targets: Sequence[str], skipped: Sequence[str]
+) -> Iterator[tuple[str, list[int]]]:
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         for name in sorted(file.keys()):
             module = name.removesuffix(".weight")
             shape = file.get_slice(name).get_shape()
-            is_router = any(part in ("router", "experts") for part in module.split("."))
-            if module != name and module.rpartition(".")[2] in targets and not is_router:
+            is_skipped = any(part in skipped for part in module.split("."))
+            if module != name and module.rpartition(".")[2] in targets and not is_skipped:
                 yield module, shape

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from rbln_backend.emulator import fallback_attention, ops
 from rbln_backend.emulator.fallback_moe import (
+    add_lora_,
     moe,
     moe_masked,
     moe_route,
@@ -190,24 +191,6 @@ def _normed_heads(x: Tensor, weight: Tensor | None, head_size: int, eps: float) 
     if weight is None:
         return x
     return rms_norm(x.unflatten(-1, (-1, head_size)), weight, eps).flatten(-2)
-
-
-def add_lora_(
-    y: Tensor,
-    x: Tensor,
-    slots: Tensor,
-    a: Tensor,
-    b: list[Tensor],
-    rank: int,
-    out_features: list[int],
-) -> None:
-    of_row = slots.repeat_interleave(x.shape[0] // slots.numel())
-    for slot in set(slots.tolist()) - {-1}:
-        rows = (of_row == slot).nonzero().flatten()
-        hidden = linear(x[rows], a[slot], None, rank * len(b)).split(rank, dim=-1)
-        parts = zip(hidden, b, out_features, strict=True)
-        delta = torch.cat([linear(h, stack[slot], None, size) for h, stack, size in parts], dim=-1)
-        y[rows] += delta
 
 
 BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {

@@ -1,9 +1,9 @@
-"""PyTorch bodies of the mixture-of-experts ops; ``moe`` takes plain matrices here, too."""
+"""PyTorch bodies of the ops for experts and adapters; ``moe`` takes plain matrices here, too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,71 @@ def moe_route(
     return weights, ids
 
 
+def add_lora_(
+    y: Tensor,
+    x: Tensor,
+    slots: Tensor,
+    a: Tensor,
+    b: list[Tensor],
+    rank: int,
+    out_features: list[int],
+) -> None:
+    of_row = slots.repeat_interleave(x.shape[0] // slots.numel())
+    for slot in set(slots.tolist()) - {-1}:
+        rows = (of_row == slot).nonzero().flatten()
+        down = unpack(a[slot], rank * len(b), x.shape[-1])
+        hidden = functional.linear(x[rows], down).split(rank, dim=-1)
+        parts = zip(hidden, b, out_features, strict=True)
+        delta = [functional.linear(h, unpack(stack[slot], n, rank)) for h, stack, n in parts]
+        y[rows] += torch.cat(delta, dim=-1)
+
+
+class _Adapters(NamedTuple):
+    """What the ops for experts are given of adapters; see ``ops``."""
+
+    slots: Tensor | None = None
+    a13: Tensor | None = None
+    b1: Tensor | None = None
+    b3: Tensor | None = None
+    a2: Tensor | None = None
+    b2: Tensor | None = None
+    rank: int = 0
+
+    def of(self, experts: Tensor) -> _Adapters:
+        """Those of some experts, in their order."""
+        stacks = [None if stack is None else stack[experts] for stack in self[1:-1]]
+        return _Adapters._make([self.slots, *stacks, self.rank])
+
+    def add_first(self, gate_up: Tensor, x: Tensor, rows: Tensor, expert: int) -> None:
+        """To an expert's products of ``rows``, of which x [T, H] holds all."""
+        b = [stack[expert] for stack in (self.b1, self.b3) if stack is not None]
+        self._add(gate_up, x[rows], self._of_rows(rows, len(x)), self.a13, b, expert)
+
+    def add_second(
+        self, out: Tensor, hidden: Tensor, rows: Tensor, count: int, expert: int
+    ) -> None:
+        """The same of what the activation left."""
+        b = [stack[expert] for stack in (self.b2,) if stack is not None]
+        self._add(out, hidden, self._of_rows(rows, count), self.a2, b, expert)
+
+    def _of_rows(self, rows: Tensor, count: int) -> Tensor | None:
+        if self.slots is None:
+            return None
+        return self.slots[rows // (count // self.slots.numel())]
+
+    def _add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        slots: Tensor | None,
+        a: Tensor | None,
+        b: list[Tensor],
+        expert: int,
+    ) -> None:
+        if slots is not None and a is not None:
+            add_lora_(y, x, slots, a[expert], b, self.rank, [y.shape[-1] // len(b)] * len(b))
+
+
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -60,8 +125,10 @@ def moe(
     w2_bias: Tensor | None,
     intermediate_size: int,
     activation: str,
+    *adapters: Any,
 ) -> Tensor:
     """The chosen experts one after the other, each over the rows that chose it."""
+    adapted = _Adapters(*adapters)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     hidden_size = x.shape[-1]
     for expert in ids[ids >= 0].unique().tolist():
@@ -69,8 +136,10 @@ def moe(
         first = _matrix(w13[expert], 2 * intermediate_size, hidden_size)
         second = _matrix(w2[expert], hidden_size, intermediate_size)
         gate_up = functional.linear(x[rows], first, _row(w13_bias, expert))
+        adapted.add_first(gate_up, x, rows, expert)
         hidden = ACTIVATIONS[activation](gate_up.float()).to(x.dtype)
         out = functional.linear(hidden, second, _row(w2_bias, expert))
+        adapted.add_second(out, hidden, rows, len(x), expert)
         total.index_add_(0, rows, out.float() * weights[rows, slots, None])
     return total.to(x.dtype)
 
@@ -96,6 +165,7 @@ def quantized_moe(
     w2_format: str,
     intermediate_size: int,
     activation: str,
+    *adapters: Any,
 ) -> Tensor:
     """``moe`` over the dequantised matrices of the experts that were chosen."""
     first = (w13, w13_scales, w13_zeros, 2 * intermediate_size, w13_format)
@@ -106,7 +176,8 @@ def quantized_moe(
     numbers[chosen] = torch.arange(len(chosen), dtype=torch.int32)
     biases = [None if bias is None else bias[chosen] for bias in (w13_bias, w2_bias)]
     experts = (plain[0], biases[0], plain[1], biases[1])
-    return moe(x, weights, numbers[ids], *experts, intermediate_size, activation)
+    sizes = (intermediate_size, activation)
+    return moe(x, weights, numbers[ids], *experts, *sizes, *_Adapters(*adapters).of(chosen))
 
 
 def _plain_stack(

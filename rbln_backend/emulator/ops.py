@@ -19,14 +19,18 @@ from rbln_backend.emulator.packing import packed_shape
 NAMESPACE = "rbln_emulator"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
+_ADAPTERS = (
+    " Tensor? slots=None, Tensor? a13=None, Tensor? b1=None, Tensor? b3=None, Tensor? a2=None,"
+    " Tensor? b2=None, int rank=0) -> Tensor"
+)
 _EXPERTS = (
     "Tensor w13, Tensor? w13_bias, Tensor w2, Tensor? w2_bias, int intermediate_size,"
-    " str activation) -> Tensor"
+    " str activation," + _ADAPTERS
 )
 _QUANTIZED_EXPERTS = (
     "Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor? w13_bias, str w13_format, Tensor w2,"
     " Tensor w2_scales, Tensor? w2_zeros, Tensor? w2_bias, str w2_format, int intermediate_size,"
-    " str activation) -> Tensor"
+    " str activation," + _ADAPTERS
 )
 _Shapes = TypeVar("_Shapes", bound=Callable[..., Any])
 
@@ -183,7 +187,11 @@ def moe_route(logits: Tensor, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
 # x [T, H] -> sum over k of weights[t, k] * expert(ids[t, k]). w13 stacks E packed matrices of
 # [2 * intermediate_size, H], w2 of [H, intermediate_size]; a row's ids are distinct, but for -1,
 # which stands for no expert. Experts that nobody chose are not read. activation: "silu" of the
-# first half of w13, or "swigluoai", gate and up alternating.
+# first half of w13, or "swigluoai", gate and up alternating. slots int32 [R] names the adapter of
+# T / R rows each, -1 for none: a row's products then get its low-rank part (see ``add_lora_``), of
+# a13 [E, S, ...], packed [slices * rank, H]; b1 and b3, packed [intermediate_size, rank], or b1
+# alone, for gate and up alternating, of twice the outputs; a2 of [rank, intermediate_size], b2 of
+# [H, rank].
 @_op("(Tensor x, Tensor weights, Tensor ids, " + _EXPERTS)
 def moe(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)

@@ -18,7 +18,6 @@ _REFUSED: Mapping[str, str] = {
     "lora_bias": "adapters have no biases",
     "fan_in_fan_out": "matrices are [outputs, inputs]",
     "trainable_token_indices": "embeddings are not adapted",
-    "target_parameters": "only linear layers are adapted",
     "layer_replication": "the layers are those of the base model",
     "use_qalora": "inputs are not pooled",
     "alora_invocation_tokens": "an adapter applies from the first token on",

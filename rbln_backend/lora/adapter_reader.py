@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_config import check_config
 from rbln_backend.lora.model_manager import RblnLoraModelManager
-from rbln_backend.lora.slot_stack import LayerImage
+from rbln_backend.lora.target import Target
 from rbln_backend.vllm_compat.lora import (
     LoRARequest,
     WorkerLoRAManager,
+    is_base_embedding_weights,
     parse_fine_tuned_lora_name,
 )
 
@@ -32,7 +33,8 @@ class Adapter:
 
     lora_int_id: int
     name: str
-    images: dict[str, LayerImage]
+    images: dict[str, Any]
+    """By layer; see ``Adapted``."""
 
 
 class AdapterReader(WorkerLoRAManager):
@@ -76,12 +78,9 @@ class AdapterReader(WorkerLoRAManager):
         """The names and shapes of all matrices, by the file's header."""
         pairs: dict[str, set[bool]] = {}
         for tensor, module, is_a, shape in self._matrices(path):
-            target = self.layers.targets.get(module)
-            if target is None:
-                raise AdapterError(f"{tensor}: {self._why_not(module)}")
-            expected = [rank, target.inputs] if is_a else [target.outputs, rank]
-            if shape != expected:
-                raise AdapterError(f"{tensor} has shape {shape} instead of {expected}")
+            wanted = self._target(tensor, module).misfit(shape, rank, is_a=is_a)
+            if wanted is not None:
+                raise AdapterError(f"{tensor} has shape {shape} instead of {wanted}")
             pairs.setdefault(module, set()).add(is_a)
         if not pairs:
             raise AdapterError(f"{path.name} holds no LoRA matrices")
@@ -96,11 +95,29 @@ class AdapterReader(WorkerLoRAManager):
         renaming = mapper.get_rename_mapper() if mapper is not None else None
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no mapping
+                if is_base_embedding_weights(name):
+                    self._check_copy(name, file.get_slice(name).get_shape(), renaming)
+                    continue
                 try:
                     module, is_a = parse_fine_tuned_lora_name(name, renaming)
                 except ValueError as error:
                     raise AdapterError(f"{name} is no LoRA matrix of a linear layer") from error
                 yield name, module, is_a, file.get_slice(name).get_shape()
+
+    def _check_copy(self, name: str, shape: list[int], renaming: Any) -> None:
+        """PEFT writes a copy of the served LM head beside its adapter; it has the head's size."""
+        pair = name.replace(".base_layer.weight", ".lora_B.weight")
+        module, _ = parse_fine_tuned_lora_name(pair, renaming)
+        (head,) = self._target(name, module).shapes
+        if shape != [head.outputs, head.inputs]:
+            wanted = [head.outputs, head.inputs]
+            raise AdapterError(f"{name} has shape {shape}, and the served model's is {wanted}")
+
+    def _target(self, tensor: str, module: str) -> Target:
+        target = self.layers.targets.get(module)
+        if target is None:
+            raise AdapterError(f"{tensor}: {self._why_not(module)}")
+        return target
 
     def _why_not(self, module: str) -> str:
         """Why ``module``, which is not among the targets, cannot be adapted."""

@@ -14,8 +14,9 @@ from rbln_backend.lora.adapter_reader import AdapterReader
 from rbln_backend.lora.punica import RblnPunicaWrapper
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, Slots
 from rbln_backend.lora.staging import Staging, State
+from rbln_backend.lora.target import Target
 from rbln_backend.vllm_compat.lora import LoRARequest
-from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig
 
 
 class Adapters:
@@ -51,9 +52,9 @@ class Adapters:
         """The weights that graphs read, by name."""
         return self._reader.layers.tensors()
 
-    def targets(self) -> dict[str, tuple[int, int]]:
-        """What an adapter may change: (inputs, outputs) by the name of the module."""
-        return {name: (t.inputs, t.outputs) for name, t in self._reader.layers.targets.items()}
+    def targets(self) -> dict[str, Target]:
+        """What an adapter may change, by the name of the module."""
+        return self._reader.layers.targets
 
     def read_by(self, inputs: Mapping[str, Tensor]) -> None:
         """Let what is captured next read its slots from ``inputs``, those of one graph."""
@@ -122,6 +123,13 @@ class Adapters:
             self._slots.touch(lora_int_id)
             found.append(self._slots[lora_int_id])
         return found
+
+    def slot_of(self, request: CachedRequestState) -> int:
+        """The slot of one request's adapter, as ``slots_of``."""
+        adapter = request.lora_request
+        if adapter is None:
+            return NO_ADAPTER
+        return self.slots_of([adapter.lora_int_id], {adapter.lora_int_id: adapter})[0]
 
     def close(self) -> None:
         """Stop reading."""

@@ -57,4 +57,4 @@ class RblnPunicaWrapper(PunicaWrapperBase):
         raise NotImplementedError("embeddings are not adapted")
 
     def add_lora_logits(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("the LM head is not adapted")
+        raise NotImplementedError("the LM head adds its share as a linear layer does")

@@ -42,10 +42,9 @@ class SlotStack:
         b = [torch.zeros(slots, *packed_shape(dtype, size, rank), dtype=dtype) for size in outputs]
         return cls(a, tuple(b), rank, inputs, tuple(outputs))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.a.nbytes + sum(stack.nbytes for stack in self.b)
+    def tensors(self) -> dict[str, Tensor]:
+        """What graphs read, by name."""
+        return {"a": self.a} | {f"b{index}": stack for index, stack in enumerate(self.b)}
 
     def image(self, a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> LayerImage:
         """Pack an adapter: per slice [r, inputs] and [outputs, r], or None where it has none.

@@ -19,10 +19,28 @@ SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
 
 
+class ExpertAdapters(Protocol):
+    """What LoRA adapters do to the experts of one layer in the graph that is being captured."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The last arguments of the ops for experts."""
+        ...
+
+    def add_first(self, gate_up: Tensor, x: Tensor, number: int) -> None:
+        """Add to what the first projection of expert ``number`` makes of x [T, H]."""
+        ...
+
+    def add_second(self, out: Tensor, inner: Tensor, number: int) -> None:
+        """Add to what the second one makes of ``inner`` [T, I]."""
+        ...
+
+
 class Experts(Protocol):
     """E experts of one layer; x is [T, H] and so is every result."""
 
     count: int
+    adapters: ExpertAdapters | None
+    """None in an engine whose adapters leave experts alone."""
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """Sum over k of weights[t, k] * expert(ids[t, k]); see the op ``moe``."""
@@ -52,6 +70,8 @@ class _Stack(NamedTuple):
 class PlainExperts:
     """Matrices as the checkpoint has them: w13 [E, 2 * I, H], w2 [E, H, I]."""
 
+    adapters: ExpertAdapters | None = None
+
     def __init__(self, layer: Any) -> None:
         self.w13, self.w13_bias = layer.w13_weight, getattr(layer, "w13_bias", None)
         self.w2, self.w2_bias = layer.w2_weight, getattr(layer, "w2_bias", None)
@@ -75,13 +95,19 @@ class PlainExperts:
         up = _Stack(self.w13, self.w13_bias, 2 * self.intermediate_size)
         down = _Stack(self.w2, self.w2_bias, self.hidden_size)
         gate_up = self._linear(x, up, number)
+        if self.adapters is not None:
+            self.adapters.add_first(gate_up, x, number)
         inner = self._silu(gate_up) if self.activation == "silu" else swiglu_oai(gate_up)
-        return self._linear(inner, down, number)
+        out = self._linear(inner, down, number)
+        if self.adapters is not None:
+            self.adapters.add_second(out, inner, number)
+        return out
 
     def _arguments(self) -> tuple[Any, ...]:
         return (
             *(self.w13, self.w13_bias, self.w2, self.w2_bias),
             *(self.intermediate_size, self.activation),
+            *(() if self.adapters is None else self.adapters.arguments()),
         )
 
     def _linear(self, x: Tensor, stack: _Stack, number: int) -> Tensor:

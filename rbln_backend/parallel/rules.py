@@ -6,7 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.unsupported import HOSTS, LORA_SHARDS, MICRO_BATCHES, OWN_LAUNCHER
+from rbln_backend.unsupported import (
+    HOSTS,
+    LORA_EXPERTS_APART,
+    LORA_SHARDS,
+    MICRO_BATCHES,
+    OWN_LAUNCHER,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -39,6 +45,9 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
         HOSTS: _spans_hosts_by_itself(parallel),
         MICRO_BATCHES: parallel.use_ubatching,
         LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
+        LORA_EXPERTS_APART: lora is not None
+        and parallel.data_parallel_size > 1
+        and "experts" in (lora.target_modules or ()),
     }
     for feature, is_present in refusals.items():
         if is_present:

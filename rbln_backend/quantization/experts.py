@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.moe.experts import swiglu_oai
+from rbln_backend.moe.experts import ExpertAdapters, swiglu_oai
 from rbln_backend.moe.layers import RblnMoEMethod
 from rbln_backend.quantization.expert_formats import ExpertFormat, Packed
 from rbln_backend.unsupported import QUANTIZED_EXPERTS
@@ -43,6 +43,8 @@ class _Stack(NamedTuple):
 class QuantizedExperts:
     """As ``PackedExperts`` of plain weights: what was packed of w13 and w2, stacked."""
 
+    adapters: ExpertAdapters | None = None
+
     def __init__(self, layer: Any, w13_format: str, w2_format: str) -> None:
         self._w13 = _Stack.of(layer, "w13", w13_format)
         self._w2 = _Stack.of(layer, "w2", w2_format)
@@ -66,14 +68,20 @@ class QuantizedExperts:
     def expert(self, x: Tensor, number: int) -> Tensor:
         """As ``Experts``."""
         gate_up = self._w13.product(x, number, 2 * self.intermediate_size)
+        if self.adapters is not None:
+            self.adapters.add_first(gate_up, x, number)
         if self.activation == "silu":
             inner = torch.ops.rbln_emulator.activate(gate_up, "silu", True)
         else:
             inner = swiglu_oai(gate_up)
-        return self._w2.product(inner, number, self.hidden_size)
+        out = self._w2.product(inner, number, self.hidden_size)
+        if self.adapters is not None:
+            self.adapters.add_second(out, inner, number)
+        return out
 
     def _arguments(self) -> tuple[Any, ...]:
-        return *self._w13, *self._w2, self.intermediate_size, self.activation
+        adapters = () if self.adapters is None else self.adapters.arguments()
+        return *self._w13, *self._w2, self.intermediate_size, self.activation, *adapters
 
 
 class RblnQuantizedMoEMethod(RblnMoEMethod):

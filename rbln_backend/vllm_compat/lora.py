@@ -7,10 +7,15 @@ from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.punica_wrapper import PunicaWrapperBase
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.utils import (
+    is_base_embedding_weights,
+    is_in_target_modules,
+    parse_fine_tuned_lora_name,
+)
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import (
@@ -19,7 +24,10 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import supports_lora
+from vllm.model_executor.utils import get_moe_expert_mapping
 
 
 def adaptable_modules(model: nn.Module) -> list[str]:
@@ -40,14 +48,21 @@ __all__ = [
     "BaseLinearLayerWithLoRA",
     "LinearBase",
     "LoRAConfig",
+    "LoRALayerWeights",
     "LoRAModel",
     "LoRAModelManager",
     "LoRARequest",
+    "LogitsProcessor",
     "MergedColumnParallelLinear",
+    "MoERunner",
     "PunicaWrapperBase",
     "QKVParallelLinear",
+    "VocabParallelEmbedding",
     "WorkerLoRAManager",
     "adaptable_modules",
+    "get_moe_expert_mapping",
+    "is_base_embedding_weights",
+    "is_in_target_modules",
     "parse_fine_tuned_lora_name",
     "supports_lora",
 ]

@@ -8,6 +8,17 @@ from rbln_backend.errors import AdapterError
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
+    from rbln_backend.lora.target import Target
+    from rbln_backend.vllm_compat.surface import VllmConfig
+
+
+def register_adapted_layers(config: VllmConfig) -> None:
+    """Let a model that is made from now on have the layers that adapters need."""
+    if config.lora_config is not None:
+        # vLLM's part of it takes a while to import.
+        from rbln_backend.lora.lm_head import install_logits_processor
+
+        install_logits_processor()
 
 
 class AdapterCalls:
@@ -47,8 +58,8 @@ class AdapterCalls:
         """The slot of each adapter by its id."""
         return self._loaded_adapters().slots()
 
-    def lora_targets(self) -> dict[str, tuple[int, int]]:
-        """The modules that an adapter may change: (inputs, outputs) by name."""
+    def lora_targets(self) -> dict[str, Target]:
+        """What an adapter may change, by the name of the module."""
         return self._loaded_adapters().targets()
 
     def pin_lora(self, lora_id: int) -> bool:

@@ -150,7 +150,8 @@ class EngineBuild:
             verify=verify_table(config),
             prompts=rbln.chunk_prompts,
         )
-        self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch)
+        hidden_size = config.model_config.get_hidden_size()
+        self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._step_seconds: Mapping[Size, float] = {}

@@ -62,7 +62,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.adapter_calls import AdapterCalls
+from rbln_backend.worker.adapter_calls import AdapterCalls, register_adapted_layers
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
@@ -167,16 +167,16 @@ class RblnWorker(AdapterCalls, WorkerBase):
     @_told
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._progress.phase("load", self.model_config.model)
-        with timed_phase(self._board, "load"), set_current_vllm_config(self.vllm_config):
+        config, loader = self.vllm_config, self._loader
+        with timed_phase(self._board, "load"), set_current_vllm_config(config):
             if load_dummy_weights:
                 self.load_config.load_format = "dummy"
             register_text_models()
-            register_quantization(self.vllm_config)
+            register_quantization(config)
+            register_adapted_layers(config)
             # Whatever makes the model unfit is said now, not after its weights were read.
-            check_layers(Skeleton(self.vllm_config), self.vllm_config, self._rbln)
-            self._model = self._loader().load_model(
-                vllm_config=self.vllm_config, model_config=self.model_config
-            )
+            check_layers(Skeleton(config), config, self._rbln)
+            self._model = loader().load_model(vllm_config=config, model_config=self.model_config)
             self._adapters = self._make_adapters(self._model)
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)

@@ -15,7 +15,7 @@ class LoadAdapterBody(BaseModel):
     load_inplace: bool = Field(False, description="Take the place of the adapter of that name.")
     is_3d_lora_weight: bool = Field(
         False,
-        description="Only false: no adapters for experts.",
+        description="Only false: the file's shapes tell whether its experts are stacked.",
         json_schema_extra={"const": False},
     )
 

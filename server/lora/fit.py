@@ -17,10 +17,12 @@ from rbln_backend.lora.adapter_config import check_config
 from server.errors import describe
 from server.frontend import JsonObject
 from server.lora.folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, TensorInfo, refusal
-from server.lora.port import LinearShape
+from server.lora.port import Target
 
 ANY_BASE = "*"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# PEFT writes the served model's own LM head beside an adapter of it.
+_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.*\blm_head)\.base_layer\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?P<layer>\w+\.\d+\..+)")
 _DTYPES = ("F32", "BF16", "F16")
 _MAX_REASON = 300
@@ -36,13 +38,11 @@ class BaseModel:
     """
 
     names: frozenset[str]
-    targets: Mapping[str, LinearShape]
+    targets: Mapping[str, Target]
     max_rank: int
 
     @classmethod
-    def of(
-        cls, names: Iterable[str], targets: Mapping[str, LinearShape], max_rank: int
-    ) -> BaseModel:
+    def of(cls, names: Iterable[str], targets: Mapping[str, Target], max_rank: int) -> BaseModel:
         """Make one from names as people write them and module paths as the engine has them."""
         layers = {layer_path(module): shape for module, shape in targets.items()}
         return cls(frozenset(map(short_name, names)), layers, max_rank)
@@ -107,12 +107,16 @@ def _check_base(config: JsonObject, names: frozenset[str]) -> None:
 
 
 def _check_tensors(
-    tensors: Mapping[str, TensorInfo], rank: int, targets: Mapping[str, LinearShape]
+    tensors: Mapping[str, TensorInfo], rank: int, targets: Mapping[str, Target]
 ) -> None:
     if not tensors:
         raise refusal(f"{WEIGHTS_FILE} has no tensors")
     sides: dict[str, set[str]] = {}
     for name, info in tensors.items():
+        copy = _COPY.fullmatch(name)
+        if copy is not None and copy["module"] in targets:
+            _check_copy(name, info, targets[copy["module"]])
+            continue
         found = _TENSOR.fullmatch(name)
         if found is None:
             raise refusal(
@@ -123,8 +127,7 @@ def _check_tensors(
         layer = targets.get(layer_path(module))
         if layer is None:
             raise refusal(f"{WEIGHTS_FILE}: {_stranger(module, targets)}")
-        expected = (rank, layer.inputs) if side == "A" else (layer.outputs, rank)
-        _check_tensor(name, info, expected)
+        _check_tensor(name, info, layer.misfit(info.shape, rank, is_a=side == "A"))
         sides.setdefault(module, set()).add(side)
     for module, present in sides.items():
         if len(present) == 1:
@@ -132,20 +135,27 @@ def _check_tensors(
             raise refusal(f"{WEIGHTS_FILE}: module {module!r} has no lora_{missing}.weight")
 
 
-def _check_tensor(name: str, info: TensorInfo, expected: tuple[int, int]) -> None:
+def _check_copy(name: str, info: TensorInfo, head: Target) -> None:
+    (shape,) = head.shapes
+    fits = info.shape == (shape.outputs, shape.inputs)
+    _check_tensor(name, info, None if fits else str([shape.outputs, shape.inputs]))
+
+
+def _check_tensor(name: str, info: TensorInfo, wanted: str | None) -> None:
+    """`wanted`: the shapes that it should have, in words, if it has none of them."""
     if info.dtype not in _DTYPES:
         raise refusal(
             f"{WEIGHTS_FILE}: {name!r} has the type {info.dtype}, which is not one of "
             f"{', '.join(_DTYPES)}"
         )
-    if info.shape != expected:
+    if wanted is not None:
         raise refusal(
             f"{WEIGHTS_FILE}: {name!r} has the shape {list(info.shape)}, and r and the served "
-            f"model's layer ask for {list(expected)}"
+            f"model's layer ask for {wanted}"
         )
 
 
-def _stranger(module: str, targets: Mapping[str, LinearShape]) -> str:
+def _stranger(module: str, targets: Mapping[str, Target]) -> str:
     kinds = sorted({path.rpartition(".")[2] for path in targets})
     known = ", ".join(kinds) or "none"
     kind = module.rpartition(".")[2]

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from rbln_backend.lora.target import Target
+
+__all__ = ["AdapterPort", "EngineAdapter", "Target"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAdapter:
@@ -16,19 +20,11 @@ class EngineAdapter:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """A linear layer that adapters may change: its width on both sides, in elements."""
-
-    inputs: int
-    outputs: int
-
-
 class AdapterPort(Protocol):
     """What the registry asks of the engine. Every failure is a `ServerError`."""
 
-    async def targets(self) -> Mapping[str, LinearShape]:
-        """Return every layer that adapters may change, by its module path."""
+    async def targets(self) -> Mapping[str, Target]:
+        """Return what adapters may change, by its module path."""
         ...
 
     async def stage(self, adapter: EngineAdapter) -> None:

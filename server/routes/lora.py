@@ -113,7 +113,8 @@ def lora_router(
 def _refuse_experts(wish: LoadAdapterBody) -> None:
     if wish.is_3d_lora_weight:
         raise UnsupportedFieldError(
-            "'is_3d_lora_weight' is for experts, which adapters cannot change here; remove it.",
+            "'is_3d_lora_weight' is not taken: the file's shapes tell whether its experts are "
+            "stacked; remove it.",
             param="is_3d_lora_weight",
         )
 

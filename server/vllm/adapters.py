@@ -19,7 +19,7 @@ from server.frontend import LaunchError
 from server.host.tasks import aside
 from server.lora.adapter import Adapter
 from server.lora.fit import BaseModel
-from server.lora.port import EngineAdapter, LinearShape
+from server.lora.port import EngineAdapter, Target
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request.record import record_var
@@ -56,10 +56,10 @@ class EngineAdapters:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
 
-    async def targets(self) -> Mapping[str, LinearShape]:
-        """Return the layers that adapters may change; every worker has the same."""
+    async def targets(self) -> Mapping[str, Target]:
+        """Return what adapters may change; every worker has the same."""
         told = await self._workers("lora_targets")
-        return {name: LinearShape(*shape) for name, shape in told[0].items()}
+        return {name: Target.told(*target) for name, target in told[0].items()}
 
     async def stage(self, adapter: EngineAdapter) -> None:
         """Let every worker begin to read the adapter."""
@@ -162,8 +162,8 @@ async def _load_static(adapters: AdapterRegistry, modules: Sequence[LoRAModulePa
     for module in modules:
         if module.is_3d_lora_weight:
             raise LaunchError(
-                f"--lora-modules {module.name}: is_3d_lora_weight is for experts, which adapters "
-                "cannot change here"
+                f"--lora-modules {module.name}: is_3d_lora_weight is not taken: the file's shapes "
+                "tell whether its experts are stacked; drop it"
             )
         base = module.base_model_name
         if base is not None and base not in adapters.limits.reserved_names:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.adapters import ATTENTION, MLP, make_adapter, merge
+from tests.adapters import ATTENTION, EVERY_LINEAR, HEAD, MLP, make_adapter, merge
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate
@@ -80,7 +80,7 @@ def bits(output: Any) -> list[list[tuple[int, float]]]:
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
-        ("llama", {"rank": 16}),
+        ("llama", {"rank": 16, "targets": (*EVERY_LINEAR, *HEAD)}),
         ("qwen2", {"rank": 4, "alpha": 6, "use_rslora": True}),
         ("qwen3", {"rank": 8, "targets": (*ATTENTION[:1], *MLP[1:])}),
     ],
@@ -118,6 +118,22 @@ def test_a_batch_mixes_adapters_and_none(lora: Engine, engines: Engines, tmp_pat
     plain = engines("llama").generate([prompts[1], prompts[3]], GREEDY)
     assert [bits(output) for output in plain] == [bits(together[1]), bits(together[3])]
     assert lora.total("rbln_recompiles_after_warmup_total") == 0
+
+
+def test_prompts_are_scored_by_the_head_of_their_adapter(lora: Engine, tmp_path: Path) -> None:
+    adapters = Adapters(lora, tmp_path)
+    request = adapters(1, targets=(*ATTENTION[:1], *HEAD))
+    (prompt,) = make_prompts([9], seed=46)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    inputs = [{"prompt_token_ids": prompt}] * 2
+    loads = [request, None]
+    outputs = lora.llm.generate(inputs, params, use_tqdm=False, lora_request=loads)
+    paths = (adapters.merged[request.lora_name], lora.checkpoint)
+    for path, output in zip(paths, outputs, strict=True):
+        for position in range(1, len(prompt)):
+            expected = reference_generate(path, prompt[:position], 1).logprobs[0, prompt[position]]
+            found = output.prompt_logprobs[position][prompt[position]].logprob
+            assert found == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_adapters_come_and_go_while_others_decode(lora: Engine, tmp_path: Path) -> None:
@@ -261,8 +277,17 @@ LAYER = "base_model.model.model.layers.0"
         ),
         (
             {},
-            lambda path: _put(path, "base_model.model.lm_head.lora_A.weight", torch.zeros(8, 64)),
-            "'lm_head' cannot be adapted",
+            lambda path: _put(
+                path, "base_model.model.model.embed_tokens.lora_A.weight", torch.zeros(8, 64)
+            ),
+            "'embed_tokens' cannot be adapted",
+        ),
+        (
+            {},
+            lambda path: _put(
+                path, "base_model.model.lm_head.base_layer.weight", torch.zeros(8, 128)
+            ),
+            r"has shape \[8, 128\], and the served model's is \[4096, 128\]",
         ),
         (
             {},

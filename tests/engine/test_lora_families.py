@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -26,13 +27,11 @@ NUM_TOKENS = 24
 # Those that vLLM does not adapt, and a layer of a family that it leaves out.
 REFUSED = ("falcon", "falcon_new", "gpt2", "gpt_neox", "gptj", "stablelm")
 LEFT_OUT = {"gpt_bigcode": "c_attn"}
-NO_PROJECTIONS = re.compile(
-    r"embed|lm_head|wte|wpe|norm|experts?\.|router|mlp\.gate\.|\bln_|_gate\."
-)
+NO_PROJECTIONS = re.compile(r"embed|wte|wpe|norm|router|mlp\.gate\.|moe\.gate\.|\bln_|_gate\.")
 
 
 def projections(checkpoint: Path, arch: str) -> list[str]:
-    """The last parts of the names of all matrices of attention and MLPs."""
+    """The last parts of the names of all matrices that adapters may change."""
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         names = [n for n in file.keys() if len(file.get_slice(n).get_shape()) == 2]  # noqa: SIM118
     wanted = (name for name in names if not NO_PROJECTIONS.search(name))
@@ -40,11 +39,19 @@ def projections(checkpoint: Path, arch: str) -> list[str]:
     return sorted(found - {LEFT_OUT.get(arch)})
 
 
+def kind_of_experts(checkpoint: Path) -> Any:
+    """How an adapter of a checkpoint names its experts."""
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        stacked = any(name.endswith("experts.down_proj") for name in file.keys())  # noqa: SIM118
+    return "stacked" if stacked else "single"
+
+
 @pytest.mark.parametrize("arch", sorted(FAMILIES))
 def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
     import_model(checkpoint)
-    adapter = make_adapter(checkpoint, tmp_path / "adapter", targets=projections(checkpoint, arch))
+    targets, experts = projections(checkpoint, arch), kind_of_experts(checkpoint)
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", targets=targets, experts=experts)
     merged = merge(checkpoint, adapter, tmp_path / "merged")
     prompts = make_prompts([5, 49, 130], seed=61)
     expected = references(merged, prompts, NUM_TOKENS)

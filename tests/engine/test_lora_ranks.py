@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters import ATTENTION, EVERY_LINEAR, make_adapter, merge
+from tests.adapters import ATTENTION, EVERY_LINEAR, HEAD, make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.engine.parallel_runs import NUM_TOKENS, run_ranks
 from tests.engine.test_equality import make_prompts
@@ -22,8 +22,9 @@ PROMPTS = make_prompts([1, 65, 130, 66], seed=510)
 ONE_KEY_HEAD = {"num_key_value_heads": 1}
 TARGETS = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-    "qwen3_moe": ATTENTION,
 }
+EXPERTS: dict[str, Any] = {"qwen3_moe": "single", "gpt_oss": "stacked"}
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
 wide = pytest.mark.wide
 
 
@@ -36,7 +37,11 @@ wide = pytest.mark.wide
         pytest.param("llama", {}, DATA, marks=wide),
         pytest.param("qwen3", {}, TENSOR | DATA, marks=wide),
         pytest.param("phi3", {}, TENSOR, marks=wide),
-        pytest.param("qwen3_moe", {}, TENSOR | {"enable_expert_parallel": True}, marks=wide),
+        pytest.param("qwen3_moe", {}, TENSOR, marks=wide),
+        pytest.param("qwen3_moe", {}, TENSOR | WHOLE_EXPERTS, marks=wide),
+        pytest.param("gpt_oss", {}, TENSOR, marks=wide),
+        pytest.param("gpt_oss", {}, TENSOR | WHOLE_EXPERTS, marks=wide),
+        pytest.param("gpt_oss", {}, PIPELINE, marks=wide),
     ],
 )
 def test_answers_are_those_of_merged_weights(
@@ -47,8 +52,11 @@ def test_answers_are_those_of_merged_weights(
     options: dict[str, Any],
 ) -> None:
     checkpoint = checkpoints(arch, **fields)
-    targets = TARGETS.get(arch, EVERY_LINEAR)
-    one = make_adapter(checkpoint, tmp_path / "one", rank=16, seed=1, targets=targets)
+    targets = (*TARGETS.get(arch, EVERY_LINEAR), *HEAD)
+    experts = EXPERTS.get(arch, "no")
+    one = make_adapter(
+        checkpoint, tmp_path / "one", rank=16, seed=1, targets=targets, experts=experts
+    )
     two = make_adapter(checkpoint, tmp_path / "two", rank=3, seed=2, targets=ATTENTION[-1:])
     adapters = [one, None, two, one]
     ranks = run_ranks(checkpoint, tmp_path, PROMPTS, adapters=adapters, **options, **LORA)

@@ -47,8 +47,8 @@ def test_a_wrong_variable_is_an_error_that_names_it(
     ("options", "text"),
     [
         (
-            {"enable_lora": True, "lora_target_modules": ["q_proj", "lm_head"]},
-            "LoRA adapters of embeddings, LM heads and experts",
+            {"enable_lora": True, "lora_target_modules": ["q_proj", "embed_tokens"]},
+            "LoRA adapters of embeddings",
         ),
         ({"enable_lora": True, "lora_dtype": "bfloat16"}, "another dtype than the model"),
         (

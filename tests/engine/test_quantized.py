@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.adapters import make_adapter, merge
+from tests.adapters import EVERY_LINEAR, HEAD, make_adapter, merge
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
@@ -166,13 +166,26 @@ def test_experts_equal_those_of_the_plain_weights(
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "recipe", [W4, Recipe(format="gptq", bits=8, group_size=CHANNEL), FP8_CHANNEL, AWQ], ids=str
+    ("arch", "recipe", "experts"),
+    [
+        ("llama", W4, "no"),
+        ("llama", Recipe(format="gptq", bits=8, group_size=CHANNEL), "no"),
+        ("llama", FP8_CHANNEL, "no"),
+        ("llama", AWQ, "no"),
+        ("qwen3_moe", W4, "single"),
+        ("gpt_oss", Recipe(format="mxfp4"), "stacked"),
+    ],
+    ids=str,
 )
 def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
-    engines: Engines, make: Make, tmp_path: Path, recipe: Recipe
+    engines: Engines, make: Make, tmp_path: Path, arch: str, recipe: Recipe, experts: Any
 ) -> None:
-    checkpoint = make("llama", recipe)
-    adapter = make_adapter(checkpoint / "plain", tmp_path / "adapter", seed=3, rank=8)
+    checkpoint = make(arch, recipe, **SIZES.get(arch, {}))
+    plain = checkpoint / "plain"
+    targets = (*EVERY_LINEAR, *HEAD)
+    adapter = make_adapter(
+        plain, tmp_path / "adapter", seed=3, rank=8, targets=targets, experts=experts
+    )
     merged = merge(checkpoint / "plain", adapter, tmp_path / "merged")
     engine = engines.fresh(checkpoint=checkpoint, enable_lora=True, max_loras=1, max_lora_rank=8)
     prompts = make_prompts(PROMPT_LENGTHS, seed=72)

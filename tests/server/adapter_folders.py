@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from server.lora.port import LinearShape
+from rbln_backend.lora.target import Target
 
-TARGETS: Mapping[str, LinearShape] = {
+TARGETS: Mapping[str, Target] = {
     f"model.layers.{layer}.{module}": shape
     for layer in range(2)
     for module, shape in {
-        "self_attn.q_proj": LinearShape(16, 16),
-        "self_attn.v_proj": LinearShape(16, 8),
-        "mlp.down_proj": LinearShape(32, 16),
+        "self_attn.q_proj": Target.linear(16, 16),
+        "self_attn.v_proj": Target.linear(16, 8),
+        "mlp.down_proj": Target.linear(32, 16),
     }.items()
 }
 MODULES = ("q_proj", "v_proj")
@@ -26,15 +26,16 @@ PREFIX = "base_model.model."
 
 
 def adapter_tensors(
-    targets: Mapping[str, LinearShape], modules: Sequence[str], rank: int, seed: int, scale: float
+    targets: Mapping[str, Target], modules: Sequence[str], rank: int, seed: int, scale: float
 ) -> dict[str, np.ndarray[Any, Any]]:
     rng = np.random.default_rng(seed)
     tensors = {}
     for path, shape in targets.items():
         if path.rpartition(".")[2] in modules:
             name = f"{PREFIX}{path}"
-            tensors[f"{name}.lora_A.weight"] = rng.normal(0, scale, (rank, shape.inputs))
-            tensors[f"{name}.lora_B.weight"] = rng.normal(0, scale, (shape.outputs, rank))
+            pair = shape.pairs(rank)[0]
+            tensors[f"{name}.lora_A.weight"] = rng.normal(0, scale, pair.a)
+            tensors[f"{name}.lora_B.weight"] = rng.normal(0, scale, pair.b)
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
@@ -42,7 +43,7 @@ def write_adapter(
     folder: Path,
     *,
     rank: int = 4,
-    targets: Mapping[str, LinearShape] = TARGETS,
+    targets: Mapping[str, Target] = TARGETS,
     modules: Sequence[str] = MODULES,
     seed: int = 0,
     scale: float = 0.3,

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from rbln_backend.lora.target import Target
 from server.errors import InternalError, ModelNotFoundError
 from server.frontend import Endpoint, JsonObject, ReadRequest
 from server.lora.fit import BaseModel
-from server.lora.port import EngineAdapter, LinearShape
+from server.lora.port import EngineAdapter
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request.record import record_of
@@ -36,7 +37,7 @@ class ScriptedPort:
     def __post_init__(self) -> None:
         self.read.set()
 
-    async def targets(self) -> Mapping[str, LinearShape]:
+    async def targets(self) -> Mapping[str, Target]:
         return TARGETS
 
     async def stage(self, adapter: EngineAdapter) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import psutil
 from torch import nn
@@ -131,20 +130,14 @@ def packing_bytes(model: nn.Module) -> int:
 
 
 def _lora_bytes(found: Preflight) -> int:
-    """Slots of every linear layer that an adapter may change; see ``lora.slot_stack``."""
+    """Slots of every layer that an adapter may change."""
     lora = found.config.lora_config
     if lora is None:
         return 0
     # vLLM's part of it takes a while to import.
-    from rbln_backend.vllm_compat.lora import adaptable_modules
+    from rbln_backend.lora.memory import slot_bytes
 
-    total = 0
-    for name in adaptable_modules(found.skeleton.model):
-        layer: Any = found.skeleton.model.get_submodule(name)
-        outputs = getattr(layer, "output_sizes", None) or [layer.output_size]
-        rank, inputs = lora.max_lora_rank, layer.input_size
-        total += len(outputs) * rank * inputs + sum(outputs) * rank
-    return total * lora.max_loras * found.skeleton.item_bytes
+    return slot_bytes(found.skeleton.model, lora, found.skeleton.item_bytes)
 
 
 def _workspace_bytes(found: Preflight) -> int:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS
+
+if TYPE_CHECKING:
+    from rbln_backend.lora.adapters import Adapters
 
 SPEC = GraphSpec.of(Phase.LOGITS, LOGITS_ROWS)
 
 
 class LmHead:
-    """Callable: hidden [n, H] -> logits [n, V], in runs of ``LOGITS_ROWS`` padded rows."""
+    """Callable: hidden [n, H] of a request -> logits [n, V], in runs of ``LOGITS_ROWS`` rows."""
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, dispatch: GraphDispatch) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        dispatch: GraphDispatch,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """``adapters`` find a request's slot; None in an engine without them."""
         self.inputs = {"hidden": torch.zeros(LOGITS_ROWS, hidden_size, dtype=dtype)}
-        self._dispatch = dispatch
+        if adapters is not None:
+            self.inputs[INPUT_NAME] = torch.full((1,), NO_ADAPTER, dtype=torch.int32)
+        self._dispatch, self._adapters = dispatch, adapters
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, request: CachedRequestState) -> Tensor:
         buffer, pieces = self.inputs["hidden"], []
+        if self._adapters is not None:
+            self.inputs[INPUT_NAME][0] = self._adapters.slot_of(request)
         for piece in hidden.split(LOGITS_ROWS):
             rows = len(piece)
             buffer[:rows] = piece

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rbln_backend.vllm_compat.surface import CachedRequestState, LogprobsTensors, Sampler
 
-# (hidden rows [n, H]) -> logits [n, V] in the model's dtype.
-LogitsOf = Callable[[Tensor], Tensor]
+# (hidden rows [n, H] of a request) -> logits [n, V] in the model's dtype.
+LogitsOf = Callable[[Tensor, CachedRequestState], Tensor]
 
 
 class PromptLogprobs:
@@ -44,7 +44,8 @@ class PromptLogprobs:
         count = min(num_tokens, len(prompt) - 1 - start)
         if count > 0 and hidden is not None:
             targets = torch.tensor(prompt[start + 1 : start + 1 + count])
-            self._score(table, hidden[:count], targets, start, wanted)
+            logits = self._logits_of(hidden[:count], request).to(torch.float32)
+            self._score(table, logits, targets, start, wanted)
         if start + num_tokens < len(prompt):
             return None
         request.in_progress_prompt_logprobs_cpu = None
@@ -57,9 +58,8 @@ class PromptLogprobs:
         return self._vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
 
     def _score(
-        self, table: LogprobsTensors, hidden: Tensor, targets: Tensor, start: int, wanted: int
+        self, table: LogprobsTensors, logits: Tensor, targets: Tensor, start: int, wanted: int
     ) -> None:
-        logits = self._logits_of(hidden).to(torch.float32)
         scores = logits
         if "logits" not in self._sampler.logprobs_mode:
             scores = self._sampler.compute_logprobs(logits)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rbln_backend.lora.target import Shape, Target
 from server.errors import InvalidAdapterError
 from server.lora.fit import BaseModel, check_fit, short_name
 from server.lora.folder import MAX_HEADER_BYTES, read_folder
@@ -61,7 +63,7 @@ def test_adapters_of_every_allowed_rank_fit(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is {'q_proj': 2}"),
         ({"lora_alpha": 10**400}, "lora_alpha"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-        ({"target_parameters": ["x" * 9000]}, "target_parameters is ['xxx"),
+        ({"layer_replication": ["x" * 9000]}, "layer_replication is ['xxx"),
         ({"base_model_name_or_path": "owner/Other-7B"}, "is 'owner/Other-7B', and the served"),
         ({"base_model_name_or_path": 7}, "base_model_name_or_path is 7"),
     ],
@@ -103,6 +105,31 @@ def test_faults_of_the_tensors(tmp_path: Path, tensors: dict[str, Any], words: s
 
 def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
     assert "has no tensors" in reason(write_adapter(tmp_path / "a", modules=()))
+
+
+def test_experts_in_stacks_and_an_lm_head(tmp_path: Path) -> None:
+    experts = Target((Shape(16, 64), Shape(32, 16)), 3)
+    stacks = {"model.layers.0.mlp.experts": experts, "lm_head": Target.linear(16, 40)}
+    base = BaseModel.of(["tiny"], stacks, max_rank=8)
+
+    def check_stack(folder: str, **shapes: tuple[int, ...]) -> int:
+        names = {"a": "lora_A.weight", "b": "lora_B.weight"}
+        stack = {f"{PREFIX}model.layers.0.mlp.experts.{names[k]}": s for k, s in shapes.items()}
+        tensors = {name: floats(*shape) for name, shape in stack.items()}
+        # PEFT writes the head that it found beside an adapter of it.
+        tensors[f"{PREFIX}lm_head.base_layer.weight"] = floats(40, 16)
+        path = write_adapter(tmp_path / folder, modules=(), tensors=tensors)
+        return check_fit(read_folder(str(path), None), base)
+
+    assert check_stack("first", a=(12, 16), b=(64, 12)) == 4
+    assert check_stack("second", a=(12, 32), b=(16, 12)) == 4
+    wanted = re.escape("the shape [4, 16], and r and the served model's layer ask for [12, 16] or ")
+    with pytest.raises(InvalidAdapterError, match=wanted):
+        check_stack("other", a=(4, 16), b=(64, 12))
+    stacks["lm_head"] = Target.linear(16, 41)
+    base = BaseModel.of(["tiny"], stacks, max_rank=8)
+    with pytest.raises(InvalidAdapterError, match=r"'base_model.model.lm_head.base_layer.weight'"):
+        check_stack("longer", a=(12, 16), b=(64, 12))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Engine:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if self.error is not None:
             raise self.error
-        targets = {name: [shape.inputs, shape.outputs] for name, shape in TARGETS.items()}
+        targets = {name: [target.shapes, target.experts] for name, target in TARGETS.items()}
         answers = {"lora_targets": targets, "lora_slots": self.in_slots, "stage_lora": None}
         return self.states if method == "staged_lora" else [answers[method]] * 2
 

@@ -10,12 +10,6 @@ namespace {
 
 using at::Tensor;
 
-void check_slots(const LoraArgs& args) {
-  for (int64_t r = 0; r < args.requests; ++r)
-    TORCH_CHECK_INDEX(args.slots[r] >= -1 && args.slots[r] < args.slot_count, "slots[", r, "] is ",
-                      args.slots[r], ", and there are ", args.slot_count, " slots");
-}
-
 void add_lora_(const Tensor& y, const Tensor& x, const Tensor& slots, const Tensor& a,
                at::TensorList b, int64_t rank, at::IntArrayRef out_features) {
   check_dtype(y, "y", x);
@@ -26,11 +20,7 @@ void add_lora_(const Tensor& y, const Tensor& x, const Tensor& slots, const Tens
   args.rows = rows.count;
   args.depth = rows.width;
   args.x_stride = rows.stride;
-  TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() && slots.numel() > 0 &&
-                  rows.count % slots.numel() == 0,
-              "slots is ", slots.scalar_type(), " ", slots.sizes(), ", not int32 over ", rows.count,
-              " rows");
-  args.slots = slots.const_data_ptr<int32_t>();
+  args.slots = slots_over(slots, rows.count);
   args.requests = slots.numel();
   TORCH_CHECK(a.dim() > 0 && a.size(0) > 0 && rank > 0 && b.size() == out_features.size(),
               "there are ", b.size(), " slices for ", out_features.size(), " out_features");
@@ -50,7 +40,7 @@ void add_lora_(const Tensor& y, const Tensor& x, const Tensor& slots, const Tens
               "y has shape ", y.sizes(), " instead of [", rows.count, ", ", columns, "]");
   args.y = y.mutable_data_ptr();
   launch([args] {
-    check_slots(args);
+    check_slots(args.slots, args.requests, args.slot_count);
     add_lora(args);
   });
 }

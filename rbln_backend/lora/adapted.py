@@ -1,0 +1,77 @@
+"""A layer whose results adapters change: which part of an adapter is its, and where that lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rbln_backend.lora.shares import Matrices, WholeLayer, share
+from rbln_backend.lora.slot_stack import LayerImage, SlotStack
+from rbln_backend.vllm_compat.lora import BaseLinearLayerWithLoRA, LoRAModel
+
+
+class Adapted(Protocol):
+    """One layer with the slots of all adapters."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What graphs read, by a name within the layer."""
+        ...
+
+    def image(self, adapter: LoRAModel) -> Any:
+        """This rank's part of an adapter as ``write`` takes it; None: it changes nothing here.
+
+        Calls no kernel, so that another thread may do it while graphs run. Raises ``AdapterError``
+        for a part that does not fit together.
+        """
+        ...
+
+    def write(self, slot: int, image: Any) -> None:
+        """Put an image, or nothing for None, into ``slot``."""
+        ...
+
+
+class AdaptedLinear:
+    """A linear layer that vLLM has wrapped, which reads its slots from here on."""
+
+    def __init__(self, name: str, layer: BaseLinearLayerWithLoRA, slots: int, rank: int) -> None:
+        self._name, self._layer = name, layer
+        outputs = tuple(stacked.shape[2] for stacked in layer.lora_b_stacked)
+        self._stack = SlotStack.allocate(
+            slots=slots,
+            rank=rank,
+            inputs=layer.lora_a_stacked[0].shape[3],
+            outputs=outputs,
+            dtype=layer.lora_a_stacked[0].dtype,
+        )
+        layer.lora_a_stacked, layer.lora_b_stacked = (self._stack.a,), self._stack.b
+        layer.output_slices = outputs
+
+    @property
+    def whole(self) -> WholeLayer:
+        """The layer's sizes over all ranks."""
+        return WholeLayer.of(self._layer)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """As ``Adapted``."""
+        return self._stack.tensors()
+
+    def image(self, adapter: LoRAModel) -> LayerImage | None:
+        """As ``Adapted``."""
+        weights = adapter.get_lora(self._name)
+        if weights is None:
+            return None
+        slices = _slices(weights.lora_a, weights.lora_b, self.whole.outputs)
+        return self._stack.image(*share(self._layer, *slices))
+
+    def write(self, slot: int, image: LayerImage | None) -> None:
+        """As ``Adapted``."""
+        self._stack.write(slot, image)
+
+
+def _slices(a: Any, b: Any, outputs: tuple[int, ...]) -> tuple[Matrices, Matrices]:
+    """The matrices per output slice, whether the adapter has one for each or one for all."""
+    if isinstance(a, Tensor):
+        return [a] * len(outputs), list(b.split(list(outputs)))
+    return a, b

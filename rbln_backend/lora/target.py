@@ -1,0 +1,53 @@
+"""What an adapter may change under one name of its file, and the shapes that the file then has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A matrix over all ranks, in elements."""
+
+    inputs: int
+    outputs: int
+
+
+class Pair(NamedTuple):
+    """The shapes of a lora_A and its lora_B."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """A linear layer, or (``experts``) one matrix of every expert of a layer in a single pair.
+
+    PEFT names a stack of experts' matrices by the module that holds several of them
+    (``target_parameters``); which one a file means is told by its shapes.
+    """
+
+    shapes: tuple[Shape, ...]
+    experts: int = 1
+
+    @classmethod
+    def linear(cls, inputs: int, outputs: int) -> Target:
+        """One matrix of [outputs, inputs]."""
+        return cls((Shape(inputs, outputs),))
+
+    @classmethod
+    def told(cls, shapes: Iterable[Iterable[int]], experts: int) -> Target:
+        """One that came as lists."""
+        return cls(tuple(Shape(*shape) for shape in shapes), experts)
+
+    def pairs(self, rank: int) -> list[Pair]:
+        """What ``shapes`` ask of the file at ``rank``, in their order."""
+        total = rank * self.experts
+        return [Pair((total, shape.inputs), (shape.outputs, total)) for shape in self.shapes]
+
+    def misfit(self, shape: Iterable[int], rank: int, *, is_a: bool) -> str | None:
+        """The shapes that a tensor should have, in words; None where it has one of them."""
+        wanted = [pair.a if is_a else pair.b for pair in self.pairs(rank)]
+        if tuple(shape) in wanted:
+            return None
+        return " or ".join(str(list(each)) for each in dict.fromkeys(wanted))

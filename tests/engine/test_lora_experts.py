@@ -1,0 +1,96 @@
+"""Adapters of experts and LM heads in a running engine are worth their merged weights."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
+
+from tests.adapters import ATTENTION, EVERY_LINEAR, HEAD, MLP, make_adapter, merge
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_lora import LORA, NUM_TOKENS, bits, generate, tokens, worker
+from tests.reference import reference_generate
+
+pytestmark = pytest.mark.engine
+
+EXPERTS = (*EVERY_LINEAR, *HEAD, "w1", "w2", "w3")
+wide = pytest.mark.wide
+_numbers = count(1)
+
+
+def check_batch(engine: Engine, adapters: dict[int, Path], tmp_path: Path) -> None:
+    """Adapters, none and one that leaves experts alone in a batch: right, and as they are alone."""
+    prompts = make_prompts([21, 64, 5, 40], seed=71)
+    chosen = [1, 0, 2, 1]
+    # Cached blocks know the load of an adapter by its number.
+    loads = {n: LoRARequest(f"a{n}", next(_numbers), str(path)) for n, path in adapters.items()}
+    requests = [loads.get(n) for n in chosen]
+    together = generate(engine, prompts, requests)
+    paths = {
+        n: merge(engine.checkpoint, adapter, tmp_path / f"merged-{n}")
+        for n, adapter in adapters.items()
+    }
+    paths[0] = engine.checkpoint
+    for prompt, number, request, output in zip(prompts, chosen, requests, together, strict=True):
+        expected = reference_generate(paths[number], prompt, NUM_TOKENS)
+        assert tokens([output]) == [expected.token_ids]
+        if number:
+            plain = reference_generate(paths[0], prompt, NUM_TOKENS).token_ids
+            assert plain != expected.token_ids
+        engine.llm.reset_prefix_cache()
+        (alone,) = generate(engine, [prompt], [request])
+        assert bits(alone) == bits(output)
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+    for number in worker(engine).list_loras():
+        assert worker(engine).remove_lora(number)
+
+
+@pytest.mark.parametrize(
+    ("arch", "experts", "options"),
+    [
+        ("qwen3_moe", "single", {}),
+        ("gpt_oss", "stacked", {}),
+        pytest.param("qwen3_moe", "stacked", {}, marks=wide),
+        pytest.param("mixtral", "single", {}, marks=wide),
+        pytest.param("qwen2_moe", "single", {}, marks=wide),
+        pytest.param("llama4", "stacked", {}, marks=wide),
+        pytest.param("qwen3_moe", "single", {"moe_use_opt_kernel": False}, marks=wide),
+        pytest.param(
+            "gpt_oss",
+            "stacked",
+            {"moe_use_opt_kernel": False, "moe_custom_kernel": False},
+            marks=wide,
+        ),
+    ],
+)
+def test_experts_and_head(
+    engines: Engines, tmp_path: Path, arch: str, experts: Any, options: dict[str, Any]
+) -> None:
+    checkpoint = engines.checkpoints(arch)
+    every = make_adapter(
+        checkpoint, tmp_path / "1", rank=8, targets=EXPERTS, experts=experts, seed=1
+    )
+    some = make_adapter(checkpoint, tmp_path / "2", rank=3, targets=ATTENTION[:1], seed=2)
+    engine = engines(arch, **LORA, **({"rbln": options} if options else {}))
+    check_batch(engine, {1: every, 2: some}, tmp_path)
+
+
+def _keep(path: Path, *words: str) -> None:
+    """Leave an adapter only the matrices whose name has one of `words`."""
+    file = path / "adapter_model.safetensors"
+    kept = {name: t for name, t in load_file(file).items() if any(word in name for word in words)}
+    save_file(kept, file)
+
+
+def test_one_matrix_of_one_expert(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("qwen3_moe", **LORA)
+    one = make_adapter(engine.checkpoint, tmp_path / "1", rank=16, targets=MLP, experts="single")
+    _keep(one, "experts.3.up_proj", "layers.1.mlp.experts.5.down_proj")
+    stack = make_adapter(engine.checkpoint, tmp_path / "2", rank=2, targets=(), experts="stacked")
+    _keep(stack, "experts.lora_")
+    check_batch(engine, {1: one, 2: stack}, tmp_path)
