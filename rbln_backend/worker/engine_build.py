@@ -173,8 +173,7 @@ class EngineBuild:
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
-            peers = Peers.of_this_rank()
-            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers))
+            self._warm_up_graphs(WarmUp(progress, self._parts.board, Peers.of_this_rank()))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
