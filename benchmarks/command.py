@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -10,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -57,6 +58,22 @@ def begin(command: str) -> dict[str, Any]:
 RunT = TypeVar("RunT", bound=MeasuredRun)
 
 
+def raw_numbers(run: Any) -> str:
+    """Return all that a run measured, from which every figure of its report can be derived."""
+    return json.dumps(asdict(run), indent=1, default=str) + "\n"
+
+
+def spread(values: Sequence[float], digits: int = 2, *, share: bool = False) -> str:
+    """Return the median and, of more than one value, the lowest and highest."""
+    if not values:
+        return "–"
+    shape = "{:.0%}" if share else f"{{:.{digits}f}}"
+    middle, low, high = (
+        shape.format(value) for value in (statistics.median(values), min(values), max(values))
+    )
+    return middle if len(values) == 1 else f"{middle} [{low}, {high}]"
+
+
 @dataclass(frozen=True)
 class Command(Generic[RunT]):
     """``python -m benchmarks.<name>``: measure, print the report, keep it where asked."""
@@ -66,7 +83,7 @@ class Command(Generic[RunT]):
     measure: Callable[[argparse.Namespace, str], RunT]
     """Takes the arguments and the command line; raises ValueError or EngineProcessError."""
     markdown: Callable[[RunT], str]
-    to_json: Callable[[RunT], str]
+    to_json: Callable[[RunT], str] = raw_numbers
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the command line; returns the exit status."""

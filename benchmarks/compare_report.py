@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 
 from benchmarks import compare_tables as tables
-from benchmarks.command import disturbance, machine_lines
+from benchmarks.command import disturbance, machine_lines, spread
 from benchmarks.machine import Machine
 from benchmarks.records import (
     Failure,
@@ -66,7 +66,7 @@ def _targets(log: Log) -> str:
         bound = verdict.least if verdict.least is not None else verdict.most
         sign = "≥" if verdict.least is not None else "≤"
         asked = f"{bound:.0%}" if verdict.is_share else f"{bound:.2f}×"
-        measured = tables.spread(verdict.values, share=verdict.is_share)
+        measured = spread(verdict.values, share=verdict.is_share)
         cells = [verdict.model, verdict.target, f"{sign} {asked}", measured, verdict.result]
         rows.append(cells)
     head = ["model", "target", "asked", "measured", "result"]

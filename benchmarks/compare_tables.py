@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from benchmarks.command import spread
 from benchmarks.records import (
     HttpRecord,
     Log,
@@ -36,17 +37,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         return []
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
-
-
-def spread(values: Sequence[float], *, share: bool = False) -> str:
-    """Return the median and, of more than one value, the lowest and highest."""
-    if not values:
-        return _NOTHING
-    shape = "{:.0%}" if share else "{:.2f}"
-    middle, low, high = (
-        shape.format(value) for value in (statistics.median(values), min(values), max(values))
-    )
-    return middle if len(values) == 1 else f"{middle} [{low}, {high}]"
 
 
 def decode_steps(log: Log, model: str) -> list[str]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.connections", description=__doc__)
     parser.add_argument("--rounds", type=positive, default=40, help="pairs (default: 40)")
-    return Command("connections", parser, _measure, _markdown, _to_json).main(argv)
+    return Command("connections", parser, _measure, _markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -164,10 +163,6 @@ def _markdown(run: Run) -> str:
         cpu = statistics.median(new.cpu_us / old.cpu_us for old, new in pairs)
         lines.append(f"| {load} | ratio | {rate:.3f} | {cpu:.3f} |")
     return "\n".join(lines)
-
-
-def _to_json(run: Run) -> str:
-    return json.dumps(asdict(run), indent=1)
 
 
 if __name__ == "__main__":

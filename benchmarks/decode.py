@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Command, begin, positive, say
-from benchmarks.decode_report import ModelResult, Run, Sample, markdown, to_json
+from benchmarks.decode_report import ModelResult, Run, Sample, markdown
 from benchmarks.engine_process import (
     OURS,
     EngineProcess,
@@ -37,7 +37,7 @@ PREFILL_REPEATS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("decode", _parser(), _measure, markdown, to_json).main(argv)
+    return Command("decode", _parser(), _measure, markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,10 +6,9 @@ taken between two sides of one round and batch, and only then the median over ro
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.command import RunHeader, disturbance, machine_lines
@@ -85,11 +84,6 @@ class Run(RunHeader):
     rounds: int
     sides: dict[str, dict[str, Any]]
     models: list[ModelResult]
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers of `run`, from which every figure of the report can be derived."""
-    return json.dumps({"format": 1} | asdict(run), indent=1) + "\n"
 
 
 def markdown(run: Run) -> str:

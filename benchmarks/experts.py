@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.command import Command, begin, positive, say
 from benchmarks.decode import MAX_MODEL_LEN, measure_model
-from benchmarks.decode_report import Run, to_json
+from benchmarks.decode_report import Run
 from benchmarks.decode_report import markdown as engines_markdown
 from benchmarks.engine_process import OURS, Side, vllm_cpu_all_cores
 from benchmarks.experts_model import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_checkpoint
@@ -172,7 +171,7 @@ def measure_layer(layers: _Layers, rows: int) -> LayerRow:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("experts", _parser(), _measure, _markdown, _to_json).main(argv)
+    return Command("experts", _parser(), _measure, _markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,11 +242,6 @@ def _layer_line(row: LayerRow) -> str:
         *(f"{row.torch_seconds / row.opt_seconds:.2f}",),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _to_json(run: ExpertsRun) -> str:
-    rows = [asdict(row) for row in run.layer]
-    return json.dumps(json.loads(to_json(run.engines)) | {"layer": rows}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.command import Command, add_model_and_batch, begin, positive, sa
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.metrics_calls import time_calls
 from benchmarks.metrics_http import compare_loads
-from benchmarks.metrics_report import Pairs, Run, markdown, to_json
+from benchmarks.metrics_report import Pairs, Run, markdown
 from benchmarks.models import Checkpoint, find_checkpoint
 from benchmarks.step_profile import DecodeLoad, start_engine
 from benchmarks.unmetered import Switch, install
@@ -37,7 +37,7 @@ _STEPS_A_TURN = 7
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("metrics_cost", _parser(), _measure, markdown, to_json).main(argv)
+    return Command("metrics_cost", _parser(), _measure, markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

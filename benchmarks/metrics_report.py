@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks.command import RunHeader, disturbance, machine_lines
 from benchmarks.metrics_calls import A_GAUGE, A_STEP
@@ -84,11 +83,6 @@ def markdown(run: Run) -> str:
         *(f"| {name} | {seconds * 1e6:,.2f} |" for name, seconds in run.calls.items()),
     ]
     return "\n".join(lines) + "\n"
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1)
 
 
 def _by_calls(run: Run, pairs: Pairs) -> float:

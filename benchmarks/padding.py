@@ -19,13 +19,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
 
-from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
+from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say, spread
 from benchmarks.http_sample import send_load
 from benchmarks.load import Load
 from benchmarks.models import SHAPES, find_checkpoint
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=positive, default=6, help="of a stream (default: 6)")
     parser.add_argument("--prompt-tokens", type=positive, default=64)
     parser.add_argument("--output-tokens", type=positive, default=100)
-    return Command("padding", parser, _measure, markdown, to_json).main(argv)
+    return Command("padding", parser, _measure, markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -243,7 +243,7 @@ def markdown(run: Run) -> str:
     lines += [
         "",
         f"Without clients a batch makes {batch:.0f} tokens/s, {BUCKET} clients in a closed loop "
-        f"{loop:.0f}: {_spread(ratios)} times.",
+        f"{loop:.0f}: {spread(ratios, 3)} times.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -257,20 +257,11 @@ def _row(run: Run, streams: int) -> str:
     online = statistics.median(w.online_tokens / w.seconds for w in alone)
     return (
         f"| {streams} | {statistics.median(w.gap for w in alone) * 1e3:.2f} | "
-        f"{_spread([b.gap / a.gap for a, b in pairs])} | "
-        f"{_spread([b.gap_p99 / a.gap_p99 for a, b in pairs])} | "
-        f"{_spread([b.first / a.first for a, b in pairs])} | {online:.0f} | "
+        f"{spread([b.gap / a.gap for a, b in pairs], 3)} | "
+        f"{spread([b.gap_p99 / a.gap_p99 for a, b in pairs], 3)} | "
+        f"{spread([b.first / a.first for a, b in pairs], 3)} | {online:.0f} | "
         f"{statistics.median(w.earned for w in beside):.0f} |"
     )
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1) + "\n"
 
 
 if __name__ == "__main__":

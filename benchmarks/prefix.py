@@ -24,7 +24,7 @@ from benchmarks.command import Command, begin, positive, say
 from benchmarks.engine_process import OURS, EngineProcess, Side
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import SHAPES, Checkpoint, find_checkpoint
-from benchmarks.prefix_report import ARRIVALS, OFF, ON, ModelResult, Run, Sample, markdown, to_json
+from benchmarks.prefix_report import ARRIVALS, OFF, ON, ModelResult, Run, Sample, markdown
 
 BLOCK_SIZE = 128
 CHUNK_TOKENS = 256
@@ -34,7 +34,7 @@ _COMPUTED = "rbln_prefill_useful_tokens_total"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("prefix", _parser(), _measure, markdown, to_json).main(argv)
+    return Command("prefix", _parser(), _measure, markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

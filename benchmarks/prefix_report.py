@@ -6,10 +6,9 @@ one round and arrival, and only then the median over rounds.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.command import RunHeader, disturbance, machine_lines
@@ -83,11 +82,6 @@ class Run(RunHeader):
     output_tokens: int
     rounds: int
     models: list[ModelResult]
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers of `run`, from which every figure of the report can be derived."""
-    return json.dumps({"format": 1} | asdict(run)) + "\n"
 
 
 def markdown(run: Run) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from benchmarks.command import disturbance, machine_lines
+from benchmarks.command import disturbance, machine_lines, spread
 from benchmarks.machine import Machine
 from benchmarks.plans import DECODE_BATCHES
 from benchmarks.records import EngineRecord, Header, LimitsRecord, Log, ModelRecord, StepRecord
@@ -114,7 +114,7 @@ def _target(text: str, found: list[float], least: float) -> str:
     if not found:
         return f"| {text} | - | not measured |"
     middle = statistics.median(found)
-    return f"| {text} | {_spread(found)} | {'met' if middle >= least else '**missed**'} |"
+    return f"| {text} | {spread(found)} | {'met' if middle >= least else '**missed**'} |"
 
 
 def _cells(steps: list[StepRecord], side: str, batch: int) -> list[StepRecord]:
@@ -132,12 +132,7 @@ def _ratios(steps: list[StepRecord], slow: str, fast: str, batch: int) -> list[f
 
 
 def _ratio(steps: list[StepRecord], slow: str, fast: str, batch: int) -> str:
-    found = _ratios(steps, slow, fast, batch)
-    return _spread(found) if found else "-"
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+    return spread(_ratios(steps, slow, fast, batch))
 
 
 def _middle(values: list[float | None], factor: float, spec: str = "") -> str:

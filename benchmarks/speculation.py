@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ from benchmarks.speculation_tasks import TASKS
 _CONFIG = {
     "method": "ngram",
     "num_speculative_tokens": 7,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 8,
 }
 _MAX_MODEL_LEN = 6144
 _KV_CACHE_BYTES = 2 << 30
@@ -48,17 +48,15 @@ _TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One answer: seconds to its first piece and to its end, its tokens and its text."""
+    """One answer."""
 
-    first_s: float
-    seconds: float
     tokens: int
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A batch of one task on one side; `decode_s` from the last first piece to the end."""
+    """A batch of one task on one side; `decode_s` once all prompts are in the prefix cache."""
 
     task: str
     batch: int
@@ -87,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
     parser.add_argument("--output-tokens", type=positive, default=400, help="default: 400")
     parser.add_argument("--config", type=json.loads, default=_CONFIG, help="--speculative-config")
-    return Command("speculation", parser, _measure, markdown, to_json).main(argv)
+    return Command("speculation", parser, _measure, markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -141,30 +139,38 @@ def _round(
 ) -> list[Turn]:
     """Ask each side the same; who goes first changes, so that no side always follows rest."""
     wishes = [TASKS[task](number + row) for row in range(batch)]
-    answers: dict[str, tuple[list[Answer], float]] = {}
+    answers: dict[str, tuple[list[Answer], float, float]] = {}
     shift = round_number % len(servers)
     for server in [*servers[shift:], *servers[:shift]]:
         with server.awake(), ThreadPoolExecutor(batch) as threads:
-            began = time.perf_counter()
-            futures = [threads.submit(_ask, server, wish, most) for wish in wishes]
-            given = [future.result() for future in futures]
-            answers[server.side.name] = given, time.perf_counter() - began
-    same = len({tuple(a.text for a in given) for given, _ in answers.values()}) == 1
+            _, prompts_s = _ask_all(threads, server, wishes, 1)
+            given, decode_s = _ask_all(threads, server, wishes, most)
+        answers[server.side.name] = given, prompts_s, decode_s
+    same = len({tuple(a.text for a in given) for given, _, _ in answers.values()}) == 1
     turns = []
-    for side, (given, seconds) in answers.items():
+    for side, (given, prompts_s, decode_s) in answers.items():
         turn = Turn(
             task=task,
             batch=batch,
             round=round_number,
             side=side,
-            seconds=seconds,
-            decode_s=seconds - max(answer.first_s for answer in given),
+            seconds=prompts_s + decode_s,
+            decode_s=decode_s,
             tokens=sum(answer.tokens for answer in given),
             same=same,
         )
-        say(f"  {task} x{batch} {side}: {turn.tokens} tokens, {seconds:.2f} s, same text: {same}")
+        say(f"  {task} x{batch} {side}: {turn.tokens} tokens, {decode_s:.2f} s, same text: {same}")
         turns.append(turn)
     return turns
+
+
+def _ask_all(
+    threads: ThreadPoolExecutor, server: ServerProcess, wishes: Sequence[dict[str, Any]], most: int
+) -> tuple[list[Answer], float]:
+    """Return the answers to all at once, and what they took."""
+    began = time.perf_counter()
+    given = list(threads.map(lambda wish: _ask(server, wish, most), wishes))
+    return given, time.perf_counter() - began
 
 
 def _ask(server: ServerProcess, wish: dict[str, Any], most: int) -> Answer:
@@ -177,25 +183,21 @@ def _ask(server: ServerProcess, wish: dict[str, Any], most: int) -> Answer:
         **wish,
     }
     connection = http.client.HTTPConnection("127.0.0.1", server.serving.port, timeout=_TIMEOUT_S)
-    began = time.perf_counter()
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise server.error(f"answered {answer.status}: {answer.read(300)!r}")
-        pieces, first, tokens = list[str](), 0.0, 0
+        pieces, tokens = list[str](), 0
         for line in answer:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
             for choice in event["choices"]:
                 pieces.append(choice["delta"].get("content") or "")
-            if pieces and pieces[-1] and not first:
-                first = time.perf_counter() - began
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        seconds = time.perf_counter() - began
-        return Answer(first_s=first, seconds=seconds, tokens=tokens, text="".join(pieces))
+        return Answer(tokens=tokens, text="".join(pieces))
     finally:
         connection.close()
 
@@ -233,11 +235,6 @@ def _row(run: Run, task: str, batch: int) -> str:
         f"{statistics.median(gains):.2f} [{min(gains):.2f}, {max(gains):.2f}] | "
         f"{statistics.median(whole):.2f} | {'yes' if all(t.same for t in on) else '**no**'} |"
     )
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1) + "\n"
 
 
 if __name__ == "__main__":

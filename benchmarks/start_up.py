@@ -8,20 +8,18 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
+from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say, spread
 from benchmarks.engine_process import clean_environment
 from benchmarks.models import SHAPES, find_checkpoint
 from benchmarks.server_process import ServerError, ServerProcess, ServerSide, Serving, free_port
@@ -72,7 +70,7 @@ class Run(RunHeader):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("start_up", _parser(), _measure, markdown, to_json).main(argv)
+    return Command("start_up", _parser(), _measure, markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,20 +253,11 @@ def _row(kind: str, samples: Sequence[StartUp]) -> str:
     told = " or ".join(f"{compiled}" for compiled, _ in sorted(graphs))
     loaded = " or ".join(f"{loaded}" for _, loaded in sorted(graphs))
     return (
-        f"| {kind} | {_spread([s.listening_s for s in samples])} "
-        f"| {_spread([s.import_s + s.ready_s for s in samples])} "
-        f"| {_spread([s.import_s + s.answered_s for s in samples])} "
-        f"| {_spread([s.import_s for s in samples])} | {told} | {loaded} |"
+        f"| {kind} | {spread([s.listening_s for s in samples], 1)} "
+        f"| {spread([s.import_s + s.ready_s for s in samples], 1)} "
+        f"| {spread([s.import_s + s.answered_s for s in samples], 1)} "
+        f"| {spread([s.import_s for s in samples], 1)} | {told} | {loaded} |"
     )
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
-
-
-def to_json(run: Run) -> str:
-    """Everything measured."""
-    return json.dumps(asdict(run), indent=1, default=str) + "\n"
 
 
 if __name__ == "__main__":

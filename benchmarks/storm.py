@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive, default=5, help="pairs (default: 5)")
     parser.add_argument("--tokens", type=positive, default=400, help="of a stream (default: 400)")
     parser.add_argument("--clients", type=positive, default=4, help="of the storm (default: 4)")
-    return Command("storm", parser, _measure, markdown, to_json).main(argv)
+    return Command("storm", parser, _measure, markdown).main(argv)
 
 
 def _measure(args: argparse.Namespace, command: str) -> Run:
@@ -162,11 +162,6 @@ def markdown(run: Run) -> str:
         f"Answers of the storm by status: {_statuses(run)}.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def to_json(run: Run) -> str:
-    """Return the raw numbers."""
-    return json.dumps(asdict(run), indent=1)
 
 
 def _row(number: int, pair: tuple[Sample, Sample]) -> str:

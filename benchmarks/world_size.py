@@ -18,7 +18,7 @@ from benchmarks.command import Command, add_model_and_batch, begin, positive, sa
 from benchmarks.engine_process import OURS, EngineProcess, Side
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import Checkpoint, find_checkpoint
-from benchmarks.world_size_report import Run, Sample, markdown, to_json
+from benchmarks.world_size_report import Run, Sample, markdown
 
 MAX_MODEL_LEN = 512
 KV_CACHE_BYTES = 1 << 28
@@ -34,7 +34,7 @@ ARRANGEMENTS: dict[str, dict[str, int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("world_size", _parser(), _measure, markdown, to_json).main(argv)
+    return Command("world_size", _parser(), _measure, markdown).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

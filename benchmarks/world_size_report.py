@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from benchmarks.command import RunHeader, disturbance, machine_lines
 
@@ -74,8 +73,3 @@ def _table(run: Run, batch: int) -> list[str]:
 
 def _median(samples: list[Sample], name: str) -> float:
     return statistics.median(s.step_ms for s in samples if s.arrangement == name)
-
-
-def to_json(run: Run) -> str:
-    """Return the samples."""
-    return json.dumps(asdict(run), indent=1) + "\n"

@@ -31,6 +31,8 @@ from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
+from server.request.body import CLIENT_GONE, ClientGoneError
+from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.responses.keeper import Keeper
 from server.responses.kept import Kept
@@ -78,7 +80,7 @@ def create_app(
         async with access.following_files(), lag, kept.working(app), background():
             yield
 
-    kept = Kept(settings, lifecycle, admission)
+    kept = Kept(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
@@ -102,6 +104,7 @@ def create_app(
     keeper = Keeper(frontend, kept.responses)
     add_inference_routes(app, frontend, keeper, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
+    app.add_exception_handler(ClientGoneError, _end_aborted)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     _allow_origins(app, settings)
@@ -146,3 +149,9 @@ async def _raise_ours(request: Request, error: Exception) -> Response:
             f"{where} is not allowed; this path takes {allow}.", headers={"allow": allow}
         )
     raise RequestError(str(error.detail))
+
+
+async def _end_aborted(request: Request, _error: Exception) -> Response:
+    """End a request whose client has gone, for the log and the metrics alone."""
+    record_of(request.scope).outcome = "aborted"
+    return Response(status_code=CLIENT_GONE)

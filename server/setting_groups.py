@@ -333,7 +333,9 @@ class StorageSettings(BaseModel):
         600.0, gt=0, description="Seconds that a client may take to upload a file."
     )
     max_stored_bytes: int = Field(
-        20 * 1024 * 1024 * 1024, ge=1024, description="Bytes that all files together may have."
+        20 * 1024 * 1024 * 1024,
+        ge=1024,
+        description="Bytes that all files and stored responses may have together.",
     )
     max_files_per_key: int = Field(
         1000, ge=1, description="Most files of one API key; without keys, of all clients."

@@ -267,6 +267,9 @@ _TIERS = (
 _VERIFY = OURS + ',phase="verify"'
 _BY_TOKEN = OURS + ',phase=~"decode|verify"'
 _ACCEPTED = rate("rbln_draft_accepted_tokens_total", by="bucket")
+_CHECKS = rate("rbln_bucket_steps_total", _VERIFY, by="bucket")
+_GAIN = rate("rbln_draft_gain_total", by="bucket")
+_EXPECTED = rate("rbln_draft_expected_gain_total", by="bucket")
 _DRAFTS = (
     Panel(
         "Drafts accepted",
@@ -286,6 +289,17 @@ _DRAFTS = (
             ),
         ),
         "What a request got of a step that checks drafts; 1 would be none accepted.",
+        "short",
+    ),
+    Panel(
+        "Gain of steps that check drafts",
+        "timeseries",
+        (
+            Query(ratio(_GAIN, _CHECKS), "{{bucket}}"),
+            Query(ratio(_EXPECTED, _CHECKS), "expected {{bucket}}"),
+        ),
+        "Times as many tokens a second as without drafts: what steps gave, and what they promised "
+        "when their length was chosen.",
         "short",
     ),
     Panel(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
+
+Size = tuple[int, int]
+"""Of a decode step: requests, and tokens of each."""
 
 
 class VerifyTable:
@@ -29,28 +31,33 @@ class VerifyTable:
             for bucket in buckets or ()
         }
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Size]:
         return ((bucket, n) for bucket, lengths in self._lengths.items() for n in lengths)
 
-    def lengths(self, requests: int) -> tuple[int, ...]:
-        """What a step of so many requests can take of each, ascending."""
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The requests of decode steps."""
+        return self._buckets.sizes if self._buckets is not None else ()
+
+    def sizes(self, requests: int) -> tuple[Size, ...]:
+        """Those of a step of so many requests, one token of each first; none for too many."""
         if self._buckets is None or requests > self._buckets.largest:
             return ()
-        return self._lengths[self._buckets.find(requests)]
+        bucket = self._buckets.find(requests)
+        return ((bucket, 1), *((bucket, length) for length in self._lengths[bucket]))
 
     def longest(self, requests: int) -> int:
         """The most tokens that a step of so many requests can take of each."""
-        return max(self.lengths(requests), default=1)
+        return max((length for _, length in self.sizes(requests)), default=1)
 
-    def find(self, requests: int, tokens: int) -> tuple[int, int]:
+    def find(self, requests: int, tokens: int) -> Size:
         """The smallest size for `tokens` of each of `requests`; raises `BucketError`."""
-        lengths = self.lengths(requests)
-        if self._buckets is None or not lengths or tokens > lengths[-1]:
-            raise BucketError(
-                f"No step checks {tokens} tokens of each of {requests} requests; "
-                f"sizes are {list(self)}"
-            )
-        return self._buckets.find(requests), lengths[bisect_left(lengths, tokens)]
+        for size in self.sizes(requests):
+            if tokens <= size[1]:
+                return size
+        raise BucketError(
+            f"No step checks {tokens} tokens of each of {requests} requests; sizes are {list(self)}"
+        )
 
 
 NO_DRAFTS = VerifyTable(None, (), 0)

@@ -45,6 +45,8 @@ class ModelReport:
     num_graphs: int
     prefix_caching: bool
     prefix_caching_reason: str
+    verify_sizes: tuple[str, ...] = ()
+    """Of steps that check drafts: requests x tokens of each."""
     max_loras: int = 0
     max_lora_rank: int = 0
     memory: MemoryReport | None = None
@@ -87,6 +89,11 @@ class ModelReport:
             *self._caches(),
             ("prefill chunks", _sizes(self.prefill_chunks)),
             ("decode buckets", _sizes(self.decode_buckets)),
+            *(
+                [("drafts", f"steps of {', '.join(self.verify_sizes)}")]
+                if self.verify_sizes
+                else []
+            ),
             ("graphs", str(self.num_graphs)),
             ("prefix caching", self._prefix_caching()),
             *self._adapters(),
@@ -94,6 +101,10 @@ class ModelReport:
             *(self.memory.lines() if self.memory is not None else ()),
             *self._stored(),
         ]
+
+    def _drafts(self) -> list[tuple[str, str]]:
+        sizes = ", ".join(self.verify_sizes)
+        return [("drafts", f"checked by steps of {sizes}")] if sizes else []
 
     def _stored(self) -> list[tuple[str, str]]:
         if self.store is None:

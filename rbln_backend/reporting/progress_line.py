@@ -1,4 +1,4 @@
-"""A progress line on standard error: a bar on a terminal, one line per stage elsewhere."""
+"""A progress line on standard error: a bar on a terminal, each tenth part of a stage elsewhere."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ _WIDTH = 24
 
 
 class ProgressLine:
-    """One side's progress; ``end`` leaves the last state standing."""
+    """One side's progress, stage by stage; ``end`` leaves the last state standing."""
 
     def __init__(self, side: str) -> None:
         self._side = side
-        self._started = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
         self._open = False
+        self._stage: str | None = None
+        self._began, self._before = 0.0, 0
+        self._tenth = -1
 
-    def show(self, what: str, done: int, total: int) -> None:
-        """``done`` of ``total`` steps of ``what``."""
-        filled = _WIDTH * done // max(total, 1)
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """``done`` of ``total`` steps of a stage; ``note`` is said behind them."""
+        if stage != self._stage:
+            self._stage, self._tenth = stage, -1
+            self._began, self._before = time.monotonic(), done
+        total = max(total, 1)
+        filled = _WIDTH * done // total
         bar = "#" * filled + "." * (_WIDTH - filled)
-        seconds = time.monotonic() - self._started
-        text = f"{self._side:>12} [{bar}] {what} {done}/{total} {seconds:.1f} s"
+        text = f"{self._side:>12} [{bar}] {stage} {done}/{total}{note}{self._times(done, total)}"
         if self._is_terminal:
             sys.stderr.write("\r\x1b[K" + text)
             self._open = True
-        elif done in (0, total):
+        elif (tenth := 10 * done // total) != self._tenth:
+            self._tenth = tenth
             sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
@@ -34,3 +40,10 @@ class ProgressLine:
         if self._open:
             sys.stderr.write("\n")
             self._open = False
+
+    def _times(self, done: int, total: int) -> str:
+        seconds = time.monotonic() - self._began
+        if done <= self._before or done == total:
+            return f", {seconds:.1f} s"
+        left = seconds / (done - self._before) * (total - done)
+        return f", {seconds:.1f} s, ETA {left:.0f} s"

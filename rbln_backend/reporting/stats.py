@@ -152,6 +152,19 @@ METRICS: tuple[MetricDecl, ...] = (
         ("bucket",),
     ),
     MetricDecl(
+        "rbln_draft_expected_gain_total",
+        "counter",
+        "How many times as many tokens a second steps that check drafts promised as steps without "
+        "when their length was chosen, summed over steps, by bucket.",
+        ("bucket",),
+    ),
+    MetricDecl(
+        "rbln_draft_gain_total",
+        "counter",
+        "How many times as many tokens a second they gave, summed over steps, by bucket.",
+        ("bucket",),
+    ),
+    MetricDecl(
         "rbln_background_rows_total",
         "counter",
         "Rows of decode steps that the background had: padding of the foreground's bucket "

@@ -42,6 +42,19 @@ class DraftedRequest:
     """See ``Wishes.key``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may come next."""
+
+    tokens: list[int]
+    agreed: int
+    """How many tokens speak for the first: those before it that were as the text has them that it
+    is read from."""
+
+
+NO_DRAFT = Draft([], 0)
+
+
 class Drafter(Protocol):
     """Guesses from what it has seen, and from nothing else: the same calls give the same drafts.
 
@@ -56,8 +69,8 @@ class Drafter(Protocol):
         """Tokens were sampled, drafted or not."""
         ...
 
-    def propose(self, request_id: str, limit: int) -> list[int]:
-        """At most ``limit`` tokens that may come next; none where nothing is to be guessed."""
+    def propose(self, request_id: str, limit: int) -> Draft:
+        """At most ``limit`` tokens; none where nothing is to be guessed."""
         ...
 
     def end(self, request_id: str, finished: bool) -> None:

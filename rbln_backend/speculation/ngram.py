@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rbln_backend.speculation.drafter import DraftedRequest
-from rbln_backend.speculation.text_index import TextIndex
+from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
+from rbln_backend.speculation.text_index import ROOM, TextIndex
 
 _CANDIDATES = 16
 """Earlier places that are compared, so that a text of one token repeated costs no more."""
-_ROOM = 1 << 20
-"""Tokens of one request that are looked through."""
+_TAIL = 16
+"""Tokens in common that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +39,30 @@ class NgramDrafter:
 
     def begin(self, request: DraftedRequest) -> None:
         """See ``Drafter``."""
-        text = TextIndex(self._limits.smallest, _ROOM)
+        text = TextIndex(self._limits.smallest, ROOM)
         self._texts[request.request_id] = text
         self._tails[request.request_id] = []
         self.extend(request.request_id, request.prompt)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
-        largest = self._limits.largest
+        most = max(self._limits.largest, _TAIL)
         self._texts[request_id].extend(tokens)
-        self._tails[request_id] = [*self._tails[request_id], *tokens[-largest:]][-largest:]
+        self._tails[request_id] = [*self._tails[request_id], *tokens[-most:]][-most:]
 
-    def propose(self, request_id: str, limit: int) -> list[int]:
+    def propose(self, request_id: str, limit: int) -> Draft:
         """See ``Drafter``."""
         text, tail = self._texts[request_id], self._tails[request_id]
-        longest, best = 0, None
+        longest, best, compared = 0, None, tail[-self._limits.largest :]
         for place in text.places(text.key, _CANDIDATES):
-            length = text.match(place, tail)
+            length = text.match(place, compared)
             if length > longest:
                 longest, best = length, place
-            if length == len(tail):
+            if length == len(compared):
                 break
-        return [] if best is None else text.continuation(best, limit)
+        if best is None:
+            return NO_DRAFT
+        return Draft(text.continuation(best, limit), text.match(best, tail))
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002 (nothing outlives it)
         """See ``Drafter``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from rbln_backend.speculation.drafter import DraftedRequest, Drafter
+from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest, Drafter
 
 _NEAR = 64
 """Tokens after an edit within which two in a row say where the answer is again; elsewhere three."""
@@ -33,6 +33,7 @@ class Prediction:
             self._ends.setdefault((predicted[end - 2], predicted[end - 1]), []).append(end)
         self._cursor: int | None = 0
         self._sure = 0
+        self._agreed = 0
         self._tail: tuple[int, ...] = ()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -40,17 +41,22 @@ class Prediction:
         for token in tokens:
             self._take(token)
 
-    def propose(self, limit: int) -> list[int]:
+    def propose(self, limit: int) -> Draft:
         """At most `limit` tokens that the prediction has next."""
-        return [] if self._cursor is None else self._predicted[self._cursor : self._cursor + limit]
+        if self._cursor is None:
+            return NO_DRAFT
+        return Draft(self._predicted[self._cursor : self._cursor + limit], self._agreed)
 
     def _take(self, token: int) -> None:
         cursor = self._cursor
         self._tail = (*self._tail, token)[-3:]
         if cursor is not None and self._predicted[cursor : cursor + 1] == [token]:
             self.matched += 1
+            self._agreed += 1
             self._cursor = self._sure = cursor + 1
-        elif cursor == self._sure:
+            return
+        self._agreed = 0
+        if cursor == self._sure:
             self._cursor = self._after_leaving(token)
         else:
             self._cursor = self._found_again()
@@ -94,11 +100,11 @@ class PredictionFirst:
         if request_id in self._predictions:
             self._predictions[request_id].extend(tokens)
 
-    def propose(self, request_id: str, limit: int) -> list[int]:
+    def propose(self, request_id: str, limit: int) -> Draft:
         """See ``Drafter``."""
         prediction = self._predictions.get(request_id)
-        predicted = prediction.propose(limit) if prediction is not None else []
-        return predicted or self._other.propose(request_id, limit)
+        predicted = prediction.propose(limit) if prediction is not None else NO_DRAFT
+        return predicted if predicted.tokens else self._other.propose(request_id, limit)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from rbln_backend.speculation.drafter import DraftedRequest
+from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
 from rbln_backend.speculation.past_answers import Owner, PastAnswers
-from rbln_backend.speculation.text_index import GAP, TextIndex
+from rbln_backend.speculation.text_index import GAP, ROOM, TextIndex
 
 _GRAM = 2
-_ROOM = 1 << 20
-"""Tokens of one request that are looked through."""
 _CANDIDATES = 8
 """Places of each text that are compared, and places that are followed at once."""
 _LONG = 8
@@ -65,7 +63,7 @@ class _Followed:
 
     def __init__(self, owner: Owner, prompt: Sequence[int], depth: int) -> None:
         self.owner = owner
-        self.own = TextIndex(_GRAM, _ROOM)
+        self.own = TextIndex(_GRAM, ROOM)
         self.own.extend(prompt)
         self.answer: list[int] = []
         self.places: list[_Place] = []
@@ -126,18 +124,19 @@ class SuffixDrafter:
         """See ``Drafter``."""
         self._requests[request_id].extend(tokens)
 
-    def propose(self, request_id: str, limit: int) -> list[int]:
+    def propose(self, request_id: str, limit: int) -> Draft:
         """See ``Drafter``."""
         request = self._requests[request_id]
         past = self._answers.of(request.owner)
         request.look([request.own] if past is None else [request.own, past])
         if not request.places:
-            return []
-        limits = self._limits
-        longest = min(request.places[0].length, max(limits.max_tree_depth - limit, _GRAM))
+            return NO_DRAFT
+        limits, agreed = self._limits, request.places[0].length
+        longest = min(agreed, max(limits.max_tree_depth - limit, _GRAM))
         best = [place for place in request.places if place.length >= longest]
         room = min(limit, limits.max_tree_depth - longest, int(limits.max_spec_factor * longest))
-        return _voted([place.text.continuation(place.at, room) for place in best], limits, room)
+        drafts = [place.text.continuation(place.at, room) for place in best]
+        return Draft(_voted(drafts, limits, room), agreed)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""

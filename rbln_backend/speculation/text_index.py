@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+ROOM = 1 << 20
+"""Tokens of one request that are looked through."""
 GAP = -1
 """Between two texts: no token, so that nothing is read across it."""
 _TOKEN_BITS = 32

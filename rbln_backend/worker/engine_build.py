@@ -16,6 +16,7 @@ from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.device import find_npu
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
@@ -43,6 +44,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.drafts.drafting import make_drafting
 from rbln_backend.worker.drafts.verification import Verification
+from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.graphs.functions import GraphFunction
@@ -150,6 +152,7 @@ class EngineBuild:
         self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
+        self._step_seconds: Mapping[Size, float] = {}
         self._usage = self._open_usage(tables)
         self._sizes = self._open_sizes()
 
@@ -212,7 +215,7 @@ class EngineBuild:
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
-            warm_up.run_all(graphs)
+            self._step_seconds = warm_up.run_all(graphs, self._graphs.verify)
         for graph in graphs:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
@@ -264,7 +267,7 @@ class EngineBuild:
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
             part=self._stage.part,
-            capture_workers=_capture_workers(parts),
+            capture_workers=workers_of(parts.compiler, parts.place.local_ranks),
         )
 
     def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
@@ -325,8 +328,11 @@ class EngineBuild:
             sampler=sampler,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
-            verification=Verification(sampler, batches, self._graphs.verify, board),
-            drafting=make_drafting(config, batches, replies=self._parts.place.replies),
+            verification=Verification(sampler, batches),
+            drafting=make_drafting(
+                *(config, batches, board, self._graphs.verify, self._step_seconds),
+                replies=self._parts.place.replies,
+            ),
         )
 
     def _step_metrics(self) -> StepMetrics:
@@ -365,14 +371,6 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
     plain = copy.copy(config)
     plain.speculative_config = None
     return plain
-
-
-def _capture_workers(parts: EngineParts) -> int:
-    """This rank's share of the cores; the SDK's compiler is not known to survive a fork."""
-    if parts.compiler.name != "emulated":
-        return 1
-    ranks = parts.place.local_ranks
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _row_order(rbln: RblnConfig) -> RowOrder:

@@ -8,6 +8,7 @@ live elsewhere. No configuration flag is read during a step.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from rbln_backend.vllm_compat.surface import (
     Sampler,
     SchedulerOutput,
 )
-from rbln_backend.worker.drafts.drafting import Drafting
+from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.step.batches import StepWork
 from rbln_backend.worker.step.grammar_mask import GrammarMask
@@ -41,6 +42,8 @@ class _PendingStep(NamedTuple):
     """[num_reqs, V], or [num_tokens, V] where drafts are checked; padded rows are already cut off.
     Of no use in a chunk that is not the last of its prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
+    started: float
+    graph_seconds: float
 
 
 class RblnModelRunner:
@@ -72,13 +75,20 @@ class RblnModelRunner:
         It has it for every step that ran something: with several steps under way, an engine takes
         results from there alone.
         """
+        started = time.perf_counter()
         self._drafting.forget(scheduled)
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        work, (logits, *rest) = result
-        prompt_logprobs = self._collect_prompt_logprobs(work, rest[0] if rest else None)
-        self._pending = _PendingStep(scheduled, work, _real_rows(work, logits), prompt_logprobs)
+        work, (logits, *rest), seconds = result
+        self._pending = _PendingStep(
+            scheduled,
+            work,
+            logits=_real_rows(work, logits),
+            prompt_logprobs=self._collect_prompt_logprobs(work, rest[0] if rest else None),
+            started=started,
+            graph_seconds=seconds,
+        )
         return None
 
     @torch.inference_mode()
@@ -98,7 +108,8 @@ class RblnModelRunner:
         if grammar is not None:
             logits = self._grammar_mask.apply(pending.scheduled, grammar, work.batch, logits)
         token_ids, logprobs = self._sample(work, logits)
-        self._drafting.note(work, token_ids)
+        took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
+        self._drafting.note(work, token_ids, took)
         return _with_tokens(work, token_ids, logprobs, pending.prompt_logprobs)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

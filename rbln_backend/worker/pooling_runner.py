@@ -33,7 +33,7 @@ class PoolingRunner:
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        work, (hidden,) = result
+        work, (hidden,), _ = result
         request = self._steps.batches.requests[work.batch.req_ids[0]]
         self._pooler.add(request, hidden[: work.num_tokens], is_last=work.samples)
         pooled: Tensor | None = None

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -220,7 +220,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _layer_specs(self) -> dict[str, LayerSpec]:
         limits = kv_limits(self.vllm_config, self._rbln)
-        shared = set(sharing_layers(self._attention_layers()).values())
+        shared = set(sharing_layers(attention_layers(self.vllm_config)).values())
         return plan_specs(kv_cache_specs(self.vllm_config), limits, shared)
 
     @_told
@@ -267,8 +267,11 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if find_npu(self._rbln) is not None:
             check_num_blocks(kv_cache_config.num_blocks)
         parts = EngineParts(
-            *(self.vllm_config, self._rbln, self.get_model(), self._compiler),
-            attention_layers=self._attention_layers(),
+            vllm_config=self.vllm_config,
+            rbln=self._rbln,
+            model=self.get_model(),
+            compiler=self._compiler,
+            attention_layers=attention_layers(self.vllm_config),
             board=self._board,
             place=self._place,
             adapters=self._adapters,
@@ -352,9 +355,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
             self._build.close()
         self._progress.close()
         self._board.close()
-
-    def _attention_layers(self) -> dict[str, Any]:
-        return attention_layers(self.vllm_config)
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()

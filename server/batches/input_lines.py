@@ -76,6 +76,12 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
         yield _error("empty_file", None, "The file has no lines.")
 
 
+def same_name(line: InputLine) -> LineError:
+    """Return what is wrong with a line whose id another one has."""
+    message = f"'custom_id' {describe(line.custom_id)} is that of an earlier line."
+    return _error("duplicate_custom_id", line.number, message, "custom_id")
+
+
 def body_of(raw: bytes) -> bytes:
     """Return the body of a line that was read before, as JSON. Raises `UnsupportedFieldError`."""
     body = from_json(raw)["body"]

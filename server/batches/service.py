@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from server.batches.feeder import Feeder, Tally
 from server.batches.input_lines import InputLine, LineRules, read_lines
 from server.batches.message_requests import WrittenInput, refused
 from server.batches.results import ResultFiles
-from server.batches.room import SpareRows
+from server.batches.room import DecodeTimes, SpareRows
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
 from server.frontend import Endpoint
 from server.host.tasks import while_running
@@ -51,8 +51,14 @@ class BatchService:
     """Everything behind /v1/files, /v1/batches and /v1/messages/batches."""
 
     def __init__(
-        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+        self,
+        store: Store,
+        settings: ServerSettings,
+        lifecycle: Lifecycle,
+        admission: Admission,
+        decode_times: Callable[[], DecodeTimes],
     ) -> None:
+        """`decode_times` is called in another thread."""
         self._folder, self._database = store.folder, store.database
         self._keep_s = settings.file_retention_s
         self._max_open = settings.max_batches_per_key
@@ -66,8 +72,8 @@ class BatchService:
         self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
         self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
-        spare = SpareRows(lifecycle, admission)
-        self._feeder = Feeder(self._database, self.files, self._results, rules, spare)
+        self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
+        self._feeder = Feeder(self._database, self.files, self._results, rules, self._spare)
         self._seen = Seen()
 
     @property
@@ -216,3 +222,5 @@ class BatchService:
             stored,
             await asyncio.to_thread(self._folder.free_bytes),
         )
+        if self._seen.lines_to_do:
+            self._spare.learn(await asyncio.to_thread(self._decode_times))

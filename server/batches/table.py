@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from server.batches.batch import OPEN, Api, Batch, LineError, Status, Wish
-from server.batches.input_lines import InputLine
+from server.batches.input_lines import InputLine, same_name
 from server.errors import InvalidValueError, NotFoundError, describe
 from server.storage.files import Page, StoredFile, find, insert, new_id, paged
 
@@ -126,15 +126,7 @@ def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine])
             (batch_id, line.number, line.custom_id, line.place, line.bytes, line.shared),
         )
         if not added.rowcount:
-            message = f"'custom_id' {describe(line.custom_id)} is that of an earlier line."
-            errors.append(
-                LineError(
-                    code="duplicate_custom_id",
-                    line=line.number,
-                    message=message,
-                    param="custom_id",
-                )
-            )
+            errors.append(same_name(line))
     return errors
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from server.commands.batch_job import BatchJob, JobError
+from server.commands.batch_job import BatchJob, JobError, require_sound
 from server.settings import ServerSettings
 
 _ANY = 1 << 50
@@ -33,6 +33,10 @@ Serve = Callable[[ServerSettings, Work], int]
 
 def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Serve) -> int:
     """Answer the lines of `source` into `target`; returns the exit code."""
+    try:
+        require_sound(source, settings.max_body_bytes)
+    except JobError as error:
+        return _told(error)
     store = target.with_name(f"{target.name}.partial")
     key = secrets.token_urlsafe(24)
     private = settings.model_copy(
@@ -54,8 +58,7 @@ def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Ser
         try:
             await BatchJob(url, key, source, target).run()
         except JobError as error:
-            sys.stderr.write(f"rbln-serve batch: {error}\n")
-            return 1
+            return _told(error)
         finally:
             signal.raise_signal(signal.SIGTERM)
         return 0
@@ -66,6 +69,11 @@ def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Ser
     elif store.exists():
         sys.stderr.write(f"What is done lies in {store}; the same command goes on from there.\n")
     return code
+
+
+def _told(error: JobError) -> int:
+    sys.stderr.write(f"rbln-serve batch: {error}\n")
+    return 1
 
 
 async def beside(service: Coroutine[Any, Any, int], work: Coroutine[Any, Any, int]) -> int:

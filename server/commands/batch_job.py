@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 import json
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,14 @@ import httpx
 from pydantic_core import from_json
 
 from rbln_backend.host.replaced_files import replace_file
+from rbln_backend.reporting.progress_line import ProgressLine
+from server.batches.batch import LineError
+from server.batches.bodies import ENDPOINTS
+from server.batches.input_lines import InputLine, LineRules, read_lines, same_name
+from server.errors import describe
 
 _POLL_S = 0.2
-_WIDTH = 24
 _SHOWN_ERRORS = 20
-_CHUNK = 1 << 20
 _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -36,18 +38,19 @@ class BatchJob:
             base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, trust_env=False
         )
         self._source, self._target = source, target
-        self._line = _Line()
 
     async def run(self) -> None:
         """Answer the whole file. Raises `JobError`."""
         async with self._client:
             await self._until_ready()
             batch = await self._begin()
+            line = ProgressLine("batch")
             while batch["status"] in _OPEN:
-                self._line.show(batch)
+                _shown(batch, line)
                 await asyncio.sleep(_POLL_S)
                 batch = await self._get(f"/v1/batches/{batch['id']}")
-            self._line.show(batch, last=True)
+            _shown(batch, line)
+            line.end()
             if batch["errors"]:
                 raise JobError(_complaint(batch["errors"]["data"]))
             await self._write(batch)
@@ -81,21 +84,11 @@ class BatchJob:
         return _told(await self._client.post("/v1/batches", json=wish))
 
     async def _upload(self) -> dict[str, Any]:
-        edge = "rbln-serve-batch"
-        head = (
-            f'--{edge}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{edge}'
-            '\r\ncontent-disposition: form-data; name="file"; filename="input.jsonl"\r\n\r\n'
-        )
-
-        async def body() -> AsyncIterator[bytes]:
-            yield head.encode()
-            with self._source.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    yield chunk
-            yield f"\r\n--{edge}--\r\n".encode()
-
-        headers = {"content-type": f"multipart/form-data; boundary={edge}"}
-        return _told(await self._client.post("/v1/files", content=body(), headers=headers))
+        with self._source.open("rb") as lines:
+            files = {"file": ("input.jsonl", lines)}
+            return _told(
+                await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
+            )
 
     async def _get(self, path: str) -> dict[str, Any]:
         return _told(await self._client.get(path))
@@ -117,41 +110,35 @@ class BatchJob:
         replace_file(self._target, b"".join(found[name] + b"\n" for name in names))
 
 
-class _Line:
-    """The state of a batch on standard error: a bar on a terminal, elsewhere each tenth part."""
+def require_sound(source: Path, max_bytes: int) -> None:
+    """Raise `JobError` for lines that no service would take, before an engine starts for them.
 
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._began: tuple[float, int] | None = None
-        self._told = -1
+    `max_bytes` are those of one line.
+    """
+    endpoint = _endpoint(source)
+    known = [endpoint.value for endpoint in ENDPOINTS]
+    if endpoint not in known:
+        raise JobError(
+            f"the first line asks {describe(endpoint)}, which is none of {', '.join(known)}"
+        )
+    errors: list[LineError] = []
+    seen: set[str] = set()
+    for line in read_lines(source, LineRules(endpoint, sys.maxsize, max_bytes)):
+        if not isinstance(line, InputLine):
+            errors.append(line)
+        elif line.custom_id in seen:
+            errors.append(same_name(line))
+        else:
+            seen.add(line.custom_id)
+    if errors:
+        raise JobError(_complaint(errors))
 
-    def show(self, batch: dict[str, Any], *, last: bool = False) -> None:
-        """Show how far it is."""
-        counts = batch["request_counts"]
-        done, total = counts["completed"] + counts["failed"], counts["total"]
-        if not total:
-            return
-        if self._began is None:
-            self._began = time.monotonic(), done
-        filled = _WIDTH * done // total
-        bar = "#" * filled + "." * (_WIDTH - filled)
+
+def _shown(batch: dict[str, Any], line: ProgressLine) -> None:
+    counts = batch["request_counts"]
+    if counts["total"]:
         failed = f", {counts['failed']} failed" if counts["failed"] else ""
-        text = f"[{bar}] {done}/{total} lines{failed}{self._eta(done, total)}"
-        if self._is_terminal:
-            sys.stderr.write("\r\x1b[K" + text + ("\n" if last else ""))
-        elif (tenth := 10 * done // total) != self._told:
-            self._told = tenth
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-    def _eta(self, done: int, total: int) -> str:
-        assert self._began is not None
-        began, before = self._began
-        seconds = time.monotonic() - began
-        if done in (before, total):
-            return f", {seconds:.0f} s"
-        left = seconds / (done - before) * (total - done)
-        return f", {seconds:.0f} s, ETA {left:.0f} s"
+        line.show("lines", counts["completed"] + counts["failed"], counts["total"], failed)
 
 
 def _told(answer: httpx.Response) -> dict[str, Any]:
@@ -177,7 +164,7 @@ def _endpoint(path: Path) -> str:
     return str(url)
 
 
-def _complaint(errors: list[dict[str, Any]]) -> str:
+def _complaint(errors: Sequence[LineError]) -> str:
     lines = [f"  line {error['line'] or '-'}: {error['message']}" for error in errors]
     more = len(lines) - _SHOWN_ERRORS
     return "\n".join(

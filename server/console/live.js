@@ -48,6 +48,8 @@ function showTiles(now) {
   const hit = now.sum("vllm:prefix_cache_hits_total");
   const drafted = now.sum("rbln_draft_tokens_total");
   const accepted = now.sum("rbln_draft_accepted_tokens_total");
+  const checks = now.sum("rbln_bucket_steps_total", { phase: "verify" });
+  const gain = now.sum("rbln_draft_gain_total") / checks;
   setPairs("tiles", [
     ["Output tokens/s", number(rate(before, now, "vllm:generation_tokens_total"))],
     ["Prompt tokens/s", number(rate(before, now, "vllm:prompt_tokens_total"))],
@@ -61,7 +63,7 @@ function showTiles(now) {
     ["Prompt tokens from cache", queried ? percent(hit / queried) : "–"],
     ["Hot-path compiles", number(now.sum("rbln_recompiles_after_warmup_total"))],
     ["Preemptions", number(now.sum("vllm:num_preemptions_total"))],
-    ...(drafted ? [["Drafts accepted", percent(accepted / drafted)]] : []),
+    ...(drafted ? [["Drafts accepted", percent(accepted / drafted)], ["Gain of drafts", `${number(gain, 2)} times`]] : []),
   ], true);
 }
 

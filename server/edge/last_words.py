@@ -12,6 +12,7 @@ from server.errors import ServerError
 from server.frontend import Endpoint
 from server.request.record import RequestRecord
 from server.request.route_table import Route
+from server.sse import named_frame
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _MOST_S = 0.5
@@ -46,7 +47,7 @@ def error_frame(error: ServerError, endpoint: Endpoint) -> str:
     """Return the frames that end a failed stream, in the endpoint's own manner."""
     if endpoint is Endpoint.RESPONSES:
         event = {"type": "error", "code": error.row.code, "message": error.message}
-        return f"event: error\ndata: {json.dumps(event | {'param': error.param})}\n\n"
+        return named_frame("error", json.dumps(event | {"param": error.param}))
     if endpoint.anthropic:
-        return f"event: error\ndata: {error.body(anthropic=True).decode()}\n\n"
+        return named_frame("error", error.body(anthropic=True))
     return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

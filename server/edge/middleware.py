@@ -23,6 +23,7 @@ from server.errors import InternalError, ServerError
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
+from server.request.body import CLIENT_GONE
 from server.request.record import INSIDER, RequestRecord, record_of, record_var
 from server.request.request_id import HEADER, request_id_of, with_request_id
 from server.request.route_table import Scope as KeyScope
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-_CLIENT_GONE = 499
 # Polled by machines; their lines would drown the others.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
@@ -109,7 +109,7 @@ class EdgeMiddleware:
     def _finish(self, record: RequestRecord) -> None:
         seconds = time.perf_counter() - record.started
         outcome = record.final_outcome()
-        code = record.status or _CLIENT_GONE
+        code = record.status or CLIENT_GONE
         route = record.route.template
         # What the service asks itself is no HTTP request, and in nobody's percentiles.
         if record.insider is None:
@@ -175,7 +175,7 @@ def _end(tracing: Tracing, span: Span, record: RequestRecord) -> None:
     }
     if record.key is not None:
         attributes["rbln_serve.key"] = record.key
-    tracing.end(span, record.status or _CLIENT_GONE, attributes)
+    tracing.end(span, record.status or CLIENT_GONE, attributes)
 
 
 class GateMiddleware:

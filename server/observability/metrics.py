@@ -7,6 +7,7 @@ the engine processes' boards under `<run_dir>/metrics`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,8 +235,21 @@ class ServerMetrics:
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
         page = generate_latest(self._registry) + generate_latest(REGISTRY)
-        if not self._board_dir.is_dir():
-            return page
+        return page + generate_latest(self._boards())
+
+    def decode_times(self) -> dict[int, tuple[int, float]]:
+        """Return the decode steps of all engines so far and their seconds, by bucket."""
+        found: defaultdict[int, dict[str, float]] = defaultdict(lambda: {"count": 0, "sum": 0})
+        families = [f for f in self._boards().collect() if f.name == "rbln_bucket_step_seconds"]
+        for sample in (sample for family in families for sample in family.samples):
+            kind = sample.name.rpartition("_")[2]
+            if sample.labels["phase"] == "decode" and kind in ("count", "sum"):
+                found[int(sample.labels["bucket"])][kind] += sample.value
+        return {bucket: (int(told["count"]), told["sum"]) for bucket, told in found.items()}
+
+    def _boards(self) -> CollectorRegistry:
+        """Return what the engine processes have written so far."""
         boards = CollectorRegistry()
-        MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]
-        return page + generate_latest(boards)
+        if self._board_dir.is_dir():
+            MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]
+        return boards

@@ -26,6 +26,10 @@ _MAX_DIGITS = 400
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
 
 
+CLIENT_GONE = 499
+"""The status in logs and metrics of an answer that nobody is there to read."""
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was complete."""
 

@@ -81,6 +81,11 @@ class RequestRecord:
     drafts: DraftWishes = field(default_factory=DraftWishes)
     prediction_meter: PredictionMeter | None = None
 
+    @property
+    def owner(self) -> str:
+        """Who owns what the request leaves here: the name of its key, empty without keys."""
+        return self.key or ""
+
     def tokens(self) -> tuple[int, int]:
         """Return how many prompt and completion tokens the engine has worked on for it."""
         used = [meter() for meter in self.meters]

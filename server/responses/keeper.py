@@ -18,6 +18,7 @@ from server.errors import ServerError, StorageFullError, UnsupportedFieldError
 from server.frontend import Endpoint, Frontend, JsonObject, Keeping, ReadRequest
 from server.request.record import RequestRecord, record_of
 from server.responses.service import ResponseService
+from server.sse import data_of, named_frame
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Keeper:
         self._require_possible(keeping, record)
         if keeping.previous is not None:
             assert self._service is not None
-            before = await self._service.conversation(record.key or "", keeping.previous)
+            before = await self._service.conversation(record.owner, keeping.previous)
             given = await self._frontend().read(endpoint, raw, before)
             given.stamp["previous_response_id"] = keeping.previous
         given.stamp["store"] = keeping.kept = await self._is_to_keep(keeping, record)
@@ -64,7 +65,7 @@ class Keeper:
         if keeping is None or service is None or not keeping.kept:
             return await self._frontend().handle(endpoint, given, request)
         record = record_of(request.scope)
-        owner = record.key or ""
+        owner = record.owner
         if keeping.background:
             response = await service.begin(owner, keeping, raw, record.tier or Tier.DEFAULT)
             if keeping.stream:
@@ -95,7 +96,7 @@ class Keeper:
         if record.insider is not None and not keeping.store:
             return False
         try:
-            await self._service.require_room(record.key or "")
+            await self._service.require_room(record.owner)
         except StorageFullError:
             if keeping.store or keeping.background:
                 raise
@@ -132,9 +133,8 @@ async def _keeping_end(
     async with aclosing(frames):
         async for frame in frames:
             if frame.startswith(_ENDS):
-                head, data, text = frame.partition("\ndata: ")
-                event = from_json(text)
+                event = data_of(frame)
                 if not await _is_kept(service, owner, keeping, event["response"]):
                     event["response"]["store"] = False
-                    frame = f"{head}{data}{to_json(event).decode()}\n\n"
+                    frame = named_frame(event["type"], to_json(event))
             yield frame

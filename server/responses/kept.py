@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
 from server.admission import Admission
+from server.batches.room import DecodeTimes
 from server.batches.service import BatchService
 from server.errors import NotEnabledError
 from server.lifecycle import Lifecycle
@@ -20,7 +21,11 @@ class Kept:
     """One store and what works on it; `batches` and `responses` are None without one."""
 
     def __init__(
-        self, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+        self,
+        settings: ServerSettings,
+        lifecycle: Lifecycle,
+        admission: Admission,
+        decode_times: Callable[[], DecodeTimes],
     ) -> None:
         """Raises `SettingsError` where `--data-dir` cannot be used."""
         self.batches: BatchService | None = None
@@ -28,7 +33,7 @@ class Kept:
         self._store: Store | None = None
         if settings.data_dir:
             self._store = Store(settings)
-            self.batches = BatchService(self._store, settings, lifecycle, admission)
+            self.batches = BatchService(self._store, settings, lifecycle, admission, decode_times)
             self.responses = ResponseService(self._store, settings, lifecycle, admission)
 
     def require_batches(self) -> BatchService:

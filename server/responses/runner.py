@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp
@@ -25,6 +24,7 @@ from server.request.record import Insider
 from server.responses import table
 from server.responses.events import EventLog
 from server.responses.response import Response
+from server.sse import data_of, named_frame
 from server.storage.database import Database
 from server.tiers.tier import Tier
 
@@ -160,15 +160,11 @@ def _outcome(run: _Run, answer: InsideAnswer) -> JsonObject:
         return table.failure(from_json(answer.body)["error"]["message"])
     if not run.response.streams:
         return dict(from_json(answer.body))
-    last = _data(run.log.frames[-1]) if run.log.frames else {}
+    last = data_of(run.log.frames[-1]) if run.log.frames else {}
     response = last.get("response") or {}
     if response.get("status") in ("completed", "incomplete"):
         return dict(response)
     return table.failure("The answer was cut off.")
-
-
-def _data(frame: str) -> dict[str, Any]:
-    return dict(from_json(frame.partition("\ndata: ")[2]))
 
 
 def _failed_frame(run: _Run, changes: JsonObject) -> str:
@@ -178,4 +174,4 @@ def _failed_frame(run: _Run, changes: JsonObject) -> str:
         "sequence_number": len(run.log.frames),
         "response": run.response.shown() | changes,
     }
-    return f"event: {kind}\ndata: {to_json(data).decode()}\n\n"
+    return named_frame(kind, to_json(data))

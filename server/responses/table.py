@@ -12,6 +12,7 @@ from pydantic_core import from_json, to_json
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
 from server.frontend import JsonObject
 from server.responses.response import OPEN, Response
+from server.storage.database import stored_bytes
 
 MAX_TURNS = 1000
 """Of a conversation."""
@@ -37,12 +38,11 @@ def require_room(db: sqlite3.Connection, owner: str, limits: Limits) -> None:
             f"There are {count} responses of this key, and at most {limits.per_owner} may be "
             "(--max-responses-per-key); delete some, or send 'store': false."
         )
-    (size,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
-    (files,) = db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()
-    if size + files >= limits.stored_bytes:
+    stored = stored_bytes(db)
+    if stored >= limits.stored_bytes:
         raise StorageFullError(
             f"All that is stored may have {limits.stored_bytes} bytes (--max-stored-bytes), and "
-            f"{size + files} are taken; delete some, or send 'store': false."
+            f"{stored} are taken; delete some, or send 'store': false."
         )
 
 

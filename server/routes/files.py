@@ -25,13 +25,11 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
-from server.request.body import ClientGoneError
 from server.request.record import record_of
 from server.settings import ServerSettings
 from server.storage.files import INPUT, FileObject, Page
 from server.storage.upload import Upload
 
-_GONE = 499
 _MAX_LIMIT = 10_000
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _UPLOAD = {
@@ -96,13 +94,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         """Store a file, `purpose` batch: lines of requests."""
         files = store().files
         upload = Upload(request, settings.upload_timeout_s)
-        owner = owner_of(request)
-        try:
-            file = await files.create(owner, upload, _checked)
-        except ClientGoneError:
-            record_of(request.scope).outcome = "aborted"
-            return Response(status_code=_GONE)
-        return JSONResponse(file.shown())
+        return JSONResponse((await files.create(owner_of(request), upload, _checked)).shown())
 
     @router.get("/v1/files", response_model=FileList, responses=_LISTED)
     async def every(
@@ -144,7 +136,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
 def owner_of(request: Request) -> str:
     """Return who owns what a request leaves: the name of its key, empty without keys."""
-    return record_of(request.scope).key or ""
+    return record_of(request.scope).owner
 
 
 def page_of(limit: str, most: int, after: str | None, order: str) -> Page:

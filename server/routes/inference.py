@@ -12,14 +12,13 @@ from server.admission import Admission, Permit
 from server.edge.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
 from server.frontend import Endpoint, Frontend, ReadRequest
-from server.request.body import JSON_TYPE, ClientGoneError, read_body
+from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
 from server.request.record import RequestRecord, record_of
 from server.responses.keeper import Keeper
 from server.settings import ServerSettings
 from server.tiers.tier import FIELD, Tier, granted
 
-_GONE = 499
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine has said anything: comments, the Responses API's first two."""
 
@@ -71,9 +70,6 @@ def _handler(
         try:
             work = respond(await read_body(request, settings), request)
             return await until_disconnect(request.receive, work, record.deadline)
-        except ClientGoneError:
-            record.outcome = "aborted"
-            return Response(status_code=_GONE)
         except (OverloadedError, QueueTimeoutError) as error:
             if "retry-after" not in error.headers:
                 error.retry_in(admission.retry_after_s())

@@ -25,12 +25,10 @@ from server.errors import (
     StorageFullError,
 )
 from server.frontend import JsonObject
-from server.request.body import ClientGoneError, parse_json_object, read_body
-from server.request.record import record_of
+from server.request.body import parse_json_object, read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings
 
-_GONE = 499
 _MAX_LIMIT = 1000
 _CREATE = failing(*BODY_FAILURES, StorageFullError, NotEnabledError)
 _KNOWN = failing(NotFoundError, NotEnabledError)
@@ -68,11 +66,7 @@ def message_batches_router(
     async def create(request: Request) -> Response:
         """Answer requests of Anthropic's Messages API when nobody else needs the device."""
         service = store()
-        try:
-            raw = await read_body(request, settings)
-        except ClientGoneError:
-            record_of(request.scope).outcome = "aborted"
-            return Response(status_code=_GONE)
+        raw = await read_body(request, settings)
         # Beside the event loop: there may be thousands.
         lines = await asyncio.to_thread(_lines, raw, settings)
         return JSONResponse(shown(await service.create_messages(owner_of(request), lines)))

@@ -16,7 +16,7 @@ from typing import Any, Literal, NotRequired, Protocol
 from typing_extensions import TypedDict
 
 from server.errors import BodyTooLargeError, NotFoundError, StorageFullError, describe
-from server.storage.database import Database
+from server.storage.database import Database, stored_bytes
 from server.storage.folder import DataFolder
 
 INPUT, OUTPUT = "batch", "batch_output"
@@ -177,7 +177,7 @@ class FileStore:
             )
 
     async def _write(self, part: Path, chunks: AsyncIterator[bytes]) -> int:
-        _, stored = await self.usage()
+        stored = await self._database.run(stored_bytes)
         room = self.quotas.stored_bytes - stored
         size = 0
         with part.open("xb") as file:
@@ -190,7 +190,7 @@ class FileStore:
                     )
                 if size > room:
                     raise StorageFullError(
-                        f"All files together may have {self.quotas.stored_bytes} bytes "
+                        f"All that is stored may have {self.quotas.stored_bytes} bytes "
                         f"(--max-stored-bytes), and {stored} are taken; delete some."
                     )
                 self._folder.require(len(chunk))

@@ -65,10 +65,12 @@ def _increases(
     for one in series:
         labels = one["metric"]
         name, phase = labels["__name__"], labels.get("phase", "prefill")
+        # A step that checks drafts runs in the bucket of its requests.
+        phase = "decode" if phase == "verify" else phase
         # Of chunks the tokens are told, whose rows are one each.
         if phase not in PHASES or (name == _ROWS and phase == "prefill"):
             continue
-        bucket = int(labels.get("bucket") or labels["chunk"])
+        bucket = int((labels.get("bucket") or labels["chunk"]).partition("x")[0])
         # From raw samples: rate() would extrapolate, and steps are whole.
         samples = [(float(at), float(value)) for at, value in one["values"]]
         for (_, before), (at, now) in pairwise(samples):

@@ -139,6 +139,8 @@ def _config(argv: Sequence[str]) -> VllmConfig:
         raise ValueError("one engine is measured: leave --data-parallel-size out")
     # A hit would leave out steps that the trace has.
     config.cache_config.enable_prefix_caching = False
+    # Nor do drafts of these prompts say anything of those that were served.
+    config.speculative_config = None
     config.scheduler_config.async_scheduling = False
     config.scheduler_config.scheduler_cls = _SCHEDULER
     config.parallel_config.worker_cls = _WORKER

@@ -21,6 +21,9 @@ from tests.reference import reference_generate
 pytestmark = pytest.mark.engine
 
 
+DRAFTS = {"method": "suffix", "num_speculative_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
@@ -64,6 +67,18 @@ def test_a_wrong_variable_is_an_error_that_names_it(
         (
             {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
             "speculative decoding with this method",
+        ),
+        (
+            {"speculative_config": DRAFTS, "runner": "pooling", "convert": "embed"},
+            "speculative decoding of a model that pools",
+        ),
+        (
+            {"speculative_config": DRAFTS, "pipeline_parallel_size": 2},
+            "speculative decoding with pipeline stages or data-parallel experts",
+        ),
+        (
+            {"speculative_config": DRAFTS, "rbln": {"use_custom_kernel": True}},
+            "speculative decoding on an NPU or with RBLN_USE_CUSTOM_KERNEL",
         ),
     ],
 )

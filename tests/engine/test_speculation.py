@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,51 +14,30 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from rbln_backend.speculation.drafter import DraftedRequest
+from rbln_backend.store.bundle_contents import collect
+from rbln_backend.store.bundle_output import write_folder
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
+from tests.engine.oracle import MOST, VOCAB, AnyLength, Oracle
 from tests.engine.parallel_runs import run_ranks
 from tests.engine.test_equality import make_prompts
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 40
-VOCAB = 512
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2}
-
-
-@dataclass
-class Oracle:
-    """Knows how texts go on, and lies now and then, about lengths as well."""
-
-    texts: dict[tuple[int, ...], list[int]]
-    lies: float
-    rng: random.Random = field(default_factory=lambda: random.Random(5))
-    proposed: int = 0
-    _going: dict[str, tuple[list[int], int]] = field(default_factory=dict)
-
-    def begin(self, request: DraftedRequest) -> None:
-        self._going[request.request_id] = (self.texts[tuple(request.prompt)], 0)
-
-    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        text, made = self._going[request_id]
-        self._going[request_id] = (text, made + len(tokens))
-
-    def propose(self, request_id: str, limit: int) -> list[int]:
-        text, made = self._going[request_id]
-        drafts = text[made : made + self.rng.randint(0, limit)]
-        self.proposed += len(drafts)
-        return [
-            self.rng.randrange(VOCAB) if self.rng.random() < self.lies else token
-            for token in drafts
-        ]
-
-    def end(self, request_id: str, finished: bool) -> None:
-        del self._going[request_id]
-
-    @property
-    def holds_nothing(self) -> bool:
-        return not self._going
+NGRAM = {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 2}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": MOST}
+# Few of them, for each takes a while to capture: a chunk, steps of 1 and 4 requests with 1, 2 and 4
+# tokens of each, and the LM head.
+FEW: dict[str, Any] = {
+    "prefill_chunk_buckets": [64],
+    "decode_batch_bucket_strategy": "manual",
+    "decode_batch_bucket_manual_buckets": [1, 4],
+}
+NUM_GRAPHS = 8
+RESULTS = ("compiled", "loaded")
+OFF = {"speculation": {"off": True}}
+WIDE_FAMILIES = ("mistral", "gpt_oss", "mixtral", "deepseek_v2", "bloom", "gemma2")
 
 
 @dataclass
@@ -73,29 +53,32 @@ class Pair:
         params: list[SamplingParams],
         lies: float,
         *,
+        least: int = 1,
+        expected: list[tuple[Any, ...]] | None = None,
         loras: list[LoRARequest | None] | None = None,
     ) -> Oracle:
-        """Assert that both give the same; returns the oracle that was asked."""
-        expected = _results(self.plain, prompts, params, loras)
-        texts = {tuple(p): list(e[0]) for p, e in zip(prompts, expected, strict=True)}
-        oracle = Oracle(texts, lies)
-        drafting = self._runner._drafting
-        own, drafting._drafter = drafting._drafter, oracle
+        """Assert that both give the same, with steps of ``least`` tokens; returns the oracle."""
+        expected = expected or results(self.plain, prompts, params)
+        with self.asking(Oracle(texts_of(prompts, expected), lies), AnyLength(least)) as oracle:
+            actual = results(self.drafted, prompts, params, loras)
+        assert_same(actual, expected)
+        return oracle
+
+    @contextmanager
+    def asking(self, oracle: Oracle, lengths: AnyLength) -> Iterator[Oracle]:
+        """Within it the drafts are the oracle's; afterwards nothing is left of its requests."""
+        drafting = self.drafted.core.model_executor.driver_worker.worker._runner._drafting
+        own = drafting._drafter, drafting._chooser
+        drafting._drafter, drafting._chooser = oracle, lengths
         try:
-            actual = _results(self.drafted, prompts, params, loras)
+            yield oracle
             # What ended with the last step is told with the next one.
             self.drafted.generate([[7]], SamplingParams(max_tokens=1, extra_args=OFF))
         finally:
-            drafting._drafter = own
-        _assert_same(actual, expected)
+            drafting._drafter, drafting._chooser = own
         assert oracle.holds_nothing
         assert self.drafted.used_blocks() == 0
         assert self.drafted.total("rbln_recompiles_after_warmup_total") == 0
-        return oracle
-
-    @property
-    def _runner(self) -> Any:
-        return self.drafted.core.model_executor.driver_worker.worker._runner
 
     def steps(self) -> float:
         """Decode steps of the engine with drafts."""
@@ -105,11 +88,7 @@ class Pair:
         )
 
 
-WIDE_FAMILIES = ("mistral", "gpt_oss", "mixtral", "deepseek_v2", "bloom", "gemma2")
-OFF = {"speculation": {"off": True}}
-
-
-def _results(
+def results(
     engine: Engine,
     prompts: list[list[int]],
     params: list[SamplingParams],
@@ -117,10 +96,10 @@ def _results(
 ) -> list[tuple[Any, ...]]:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
-    return [_told(output.outputs[0]) for output in outputs]
+    return [told(output.outputs[0]) for output in outputs]
 
 
-def _told(completion: Any) -> tuple[Any, ...]:
+def told(completion: Any) -> tuple[Any, ...]:
     logprobs = completion.logprobs and [
         {token: (entry.logprob, entry.rank) for token, entry in place.items()}
         for place in completion.logprobs
@@ -128,7 +107,13 @@ def _told(completion: Any) -> tuple[Any, ...]:
     return tuple(completion.token_ids), completion.text, logprobs, completion.finish_reason
 
 
-def _assert_same(actual: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+def texts_of(
+    prompts: list[list[int]], expected: list[tuple[Any, ...]]
+) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(p): list(e[0]) for p, e in zip(prompts, expected, strict=True)}
+
+
+def assert_same(actual: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
     """Without pytest's comparison, which takes minutes for log-probabilities."""
     for number, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         if ours != theirs:
@@ -146,9 +131,25 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def pair(engines: Engines) -> Iterator[Pair]:
-    drafted = engines.fresh("llama", speculative_config=NGRAM)
-    yield Pair(engines("llama"), drafted)
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drafts")
+
+
+def start(engines: Engines, root: Path, **rbln: Any) -> Engine:
+    """With slots for adapters, and too few blocks for four long requests."""
+    return engines.fresh(
+        "llama",
+        rbln={"cache_root": str(root), **FEW, **rbln},
+        speculative_config=SUFFIX,
+        enable_lora=True,
+        max_loras=2,
+        num_gpu_blocks_override=34,
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Engines, root: Path) -> Pair:
+    return Pair(engines("llama"), start(engines, root))
 
 
 @pytest.mark.parametrize("lies", [0.0, 0.2, 1.0])
@@ -160,37 +161,37 @@ def test_greedy_text_is_the_same(pair: Pair, lies: float) -> None:
 def test_right_drafts_save_steps(pair: Pair) -> None:
     (prompt,) = make_prompts([20], seed=32)
     before = pair.steps()
-    pair.run([prompt], [greedy()], lies=0.0)
+    pair.run([prompt], [greedy()], lies=0.0, least=MOST + 1)
     assert pair.steps() - before < LENGTH * 0.6
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"top_k": 9, "top_p": 0.9},
-        {"min_p": 0.05, "logprobs": 3},
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 0},
-        {"logit_bias": {42: 3.0}, "min_tokens": 11, "stop_token_ids": list(range(200))},
-        {"bad_words": ["the"], "prompt_logprobs": 1},
-    ],
-    ids=lambda options: "+".join(options) or "plain",
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 9, "top_p": 0.9},
+    {"min_p": 0.05, "logprobs": 3},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 0},
+    {"logit_bias": {42: 3.0}, "min_tokens": 11, "stop_token_ids": list(range(200))},
+    {"bad_words": ["the"], "prompt_logprobs": 1},
+    {"presence_penalty": 0.5},
 )
-@pytest.mark.parametrize("make", [lambda n, **o: greedy(**o), seeded], ids=["greedy", "seeded"])
-def test_every_way_of_sampling_gives_the_same(pair: Pair, make: Any, options: Any) -> None:
-    prompts = make_prompts([9, 30, 64], seed=33)
-    pair.run(prompts, [make(n, **options) for n in range(3)], lies=0.15)
 
 
-def test_different_ways_in_one_batch(pair: Pair) -> None:
-    prompts = make_prompts([5, 40, 70, 12], seed=34)
-    params = [
-        seeded(1, presence_penalty=0.5),
-        greedy(logprobs=2),
-        seeded(2, top_k=5),
-        greedy(min_tokens=9, stop_token_ids=[3, 4, 5]),
-    ]
-    pair.run(prompts, params, lies=0.1)
+def test_every_way_of_sampling_gives_the_same(pair: Pair) -> None:
+    """Each alone first, for some are sampled in ways that a mixed batch is not; then together."""
+    params = [greedy(**way) for way in WAYS] + [seeded(n, **way) for n, way in enumerate(WAYS)]
+    prompts = make_prompts([5 + 4 * n for n in range(len(params))], seed=33)
+    together = results(pair.plain, prompts, params)
+    pair.run(prompts, params, lies=0.1, expected=together)
+    for number in (0, 2, 3, 9):
+        alone = slice(number, number + 1)
+        pair.run(prompts[alone], params[alone], lies=0.1, expected=together[alone])
+
+
+def test_a_minimum_length_can_be_reached_by_drafts(pair: Pair) -> None:
+    """Whichever draft of a step reaches it: the token after that may end the text."""
+    prompts = make_prompts([9] * 12, seed=39)
+    params = [greedy(min_tokens=5 + n, stop_token_ids=[*range(0, VOCAB, 2)]) for n in range(12)]
+    pair.run(prompts, params, lies=0.0, least=MOST + 1)
 
 
 def test_a_grammar_cuts_drafts(pair: Pair) -> None:
@@ -210,33 +211,45 @@ def test_a_request_can_do_without(pair: Pair) -> None:
     assert oracle.proposed == 0
 
 
-def test_the_text_of_the_request_itself_is_drafted(pair: Pair) -> None:
-    """No oracle: n-grams."""
+def test_texts_are_drafted_where_they_repeat(pair: Pair) -> None:
+    """No oracle, and lengths as they pay: the request's own text, then an answer like it."""
     prompts = [make_prompts([12], seed=37)[0] * 4]
     params = [greedy(logit_bias={prompts[0][0]: 50.0})]
     before = pair.steps()
-    _assert_same(_results(pair.drafted, prompts, params), _results(pair.plain, prompts, params))
+    assert_same(results(pair.drafted, prompts, params), results(pair.plain, prompts, params))
     assert pair.steps() - before < LENGTH * 0.6
+    assert pair.drafted.total("rbln_draft_gain_total") > 0
+    assert pair.drafted.total("rbln_draft_expected_gain_total") > 0
 
 
-@pytest.mark.parametrize(
-    "arch", ["gemma3_text", *(pytest.param(a, marks=pytest.mark.wide) for a in WIDE_FAMILIES)]
-)
-def test_other_layers_give_the_same(engines: Engines, arch: str) -> None:
-    """Windows, which keep their whole context where drafts are checked, experts and others."""
-    other = Pair(engines(arch), engines.fresh(arch, speculative_config=NGRAM))
-    prompts = make_prompts([5, 40, 130], seed=40)
-    other.run(prompts, [greedy(), seeded(1), greedy(logprobs=1)], lies=0.15)
+def test_finished_answers_are_drafts_for_their_owner_alone(pair: Pair) -> None:
+    prompts = make_prompts([30], seed=38)
+    expected = results(pair.plain, prompts, [greedy()])
+    taken = []
+    for key in ("a", "a", "b"):
+        before = pair.steps()
+        params = [greedy(extra_args={"speculation": {"key": key}})]
+        assert_same(results(pair.drafted, prompts, params), expected)
+        taken.append(pair.steps() - before)
+    assert taken[1] < 0.8 * min(taken[0], taken[2]), taken
 
 
-def test_preemption_and_prefix_hits_change_nothing(engines: Engines) -> None:
-    """Too few blocks for four requests, and twice the same prompts."""
-    short = Pair(
-        engines("llama"),
-        engines.fresh("llama", speculative_config=NGRAM, num_gpu_blocks_override=30),
-    )
+def test_adapters_have_drafts_of_their_own_texts(pair: Pair, tmp_path: Path) -> None:
+    adapter = make_adapter(pair.drafted.checkpoint, tmp_path / "adapter")
+    prompts = make_prompts([20, 20, 33], seed=42)
+    loras = [LoRARequest("a", 1, str(adapter)), None, LoRARequest("a", 1, str(adapter))]
+    plain = [greedy(extra_args=OFF), greedy(extra_args=OFF), seeded(1, extra_args=OFF)]
+    expected = results(pair.drafted, prompts, plain, loras)
+    params = [greedy(), greedy(), seeded(1)]
+    oracle = pair.run(prompts, params, lies=0.1, loras=loras, expected=expected)
+    assert oracle.proposed
+    assert results(pair.plain, prompts, params)[0] != expected[0]
+
+
+def test_preemption_and_prefix_hits_change_nothing(pair: Pair) -> None:
+    """Twice the same prompts."""
     preempted: list[str] = []
-    scheduler = short.drafted.core.scheduler
+    scheduler = pair.drafted.core.scheduler
     preempt = scheduler._preempt_request
 
     def counting(request: Any, *args: Any, **options: Any) -> None:
@@ -247,28 +260,108 @@ def test_preemption_and_prefix_hits_change_nothing(engines: Engines) -> None:
     prompts = make_prompts([100, 101, 102, 103], seed=41)
     params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)]
     for _ in range(2):
-        short.run(prompts, params, lies=0.1)
+        pair.run(prompts, params, lies=0.1)
+    scheduler._preempt_request = preempt
     assert preempted
 
 
-def test_adapters_have_drafts_of_their_own_texts(engines: Engines, tmp_path: Path) -> None:
-    plain = engines.fresh("llama", enable_lora=True, max_loras=2)
-    adapter = make_adapter(plain.checkpoint, tmp_path / "adapter")
-    both = Pair(
-        plain, engines.fresh("llama", enable_lora=True, max_loras=2, speculative_config=NGRAM)
-    )
-    prompts = make_prompts([20, 20, 33], seed=42)
-    loras = [LoRARequest("a", 1, str(adapter)), None, LoRARequest("a", 1, str(adapter))]
-    params = [greedy(), greedy(), seeded(1)]
-    oracle = both.run(prompts, params, lies=0.1, loras=loras)
-    assert oracle.proposed
-    assert _results(plain, prompts, params) != _results(plain, prompts, params, loras)
+@dataclass
+class Crowd:
+    """Requests that come at any time, some of which are taken back."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    rng: random.Random
+    got: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """By request, what was told of it last."""
+    aborted: set[int] = field(default_factory=set)
+
+    def run(self, engine: Any) -> None:
+        waiting, here = list(range(len(self.prompts))), set[int]()
+        while waiting or here:
+            if waiting and (not here or self.rng.random() < 0.4):
+                here.add(waiting[0])
+                number = waiting.pop(0)
+                prompt = {"prompt_token_ids": self.prompts[number]}
+                engine.add_request(str(number), prompt, self.params[number])
+            for output in engine.step():
+                self.got[int(output.request_id)] = told(output.outputs[0])
+                if output.finished:
+                    here.discard(int(output.request_id))
+            if here and self.rng.random() < 0.04:
+                number = self.rng.choice(sorted(here))
+                here.discard(number)
+                self.aborted.add(number)
+                engine.abort_request([str(number)])
+
+    def assert_got(self, expected: list[tuple[Any, ...]]) -> None:
+        for number, whole in enumerate(expected):
+            if number not in self.aborted:
+                assert_same([self.got[number]], [whole])
+            elif number in self.got:
+                tokens = self.got[number][0]
+                assert tokens == whole[0][: len(tokens)]
+
+
+@pytest.fixture(scope="module")
+def crowd(pair: Pair) -> tuple[Any, ...]:
+    prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
+    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)] * 2
+    return prompts, params, results(pair.plain, prompts, params)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.wide) for n in range(2, 20))]
+)
+def test_any_drafts_at_any_length_with_aborts(
+    pair: Pair, crowd: tuple[Any, ...], seed: int
+) -> None:
+    prompts, params, expected = crowd
+    rng = random.Random(seed)
+    oracle = Oracle(texts_of(prompts, expected), rng.random() / 2, rng)
+    requests = Crowd(prompts, params, rng)
+    with pair.asking(oracle, AnyLength(rng=rng)):
+        requests.run(pair.drafted.llm.llm_engine)
+    requests.assert_got(expected)
+    assert requests.aborted
+
+
+def test_a_stop_string_ends_the_same_text(pair: Pair) -> None:
+    (prompt,) = make_prompts([20], seed=44)
+    text = results(pair.plain, [prompt], [greedy()])[0][1]
+    params = [greedy(stop=[text[len(text) // 2 :][:2]])]
+    ours, theirs = (results(e, [prompt], params)[0] for e in (pair.drafted, pair.plain))
+    assert (ours[1], ours[3]) == (theirs[1], theirs[3])
+    assert theirs[3] == "stop"
+
+
+def test_a_bundle_holds_the_graphs_that_check_drafts(
+    engines: Engines, pair: Pair, root: Path, tmp_path: Path
+) -> None:
+    made = {how: pair.drafted.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
+    assert made == {"compiled": NUM_GRAPHS, "loaded": 0}
+    write_folder(tmp_path / "bundle", collect(root, kernel_keys=()))
+    again = start(engines, tmp_path / "root", cache_bundles=[str(tmp_path / "bundle")])
+    made = {how: again.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
+    assert made == {"compiled": 0, "loaded": NUM_GRAPHS}
+
+
+@pytest.mark.parametrize(
+    "arch", ["gemma3_text", *(pytest.param(a, marks=pytest.mark.wide) for a in WIDE_FAMILIES)]
+)
+def test_other_layers_give_the_same(engines: Engines, arch: str) -> None:
+    """Windows, which keep their whole context where drafts are checked, experts and others."""
+    few = FEW | {"decode_batch_bucket_manual_buckets": [4], "verify_lengths": [MOST + 1]}
+    drafted = engines.fresh(arch, speculative_config=NGRAM, rbln=few)
+    prompts = make_prompts([5, 40, 130], seed=40)
+    params = [greedy(), seeded(1), greedy(logprobs=1)]
+    Pair(engines(arch), drafted).run(prompts, params, lies=0.15)
 
 
 @pytest.mark.wide
 def test_two_ranks_check_what_one_drafts(engines: Engines, tmp_path: Path) -> None:
     prompts = [make_prompts([12], seed=37)[0] * 4, make_prompts([40], seed=43)[0]]
-    expected = _results(engines("llama"), prompts, [greedy()] * 2)
+    expected = results(engines("llama"), prompts, [greedy()] * 2)
     answers = run_ranks(
         engines("llama").checkpoint,
         tmp_path,
@@ -276,14 +369,5 @@ def test_two_ranks_check_what_one_drafts(engines: Engines, tmp_path: Path) -> No
         tensor_parallel_size=2,
         speculative_config=NGRAM | {"prompt_lookup_min": 1},
     )
-    for answer, told in zip(answers, expected, strict=True):
-        assert answer["tokens"] == list(told[0])[: len(answer["tokens"])]
-
-
-def test_a_stop_string_ends_the_same_text(pair: Pair) -> None:
-    (prompt,) = make_prompts([20], seed=44)
-    text = _results(pair.plain, [prompt], [greedy()])[0][1]
-    params = [greedy(stop=[text[len(text) // 2 :][:2]])]
-    ours, theirs = (_results(e, [prompt], params)[0] for e in (pair.drafted, pair.plain))
-    assert (ours[1], ours[3]) == (theirs[1], theirs[3])
-    assert theirs[3] == "stop"
+    for answer, whole in zip(answers, expected, strict=True):
+        assert answer["tokens"] == list(whole[0])[: len(answer["tokens"])]

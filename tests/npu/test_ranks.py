@@ -13,12 +13,10 @@ from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
-    [
-        {"tensor_parallel_size": 2},
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.wide),
-    ],
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
     ids=["tensor", "pipeline"],
 )
 def test_two_ranks_answer_as_transformers(

@@ -31,6 +31,7 @@ MAY_BE_EMPTY = {
     "Tokens by key": "likewise",
     "Drafts accepted": "the server does not speculate",
     "Tokens a step": "likewise",
+    "Gain of steps that check drafts": "likewise",
 }
 # Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "pod"}

@@ -12,11 +12,15 @@ from server.tuning.prometheus_range import read_range
 from tests.operators.prometheus_process import Prometheus, tool
 
 STEP_S, SAMPLES = 15, 9
-# Between two samples: 30 steps of 3 rows in bucket 4, and 10 chunks of 20 tokens in 32.
+# Between two samples: 30 steps of 3 rows in bucket 4, 10 more that check drafts, and 10 chunks of
+# 20 tokens in 32.
 ADDED = {
     'rbln_bucket_steps_total{phase="decode",bucket="4"}': 30,
     'rbln_bucket_step_seconds_sum{phase="decode",bucket="4"}': 0.3,
     'rbln_bucket_useful_rows_total{phase="decode",bucket="4"}': 90,
+    'rbln_bucket_steps_total{phase="verify",bucket="4x2"}': 10,
+    'rbln_bucket_step_seconds_sum{phase="verify",bucket="4x2"}': 0.2,
+    'rbln_bucket_useful_rows_total{phase="verify",bucket="4x2"}': 30,
     'rbln_bucket_steps_total{phase="decode",bucket="8"}': 0,
     'rbln_bucket_steps_total{phase="prefill",bucket="32"}': 10,
     'rbln_bucket_useful_rows_total{phase="prefill",bucket="32"}': 10,
@@ -56,8 +60,8 @@ def test_counters_become_steps_by_their_mean_size(prometheus: tuple[str, float])
     usage = read_range(url, 'job="rbln-serve"', first, end, STEP_S)
     intervals = SAMPLES - 1
     decode, prefill = usage.phases["decode"], usage.phases["prefill"]
-    assert decode.steps_by_size == {3: 30 * intervals}
-    assert decode.mean_seconds() == pytest.approx({4: 0.01})
+    assert decode.steps_by_size == {3: 40 * intervals}
+    assert decode.mean_seconds() == pytest.approx({4: 0.0125})
     assert prefill.steps_by_size == {20: 10 * intervals}
     assert usage.about["decode_buckets"] == [4, 8]
     assert usage.about["prefill_buckets"] == [32]

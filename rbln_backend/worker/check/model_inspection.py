@@ -35,6 +35,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         num_graphs=len(found.graphs),
         prefix_caching=caching,
         prefix_caching_reason=reason,
+        verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
         memory=memory_report(found),

@@ -1,12 +1,20 @@
-"""Asks a drafter for each request's next tokens, and tells it what came of them."""
+"""Asks a drafter for each request's next tokens, and has as many of them checked as pay."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+from rbln_backend.bucketing.verify import Size, VerifyTable
+from rbln_backend.compiler.port import Phase
+from rbln_backend.reporting.draft_counts import DraftCounts
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.speculation.acceptance import Acceptance
 from rbln_backend.speculation.choice import make_drafter
-from rbln_backend.speculation.drafter import DraftedRequest, Drafter, Wishes
-from rbln_backend.speculation.trust import Trust
+from rbln_backend.speculation.chooser import Choice, Chooser
+from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest, Drafter, Wishes
+from rbln_backend.speculation.step_costs import StepCosts
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
     DraftTokenIds,
@@ -18,6 +26,14 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
 
 
+class StepSeconds(NamedTuple):
+    """What a step took."""
+
+    graph: float
+    whole: float
+    """From the scheduler's output to the sampled tokens."""
+
+
 class Drafting(Protocol):
     """What the step loop tells of its requests, and takes drafts from."""
 
@@ -25,12 +41,12 @@ class Drafting(Protocol):
         """Before a step: some requests are gone."""
         ...
 
-    def note(self, work: StepWork, token_ids: list[list[int]]) -> None:
+    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
         """After a step: what each of its requests got."""
         ...
 
     def take(self) -> DraftTokenIds | None:
-        """Drafts for the requests of the latest step, None where it sampled nothing."""
+        """Drafts for all who decode, None where the latest step sampled nothing."""
         ...
 
 
@@ -40,7 +56,7 @@ class NoDrafting:
     def forget(self, scheduled: SchedulerOutput) -> None:
         """Nobody is to be told."""
 
-    def note(self, work: StepWork, token_ids: list[list[int]]) -> None:
+    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
         """Nobody is to be told."""
 
     def take(self) -> DraftTokenIds | None:
@@ -48,55 +64,104 @@ class NoDrafting:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A request that has got tokens; one that wants no drafts has no acceptance."""
+
+    state: CachedRequestState
+    acceptance: Acceptance | None
+
+
 class HostDrafting:
-    """Over a drafter on the host, for the one rank that replies."""
+    """Over a drafter on the host, for the one rank that replies.
+
+    Whoever decodes has its next tokens guessed after every step, also while none are checked: what
+    comes then shows what checking them would have been worth.
+    """
 
     def __init__(
-        self, drafter: Drafter, batches: RequestBatches, *, most: int, max_model_len: int
+        self,
+        drafter: Drafter,
+        batches: RequestBatches,
+        table: VerifyTable,
+        costs: StepCosts,
+        counts: DraftCounts,
+        *,
+        most: int,
+        max_model_len: int,
     ) -> None:
-        """``most``: drafts of a request in a step."""
+        """``table``: the compiled sizes; ``most``: drafts of a request in a step."""
         self._drafter = drafter
         self._requests = batches.requests
+        self._table, self._costs, self._counts = table, costs, counts
+        self._chooser = Chooser(table, costs)
         self._most = most
         self._max_model_len = max_model_len
-        self._begun: dict[str, CachedRequestState] = {}
-        self._trust: dict[str, Trust] = {}
-        self._latest: list[str] = []
+        self._begun: dict[str, _Begun] = {}
+        # Whose next tokens are due: the latest decode step's requests, and prompts ended since.
+        self._decoding: list[str] = []
+        self._sampled = False
+        self._choice = Choice()
 
     def forget(self, scheduled: SchedulerOutput) -> None:
         """As ``Drafting``; a request ended by itself if its last token says so."""
-        for request_id in scheduled.finished_req_ids & self._begun.keys():
-            state = self._begun.pop(request_id)
-            del self._trust[request_id]
-            self._drafter.end(request_id, finished=self._room(state) < 0 or _has_stopped(state))
-        self._latest = []
+        self._sampled = False
+        gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+        if gone:
+            self._decoding = [name for name in self._decoding if name not in gone]
+        for name in scheduled.finished_req_ids & self._begun.keys():
+            begun = self._begun.pop(name)
+            if begun.acceptance is not None:
+                self._drafter.end(name, finished=self._has_ended(begun.state))
 
-    def note(self, work: StepWork, token_ids: list[list[int]]) -> None:
+    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
         """As ``Drafting``."""
-        self._latest = []
-        for row, (request_id, tokens) in enumerate(zip(work.batch.req_ids, token_ids, strict=True)):
-            state = self._requests[request_id]
-            if not self._wants(state):
-                continue
-            if request_id not in self._begun:
-                self._begin(state)
-            self._drafter.extend(request_id, tokens)
-            drafted = len(work.drafts[row]) if work.drafts else 0
-            self._trust[request_id].judge(drafted, len(tokens) - 1)
-            self._latest.append(request_id)
+        self._sampled = True
+        names = work.batch.req_ids
+        if work.phase.takes_chunk:
+            self._decoding += names
+        else:
+            self._decoding = list(names)
+            self._count(work, sum(map(len, token_ids)), took)
+        for name, tokens in zip(names, token_ids, strict=True):
+            begun = self._begun.get(name) or self._begin(self._requests[name])
+            if begun.acceptance is not None:
+                begun.acceptance.note(tokens)
+                self._drafter.extend(name, tokens)
 
     def take(self) -> DraftTokenIds | None:
         """As ``Drafting``."""
-        if not self._latest:
+        if not self._sampled:
             return None
-        ids, self._latest = self._latest, []
-        return DraftTokenIds(ids, [self._propose(self._begun[i]) for i in ids])
+        begun = [self._begun[name] for name in self._decoding]
+        going = [one for one in begun if not self._has_ended(one.state)]
+        drafts, guesses = dict[str, list[int]](), list[list[float]]()
+        for one in going:
+            if one.acceptance is not None:
+                draft = self._propose(one.state)
+                drafts[one.state.req_id] = draft.tokens
+                if draft.tokens:
+                    guesses.append(one.acceptance.guess(draft))
+        self._choice = self._chooser.choose(guesses, len(going))
+        most = self._choice.length - 1
+        return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
 
-    def _propose(self, state: CachedRequestState) -> list[int]:
-        limit = min(self._trust[state.req_id].limit(), self._room(state))
-        if limit < 1 or _has_stopped(state):
-            return []
-        return self._drafter.propose(state.req_id, limit)
+    def _count(self, work: StepWork, tokens: int, took: StepSeconds) -> None:
+        size = self._table.find(work.num_reqs, work.length)
+        if work.phase is Phase.VERIFY:
+            without = self._costs.of((size[0], 1)) / took.whole
+            self._counts.record(
+                size,
+                checked=sum(map(len, work.drafts)),
+                accepted=tokens - work.num_reqs,
+                expected_gain=self._choice.gain,
+                gain=tokens / work.num_reqs * without,
+            )
+        self._costs.note(size, took.graph, took.whole)
+
+    def _propose(self, state: CachedRequestState) -> Draft:
+        limit = min(self._most, self._room(state))
+        return self._drafter.propose(state.req_id, limit) if limit > 0 else NO_DRAFT
 
     def _room(self, state: CachedRequestState) -> int:
         """Drafts that the request could still take, besides the token that follows them."""
@@ -106,34 +171,47 @@ class HostDrafting:
             room = min(room, params.max_tokens - len(state.output_token_ids))
         return room - 1
 
-    def _begin(self, state: CachedRequestState) -> None:
+    def _has_ended(self, state: CachedRequestState) -> bool:
+        return self._room(state) < 0 or _has_stopped(state)
+
+    def _begin(self, state: CachedRequestState) -> _Begun:
         wishes = Wishes.of(_sampling(state).extra_args)
+        begun = _Begun(state, None if wishes.off else Acceptance())
+        self._begun[state.req_id] = begun
         adapter = state.lora_request
-        self._drafter.begin(
-            DraftedRequest(
-                request_id=state.req_id,
-                prompt=state.prompt_token_ids or (),
-                prediction=wishes.prediction,
-                # Under its name other weights may be loaded later.
-                adapter=f"{adapter.lora_name}:{adapter.lora_int_id}" if adapter else None,
-                key=wishes.key,
+        if not wishes.off:
+            self._drafter.begin(
+                DraftedRequest(
+                    request_id=state.req_id,
+                    prompt=state.prompt_token_ids or (),
+                    prediction=wishes.prediction,
+                    # Under its name other weights may be loaded later.
+                    adapter=f"{adapter.lora_name}:{adapter.lora_int_id}" if adapter else None,
+                    key=wishes.key,
+                )
             )
-        )
-        self._begun[state.req_id] = state
-        self._trust[state.req_id] = Trust(self._most)
-
-    def _wants(self, state: CachedRequestState) -> bool:
-        return state.req_id in self._begun or not Wishes.of(_sampling(state).extra_args).off
+        return begun
 
 
-def make_drafting(config: VllmConfig, batches: RequestBatches, *, replies: bool) -> Drafting:
-    """``replies``: this rank is the one that is asked for drafts."""
+def make_drafting(
+    config: VllmConfig,
+    batches: RequestBatches,
+    board: MetricsBoard,
+    table: VerifyTable,
+    measured: Mapping[Size, float],
+    *,
+    replies: bool,
+) -> Drafting:
+    """``measured``: seconds of graphs; ``replies``: this rank is the one asked for drafts."""
     speculation = config.speculative_config
     if speculation is None or not replies:
         return NoDrafting()
     return HostDrafting(
         make_drafter(speculation, shared=configured(config).share_drafts),
         batches,
+        table,
+        StepCosts(table, measured),
+        DraftCounts(board, table),
         most=speculation.num_speculative_tokens,
         max_model_len=config.model_config.max_model_len,
     )

@@ -16,9 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.verify import VerifyTable
-from rbln_backend.reporting.draft_counts import DraftCounts
-from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     LogprobsLists,
     LogprobsTensors,
@@ -41,26 +38,12 @@ class Sampled(NamedTuple):
 class Verification:
     """Samples and records."""
 
-    def __init__(
-        self, sampler: Sampler, batches: RequestBatches, table: VerifyTable, board: MetricsBoard
-    ) -> None:
-        """``table``: the compiled sizes, by which drafts are counted on ``board``."""
+    def __init__(self, sampler: Sampler, batches: RequestBatches) -> None:
         self._sampler = sampler
-        self._table = table
-        self._counts = DraftCounts(board, table)
         self._batches = batches
 
     def sample(self, work: StepWork, logits: Tensor) -> Sampled:
         """logits [tokens of the step, V], request by request."""
-        sampled = self._sample(work, logits)
-        self._counts.record(
-            self._table.find(work.num_reqs, work.length),
-            sum(map(len, work.drafts)),
-            sum(map(len, sampled.token_ids)) - work.num_reqs,
-        )
-        return sampled
-
-    def _sample(self, work: StepWork, logits: Tensor) -> Sampled:
         metadata = work.batch.sampling_metadata
         if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
             return self._take_largest(work, logits)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence, Set
+from itertools import accumulate
 
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.bucketing.verify import NO_DRAFTS, Size, VerifyTable
+from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
 from rbln_backend.compiler.program import Program
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.startup.phase_timer import timed_phase
+
+_BY_TOKEN = (Phase.DECODE, Phase.VERIFY)
+_MEASURING_S = 0.8
 
 
 class WarmUp:
@@ -90,12 +95,14 @@ class WarmUp:
         """How each graph was obtained so far."""
         return {str(spec): result for spec, result in self._results.items()}
 
-    def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
+    def run_all(
+        self, graphs: Sequence[CompiledGraph], verify: VerifyTable = NO_DRAFTS
+    ) -> dict[Size, float]:
         """First run over padding only: pages are touched, threads are started.
 
         Of the graphs that every rank loaded the smallest of each phase runs, and the others
         prepare: they ran when they were made, and a large model's long chunks would take seconds
-        here.
+        here. Returns seconds by size of steps that ``verify`` leaves a choice between.
         """
         self._progress.phase("warmup")
         warm = set()
@@ -106,6 +113,22 @@ class WarmUp:
                 else:
                     graph.prepare()
                 warm.add(graph.spec.phase)
+            return self._measure(graphs, verify)
+
+    def _measure(self, graphs: Sequence[CompiledGraph], verify: VerifyTable) -> dict[Size, float]:
+        """The better of two runs of each, of the smallest first, as many as there is time for."""
+        steps = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase in _BY_TOKEN}
+        sizes = [s for b in verify.buckets if len(verify.sizes(b)) > 1 for s in verify.sizes(b)]
+        sizes.sort(key=lambda size: (size[0] * size[1], size))
+        if not sizes:
+            return {}
+        # Every rank runs the same, whatever its own clock says.
+        chosen = self._peers.together(lambda: _affordable(sizes, _seconds(steps[sizes[0]])))
+        return {
+            size: min(_seconds(steps[size]), _seconds(steps[size]))
+            for size in sizes
+            if _name(size) in chosen
+        }
 
     def graph_started(self, spec: GraphSpec) -> None:
         """Tell that work on a graph begins."""
@@ -119,6 +142,26 @@ class WarmUp:
         made = Counter((s.phase_name, r) for s, r in self._results.items())
         self._board.gauge("rbln_graphs", **labels).set(made[spec.phase_name, result])
         self._progress.graph_done(str(spec), result, seconds)
+
+
+def _affordable(sizes: Sequence[Size], least_s: float) -> Set[str]:
+    """The first of the sizes that two runs each can be spent on, where the first takes `least_s`.
+
+    At least the first: a step of eight tokens is reckoned to take as long, any more in proportion.
+    """
+    spent = (2 * least_s * max(1, size[0] * size[1] / 8) for size in sizes)
+    within = sum(total <= _MEASURING_S for total in accumulate(spent))
+    return {_name(size) for size in sizes[: max(within, 1)]}
+
+
+def _name(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
+
+
+def _seconds(graph: CompiledGraph) -> float:
+    started = time.perf_counter()
+    graph.run()
+    return time.perf_counter() - started
 
 
 class _Unheard:

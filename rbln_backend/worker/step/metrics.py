@@ -13,9 +13,9 @@ from rbln_backend.worker.step.usage_recorder import UsageRecorder
 
 @dataclass(frozen=True)
 class _Series:
-    phase: str
     takes_chunk: bool
-    is_tuned: bool
+    tuned_as: str
+    """The phase whose buckets it ran in."""
     bucket: int
     batch_size: int
     cells: StepCells
@@ -54,10 +54,8 @@ class StepMetrics:
         is_prefill = spec.phase.takes_chunk
         chunk = {"chunk": str(spec.bucket)}
         return _Series(
-            phase=spec.phase_name,
             takes_chunk=is_prefill,
-            # Whether drafts are checked is chosen step by step: it says nothing of buckets.
-            is_tuned=spec.phase is not Phase.VERIFY,
+            tuned_as=Phase.DECODE.value if spec.phase is Phase.VERIFY else spec.phase_name,
             bucket=spec.bucket,
             batch_size=spec.batch_size,
             cells=StepCells(
@@ -85,12 +83,12 @@ class StepMetrics:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
-        if num_reqs and series.is_tuned:
+        if num_reqs:
             size = num_tokens if series.takes_chunk else num_reqs
             if self._usage is not None:
-                self._usage.note(series.phase, size, series.bucket, seconds)
+                self._usage.note(series.tuned_as, size, series.bucket, seconds)
             if self._sizes is not None:
-                self._sizes.note(series.phase, size, seconds)
+                self._sizes.note(series.tuned_as, size, seconds)
 
     def _series_of(self, spec: GraphSpec) -> _Series:
         if self._latest is None or self._latest[0] is not spec:

@@ -32,6 +32,8 @@ class StepResult(NamedTuple):
 
     work: StepWork
     outputs: tuple[Tensor, ...]
+    seconds: float
+    """What the graph took, its inputs included."""
 
 
 class StepRunner:
@@ -66,9 +68,11 @@ class StepRunner:
         work = self.batches.apply(scheduled)
         if work is None:
             return None
+        started = time.perf_counter()
         outputs = self._run_rounds(work)
+        seconds = time.perf_counter() - started
         self._kv_caches.store_windows(transfers)
-        return StepResult(work, outputs)
+        return StepResult(work, outputs, seconds)
 
     def run_idle(self) -> None:
         """Take part in what the other data-parallel ranks run; they wait for it."""

@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 
 from server.edge.streaming import PING
 from server.frontend import JsonObject
+from server.sse import named_frame
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
@@ -205,4 +206,4 @@ class _Message:
 
 
 def _event(kind: str, **fields: Any) -> str:
-    return f"event: {kind}\ndata: {to_json({'type': kind, **fields}).decode()}\n\n"
+    return named_frame(kind, to_json({"type": kind, **fields}))

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from pydantic import BaseModel
+from openai.types.responses import ResponseIncompleteEvent
+from pydantic import BaseModel, SerializeAsAny
 from pydantic_core import to_json
 
 from server.frontend import Endpoint, JsonObject
+from server.sse import named_frame
 
 _DATA = "data: {"
 
@@ -29,17 +31,28 @@ def stamped_frames(
     return answer if endpoint.anthropic or not stamp else _marked(answer, stamp)
 
 
-async def _named(
-    events: AsyncGenerator[BaseModel, None], stamp: JsonObject
-) -> AsyncGenerator[str, None]:
+class _Incomplete(ResponseIncompleteEvent):
+    """How OpenAI ends the stream of a response that was cut; vLLM calls it completed."""
+
+    response: SerializeAsAny[BaseModel]  # type: ignore[assignment]
+
+
+async def _named(events: AsyncGenerator[Any, None], stamp: JsonObject) -> AsyncGenerator[str, None]:
     """Turn the Responses API's event objects into SSE frames."""
     async with aclosing(events):
         async for event in events:
             response = getattr(event, "response", None)
             if response is not None:
                 put_on(response, stamp)
-            data = event.model_dump_json(by_alias=True)
-            yield f"event: {getattr(event, 'type', 'unknown')}\ndata: {data}\n\n"
+            if getattr(response, "status", None) == "incomplete":
+                event = _Incomplete(
+                    type="response.incomplete",
+                    response=response,
+                    sequence_number=event.sequence_number,
+                )
+            yield named_frame(
+                getattr(event, "type", "unknown"), event.model_dump_json(by_alias=True)
+            )
 
 
 async def _marked(

@@ -69,7 +69,7 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     second = started(checkpoints("llama"), tmp_path)
     _, told = second.communicate(timeout=240)
     assert second.returncode == 0, told
-    assert f"{LINES}/{LINES} lines, 1 failed" in told
+    assert f"lines {LINES}/{LINES}, 1 failed" in told
     found = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     assert [one["custom_id"] for one in found] == [f"c{number}" for number in range(LINES)]
     assert found[5]["response"]["body"]["error"]["param"] == "max_tokens"
@@ -79,13 +79,25 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_wrong_lines_are_told(checkpoints: CheckpointCache, tmp_path: Path) -> None:
-    write(tmp_path / "in.jsonl", [line(1), line(2, method="GET"), line(3, url="/v1/embeddings")])
-    process = started(checkpoints("llama"), tmp_path)
-    _, told = process.communicate(timeout=240)
+def test_wrong_lines_are_told(tmp_path: Path) -> None:
+    wrong = [line(1), line(2, method="GET"), line(3, url="/v1/embeddings"), line(1)]
+    write(tmp_path / "in.jsonl", wrong)
+    # A folder without a model: the lines are told before an engine would look at it.
+    process = started(tmp_path, tmp_path)
+    _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "line 2: 'method' must be 'POST'" in told
     assert "line 3: 'url' is '/v1/embeddings'" in told
+    assert "line 4: 'custom_id' 'c1' is that of an earlier line" in told
+    assert "model" not in told
+
+
+def test_lines_of_no_endpoint_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [line(1, url="/v1/none")])
+    process = started(tmp_path, tmp_path)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the first line asks '/v1/none', which is none of /v1/chat/completions" in told
 
 
 @pytest.mark.parametrize(

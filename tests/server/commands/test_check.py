@@ -60,6 +60,8 @@ def folder(tmp_path: Path, checkpoints: CheckpointCache) -> Any:
 
 def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     flags = (*FLAGS, "--enable-lora", "--max-loras", "3", "--kv-cache-dtype", "fp8")
+    drafts = '{"method": "suffix", "num_speculative_tokens": 2}'
+    flags = (*flags, "--speculative-config", drafts)
     done = check(folder(LLAMA), *flags)
     assert done.returncode == 0, done.stderr
     told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
@@ -69,13 +71,14 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     assert told["context"] == "256 tokens in blocks of 16"
     assert told["prefill chunks"] == "16, 32, 64"
     assert told["decode buckets"] == "1, 2, 4"
+    assert told["drafts"] == "checked by steps of 1x2, 1x3, 2x2, 2x3, 4x2, 4x3"
     assert told["prefix caching"].startswith("on: ")
     assert told["adapters"] == "3 slots for ranks up to 16"
     assert told["device"] == "emulated"
     assert told["memory"].startswith("about ")
     assert told["  adapters"].endswith(" MiB")
     assert " blocks of 16 tokens" in told["  KV blocks"]
-    assert told["compile cache"].split()[1:5] == ["0", "of", "7", "graphs"]
+    assert told["compile cache"].split()[1:5] == ["0", "of", "13", "graphs"]
 
 
 def test_what_is_told_is_what_is_served(

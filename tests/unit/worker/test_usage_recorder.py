@@ -11,7 +11,9 @@ import torch
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import UsageFile
-from rbln_backend.compiler.port import Phase
+from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
 
 
@@ -40,6 +42,18 @@ def test_it_is_written_meanwhile(tmp_path: Path) -> None:
     recorder.note("decode", 2, 4, 0.01)
     recorder.close()
     assert recorded(file) == {2: 2}
+
+
+def test_steps_that_check_drafts_count_as_decode_steps(tmp_path: Path) -> None:
+    file = UsageFile(tmp_path / "model.json")
+    recorder = UsageRecorder(file)
+    specs = [GraphSpec.of(Phase.DECODE, 4), GraphSpec.of(Phase.VERIFY, 4, 8)]
+    metrics = StepMetrics(MetricsBoard(None, 0), specs, recorder)
+    metrics.record(specs[0], 3, 3, 0.01)
+    metrics.record(specs[1], 3, 20, 0.03)
+    recorder.close()
+    found = file.read().phases["decode"]
+    assert (found.steps_by_size, found.mean_seconds()) == ({3: 2}, {4: 0.02})
 
 
 def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Drafts that tests know the truth of, and lengths of steps that nothing speaks for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rbln_backend.speculation.chooser import Choice
+from rbln_backend.speculation.drafter import Draft, DraftedRequest
+
+VOCAB = 512
+MOST = 3
+"""Drafts of a request in a step."""
+
+
+@dataclass
+class Oracle:
+    """Knows how texts go on, and lies now and then, about lengths as well."""
+
+    texts: dict[tuple[int, ...], list[int]]
+    lies: float
+    rng: random.Random = field(default_factory=lambda: random.Random(5))
+    proposed: int = 0
+    _going: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+
+    def begin(self, request: DraftedRequest) -> None:
+        self._going[request.request_id] = (self.texts[tuple(request.prompt)], 0)
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        text, made = self._going[request_id]
+        self._going[request_id] = (text, made + len(tokens))
+
+    def propose(self, request_id: str, limit: int) -> Draft:
+        text, made = self._going[request_id]
+        drafts = text[made : made + self.rng.randint(0, limit)]
+        self.proposed += len(drafts)
+        lied = [self.rng.randrange(VOCAB) if self.rng.random() < self.lies else t for t in drafts]
+        return Draft(lied, 2)
+
+    def end(self, request_id: str, finished: bool) -> None:
+        del self._going[request_id]
+
+    @property
+    def holds_nothing(self) -> bool:
+        return not self._going
+
+
+@dataclass
+class AnyLength:
+    """In the place of the chooser: steps of all lengths, whatever they are worth."""
+
+    least: int = 1
+    rng: random.Random = field(default_factory=lambda: random.Random(6))
+
+    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> Choice:
+        return Choice(self.rng.randint(self.least, MOST + 1))
