@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
 
 JsonObject = dict[str, Any]
+_DATA = "\ndata: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +266,14 @@ class LaunchError(Exception):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def named_frame(name: str, data: bytes | str) -> str:
+    """Return the frame of one event with a name; `data` is JSON in one line."""
+    text = data if isinstance(data, str) else data.decode()
+    return f"event: {name}{_DATA}{text}\n\n"
+
+
+def data_of(frame: str) -> JsonObject:
+    """Return the data of a frame with a name."""
+    return dict(from_json(frame.partition(_DATA)[2]))

@@ -42,14 +42,15 @@ def merge_stacks(
     weights: dict[str, Tensor], matrices: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
     """`weights` in float32 with the stacked experts of `matrices` added."""
-    for layer, (experts, _, inner) in _layers(weights).items():
+    for layer, (experts, hidden, inner) in _layers(weights).items():
         for name in (PREFIX + layer, f"{PREFIX}{layer}.base_layer"):
             if name + _A not in matrices:
                 continue
             a = matrices[name + _A].double().reshape(experts, -1, matrices[name + _A].shape[1])
             b = matrices[name + _B].double().reshape(len(matrices[name + _B]), -1, experts)
             delta = scale * torch.einsum("ore,eri->eoi", b, a)
-            weights |= _added(weights, layer, delta, is_first=delta.shape[1] == 2 * inner)
+            is_first = tuple(delta.shape[1:]) == (2 * inner, hidden)
+            weights |= _added(weights, layer, delta, is_first=is_first)
     return weights
 
 

@@ -26,6 +26,8 @@ from rbln_backend.vllm_compat.lora import (
 
 Matrices = tuple[Tensor, Tensor] | None
 """A [r, inputs] and B [outputs, r]; None: the adapter leaves this alone."""
+Matrix = tuple[int, str]
+"""An expert's number and which of its matrices."""
 # vLLM's names of an expert's matrices: gate, up and down.
 _GATE, _UP, _DOWN = "w1", "w3", "w2"
 
@@ -73,8 +75,8 @@ class ExpertSizes:
 class ExpertLayer:
     """The experts of ``runner``, whose module is called ``name``."""
 
-    def __init__(self, name: str, runner: MoERunner, names: Mapping[tuple[int, str], str]) -> None:
-        """``names``: what files call expert n's matrix w1, w2 or w3, from the layer's parent on."""
+    def __init__(self, name: str, runner: MoERunner, names: Mapping[str, Matrix]) -> None:
+        """``names``: of an expert's matrix, from the layer's parent on."""
         layer: Any = runner.routed_experts
         self.name = name
         self.sizes = ExpertSizes.of(runner)
@@ -86,7 +88,7 @@ class ExpertLayer:
         parent = name.rpartition(".")[0]
         # Interleaved experts have never been linear layers of their own.
         known = {} if self.sizes.interleaved else names
-        self._names = {key: f"{parent}.{suffix}" for key, suffix in known.items()}
+        self._names = {f"{parent}.{suffix}": matrix for suffix, matrix in known.items()}
         self._stacks = (f"{name}.base_layer", name)
 
     def targets(self) -> dict[str, Target]:
@@ -94,7 +96,7 @@ class ExpertLayer:
         first, second = Shape(self.sizes.hidden, self._inner), Shape(self._inner, self.sizes.hidden)
         found = {
             name: Target((second if matrix == _DOWN else first,))
-            for (_, matrix), name in self._names.items()
+            for name, (_, matrix) in self._names.items()
         }
         stacked = Target((self._stacked_first, second), self._total)
         return found | dict.fromkeys(self._stacks, stacked)
@@ -105,12 +107,16 @@ class ExpertLayer:
         Raises ``AdapterError`` for a file from which it cannot be told.
         """
         stacks = self._find_stacks(adapter)
-        single = {key: adapter.get_lora(name) for key, name in self._names.items()}
-        if stacks and any(single.values()):
+        single = {
+            matrix: weights
+            for name, matrix in self._names.items()
+            if (weights := adapter.get_lora(name)) is not None
+        }
+        if stacks and single:
             raise AdapterError(f"{self.name} has its experts one by one and stacked as well")
         if stacks:
             return [self._of_stacks(stacks, number) for number in self._local]
-        if any(single.values()):
+        if single:
             return [self._of_single(single, number) for number in self._local]
         return None
 
@@ -131,9 +137,7 @@ class ExpertLayer:
             found[shape] = weights
         return found
 
-    def _of_single(
-        self, single: Mapping[tuple[int, str], LoRALayerWeights | None], number: int
-    ) -> Projections:
+    def _of_single(self, single: Mapping[Matrix, LoRALayerWeights], number: int) -> Projections:
         first = [_pair(single.get((number, matrix))) for matrix in (_GATE, _UP)]
         return Projections(
             [self._outputs(pair) for pair in first],
@@ -178,10 +182,10 @@ def adaptable_experts(model: nn.Module) -> list[tuple[str, MoERunner]]:
     ]
 
 
-def expert_names(model: nn.Module) -> dict[tuple[int, str], str]:
-    """What checkpoints call expert n's matrix w1, w2 or w3, from the layer's parent on."""
+def expert_names(model: nn.Module) -> dict[str, Matrix]:
+    """All that checkpoints may call an expert's matrix, from the layer's parent on."""
     mapping = get_moe_expert_mapping(model)
-    return {(number, matrix): name.rstrip(".") for _, name, number, matrix in mapping}
+    return {name.rstrip("."): (number, matrix) for _, name, number, matrix in mapping}
 
 
 def _pair(weights: LoRALayerWeights | None) -> Matrices:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rbln_backend.lora.adapted import Adapted, AdaptedLinear
-from rbln_backend.lora.expert_layer import ExpertLayer, adaptable_experts, expert_names
+from rbln_backend.lora.expert_layer import (
+    ExpertLayer,
+    Matrix,
+    adaptable_experts,
+    expert_names,
+)
 from rbln_backend.lora.experts import AdaptedExperts
 from rbln_backend.lora.lm_head import AdaptedHead, RblnLogitsProcessor, lm_heads
 from rbln_backend.lora.punica import RblnPunicaWrapper
@@ -20,6 +26,7 @@ from rbln_backend.vllm_compat.lora import (
     BaseLinearLayerWithLoRA,
     LoRAModel,
     LoRAModelManager,
+    MoERunner,
     adaptable_modules,
 )
 
@@ -73,9 +80,12 @@ class RblnLoraModelManager(LoRAModelManager):
     def _create_lora_modules(self) -> None:
         self._adaptable = frozenset(adaptable_modules(self.model))
         self.supported_lora_modules = sorted({name.rpartition(".")[2] for name in self._adaptable})
+        experts = [pair for pair in adaptable_experts(self.model) if self._is_wanted(pair[0])]
+        # Some models name them after their parameters, which wrapping renames.
+        names = expert_names(self.model) if experts else {}
         super()._create_lora_modules()  # type: ignore[no-untyped-call]
         # Upstream's layers for these are made for its own kernels.
-        self._adapt_experts()
+        self._adapt_experts(experts, names)
         self._adapt_heads()
 
     def _match_target_modules(self, module_name: str) -> bool:
@@ -101,9 +111,9 @@ class RblnLoraModelManager(LoRAModelManager):
             for part, outputs in zip(parts, whole.outputs, strict=True):
                 self.targets[part] = Target.linear(whole.inputs, outputs)
 
-    def _adapt_experts(self) -> None:
-        found = [pair for pair in adaptable_experts(self.model) if self._is_wanted(pair[0])]
-        names = expert_names(self.model) if found else {}
+    def _adapt_experts(
+        self, found: Iterable[tuple[str, MoERunner]], names: Mapping[str, Matrix]
+    ) -> None:
         for name, runner in found:
             layer = ExpertLayer(name, runner, names)
             adapted = AdaptedExperts(layer, self._source(name), **self._sizes())

@@ -43,6 +43,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.drafts.drafting import make_drafting
 from rbln_backend.worker.drafts.verification import Verification
+from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.graphs.functions import GraphFunction
@@ -269,7 +270,7 @@ class EngineBuild:
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
             part=self._stage.part,
-            capture_workers=_capture_workers(parts),
+            capture_workers=workers_of(parts.compiler, parts.place.local_ranks),
         )
 
     def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
@@ -373,13 +374,6 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
     plain = copy.copy(config)
     plain.speculative_config = None
     return plain
-
-
-def _capture_workers(parts: EngineParts) -> int:
-    """This rank's share of the cores; the SDK's compiler is not known to survive a fork."""
-    if parts.compiler.name != "emulated":
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // parts.place.local_ranks)
 
 
 def _row_order(rbln: RblnConfig) -> RowOrder:

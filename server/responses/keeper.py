@@ -15,10 +15,17 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
 from server.errors import ServerError, StorageFullError, UnsupportedFieldError
-from server.frontend import Endpoint, Frontend, JsonObject, Keeping, ReadRequest
+from server.frontend import (
+    Endpoint,
+    Frontend,
+    JsonObject,
+    Keeping,
+    ReadRequest,
+    data_of,
+    named_frame,
+)
 from server.request.record import RequestRecord, record_of
 from server.responses.service import ResponseService
-from server.sse import data_of, named_frame
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,13 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.batches.inside import InsideAnswer, ask
-from server.frontend import Endpoint, JsonObject
+from server.frontend import Endpoint, JsonObject, data_of, named_frame
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle, Phase
 from server.request.record import Insider
 from server.responses import table
 from server.responses.events import EventLog
 from server.responses.response import Response
-from server.sse import data_of, named_frame
 from server.storage.database import Database
 from server.tiers.tier import Tier
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.compiler.port import Compiler, GraphSpec
 from rbln_backend.vllm_compat.surface import init_logger
 
 logger = init_logger(__name__)
@@ -34,6 +34,13 @@ class Captured:
     spec: GraphSpec
     data: bytes
     seconds: float
+
+
+def workers_of(compiler: Compiler, local_ranks: int) -> int:
+    """A rank's share of the cores; the SDK's compiler is not known to survive a fork."""
+    if compiler.name != "emulated":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
 def capture_in_children(

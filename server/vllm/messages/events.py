@@ -14,8 +14,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.edge.streaming import PING
-from server.frontend import JsonObject
-from server.sse import named_frame
+from server.frontend import JsonObject, named_frame
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"

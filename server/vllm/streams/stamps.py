@@ -10,8 +10,7 @@ from openai.types.responses import ResponseIncompleteEvent
 from pydantic import BaseModel, SerializeAsAny
 from pydantic_core import to_json
 
-from server.frontend import Endpoint, JsonObject
-from server.sse import named_frame
+from server.frontend import Endpoint, JsonObject, named_frame
 
 _DATA = "data: {"
 
