@@ -296,7 +296,7 @@ class Crowd:
                 self.got[int(output.request_id)] = told(output.outputs[0])
                 if output.finished:
                     here.discard(int(output.request_id))
-            if here and self.rng.random() < 0.04:
+            if here and self.rng.random() < 0.08:
                 number = self.rng.choice(sorted(here))
                 here.discard(number)
                 self.aborted.add(number)
