@@ -209,6 +209,11 @@ class RblnConfig(BaseModel):
     where padding would cost more. Unset: 16 on the emulated device; on an NPU the largest chunk,
     which cuts nothing.
     """
+    prefill_prompts: Annotated[OptionalNumber, Env("VLLM_RBLN_PREFILL_PROMPTS")] = None
+    """Prompts that one prefill step may compute, of those that fit into a chunk together; each
+    takes 16 tokens of it or more. Unset: 8 on the emulated device; 1 on an NPU, for models that
+    pool and with the custom kernels, which know no other number.
+    """
     decode_steps_per_chunk: Annotated[Count, Env("VLLM_RBLN_DECODE_STEPS_PER_CHUNK")] = 1
     """Decode steps between two prefill chunks while requests decode: 0 finishes prompts first
     (throughput), more keep streams smoother (time between tokens).
@@ -330,6 +335,11 @@ class RblnConfig(BaseModel):
                 {"fields": ["decode_batch_bucket_strategy", "decode_batch_bucket_manual_buckets"]},
             )
         return self
+
+    @property
+    def chunk_prompts(self) -> int:
+        """`prefill_prompts` as the platform has settled it."""
+        return self.prefill_prompts or 1
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields as JSON values."""

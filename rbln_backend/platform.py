@@ -23,6 +23,7 @@ from rbln_backend.unsupported import (
     LORA_ON_NPU,
     LORA_TARGET,
     MLA,
+    PREFILL_PROMPTS,
     SPARSE_ATTENTION,
 )
 from rbln_backend.vllm_compat.patches import inspect_models_here, speculate_here
@@ -42,6 +43,7 @@ DEFAULT_BLOCK_SIZE = 128
 # hashing and logging them does not show.
 DEFAULT_REUSE_UNIT = 16
 DEFAULT_STEP_TOKENS = 16
+DEFAULT_PREFILL_PROMPTS = 8
 
 # Follows schemas, regular expressions, grammars and the tags of tool calls, all of them compiled.
 GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
@@ -179,7 +181,7 @@ class RblnPlatform(Platform):
         _set_compilation(vllm_config)
         npu = find_npu(rbln)
         _set_shapes(vllm_config, npu)
-        rbln = _set_reuse_unit(vllm_config, rbln, npu)
+        rbln = _settle_prompts(vllm_config, _set_reuse_unit(vllm_config, rbln, npu), npu)
         if npu is not None:
             rbln = _settle_npu(vllm_config, rbln, npu)
         model = model_config(vllm_config)
@@ -332,6 +334,20 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) 
         # Where an NPU's time goes in a step is not known here.
         step_tokens = DEFAULT_STEP_TOKENS if npu is None else chunk
     return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
+
+
+def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:
+    """Settle how many prompts a prefill step may hold. The documented rule of an NPU is one."""
+    from rbln_backend.parallel.stages import largest_decode
+
+    model = model_config(vllm_config)
+    pools = model is not None and model.runner_type == "pooling"
+    is_one = npu is not None or rbln.use_custom_kernel or pools
+    refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
+    prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
+    # Prompts of one token each are a decode step.
+    prompts = min(prompts, largest_decode(vllm_config))
+    return rbln.model_copy(update={"prefill_prompts": prompts})
 
 
 def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfig:

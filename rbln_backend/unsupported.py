@@ -160,6 +160,13 @@ SPECULATION_ON_NPU = Feature(
     "whose decode ops there are not known to write several tokens of a request across blocks",
     "drop --speculative-config, or run it on the emulated device",
 )
+PREFILL_PROMPTS = Feature(
+    "several prompts in one prefill step on an NPU, of a model that pools, or with "
+    "RBLN_USE_CUSTOM_KERNEL",
+    "prefill_prompts above 1",
+    "whose documented prefill there takes one request",
+    "leave prefill_prompts unset",
+)
 KV_TRANSFER = Feature(
     "KV transfer between engines",
     "--kv-transfer-config",
@@ -283,6 +290,7 @@ FEATURES: tuple[Feature, ...] = (
     SPECULATION_POOLING,
     SPECULATION_RANKS,
     SPECULATION_ON_NPU,
+    PREFILL_PROMPTS,
     KV_DTYPE,
     KV_TRANSFER,
 )

@@ -200,6 +200,8 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         What a layer does follows from the metadata of its KV cache group: a window that reaches
         over the whole context is no window.
         """
+        if metadata.query_counts is not None:
+            tensors |= {"query_counts": metadata.query_counts}
         if isinstance(metadata, WindowMetadata):
             return self._attention.shifted_window(
                 **tensors,

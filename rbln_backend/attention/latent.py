@@ -144,7 +144,7 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         assert isinstance(own, PagedMetadata)
         mixed: Tensor = torch.ops.rbln_emulator.latent_attention(
             *(queries, kv_c, k_pe, self.kv_cache, self.impl.scale_tensor),
-            *(own.seq_idx, own.block_tables, own.batch_size),
+            *(own.seq_idx, own.block_tables, own.batch_size, own.query_counts),
         )
         return mixed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ class RblnAttentionMetadata(AttentionMetadata):
     batch_size: int
     query_len: int
     is_prefill: bool
+    query_counts: Tensor | None = field(default=None, kw_only=True)
+    """[R] int32: the tokens of each of R requests that lie one after the other in a batch of one;
+    None: one request in each of the B rows. With it, B below stands for R."""
 
 
 @dataclass
@@ -25,7 +28,7 @@ class PagedMetadata(RblnAttentionMetadata):
     seq_idx: Tensor
     """[B, 1] int64: the position of each request's first query token; 0 in padded rows."""
     block_tables: Tensor
-    """[P] int32 in prefill, [B, P] in decode; padded entries hold the null block 0."""
+    """[P] int32 of one request in prefill, [B, P] of several; padding holds the null block 0."""
     one_block: bool
     """True when one block holds a whole request (block_size == max_model_len)."""
     window: int | None = None
@@ -41,7 +44,7 @@ class WindowMetadata(RblnAttentionMetadata):
     cache_offset: Tensor
     """[B, 1] int32: ``cache_seq_len`` plus the step's real tokens; equal to it in padded rows."""
     block_tables: Tensor
-    """[1] int32 in prefill, [B, 1] in decode; padded rows hold the null block 0."""
+    """[B] int32 in prefill, [B, 1] in decode; padded rows hold the null block 0."""
 
 
 @dataclass

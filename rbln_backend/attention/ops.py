@@ -23,7 +23,10 @@ its head's slope times the distance of the key. ``attention_chunk`` c: position 
 p // c * c; ``attention_window`` w: none before p + 1 - w, though the cache keeps all. ``k_scale``
 and ``v_scale``, float32 scalars, come with a cache of float8_e4m3fn, whatever q, k and v are: it
 keeps k / k_scale and v / v_scale, rounded to the nearest, at most 448 either way, and every token,
-new ones too, sees what it keeps times the scale.
+new ones too, sees what it keeps times the scale. ``query_counts`` [R]: q, k and v are a batch of
+one, in which the rows of R requests lie one after the other, so many of each, and all that is said
+above of a request (``seq_idx`` and the like [R, 1], tables [R, P]) holds for each; rows after the
+last give zeros.
 """
 
 from __future__ import annotations
@@ -51,14 +54,15 @@ _OPTIONS = (
     ", Tensor? k_scale=None, Tensor? v_scale=None"
 )
 _BOUNDS = ", int? attention_chunk=None, int? attention_window=None"
+_COUNTS = ", Tensor? query_counts=None"
 # Per op: the arguments of both namespaces, and what only the first takes after them.
 SCHEMAS = {
-    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS + _BOUNDS),
-    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS + _BOUNDS),
-    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS + _BOUNDS),
-    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS + _BOUNDS),
-    "sliding_window_attention_naive_prefill": (_WINDOW, _OPTIONS),
-    "sliding_window_attention_naive_decode": (_WINDOW, _MASK + _OPTIONS),
+    "flash_causal_attention_naive_prefill": (_FLASH, _OPTIONS + _BOUNDS + _COUNTS),
+    "flash_causal_attention_naive_decode": (_FLASH, _OPTIONS + _BOUNDS + _COUNTS),
+    "causal_attention_naive_prefill": (_ONE_BLOCK, _OPTIONS + _BOUNDS + _COUNTS),
+    "causal_attention_naive_decode": (_ONE_BLOCK, _OPTIONS + _BOUNDS + _COUNTS),
+    "sliding_window_attention_naive_prefill": (_WINDOW, _OPTIONS + _COUNTS),
+    "sliding_window_attention_naive_decode": (_WINDOW, _MASK + _OPTIONS + _COUNTS),
 }
 
 
@@ -140,18 +144,19 @@ class EmulatedAttention:
         chunk: int | None = None,
         window: int | None = None,
         layer: object = None,
-        **cache_scales: Tensor,
+        **others: Tensor,
     ) -> Tensor:
         """q, k, v as in the module; scale 0-dim float32; seq_idx [B, 1].
 
-        ``cache_scales``: ``k_scale`` and ``v_scale`` where the cache is of e4m3.
+        ``others``: ``k_scale`` and ``v_scale`` where the cache is of e4m3, ``query_counts`` where
+        a batch of one holds several requests.
 
         ``chunk``, ``window``: what the layer sees of its context, where that is not all of it.
         ``one_block``: a block holds a whole request. The ops' last argument stands where a slot
         mapping would be and is never read; the scale is passed, as the documented callers do.
         """
         phase = "prefill" if is_prefill else "decode"
-        bounds = cache_scales | _set(attention_chunk=chunk, attention_window=window)
+        bounds = others | _set(attention_chunk=chunk, attention_window=window)
         if one_block:
             arguments = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale)
             return self._call(f"causal_attention_naive_{phase}", arguments, bounds)
@@ -168,10 +173,10 @@ class EmulatedAttention:
         block_tables: Tensor,
         chunk: int | None = None,
         window: int | None = None,
-        **cache_scales: Tensor,
+        **others: Tensor,
     ) -> Tensor:
         """As ``causal`` over a cache that another layer of the same step has written."""
-        bounds = cache_scales | _set(attention_chunk=chunk, attention_window=window)
+        bounds = others | _set(attention_chunk=chunk, attention_window=window)
         options = self._named | _set(sinks=self._sinks) | bounds
         op = torch.ops.rbln_emulator.shared_attention
         result: Tensor = op(q, kv_cache, scale, seq_idx, block_tables, **options)
@@ -189,7 +194,7 @@ class EmulatedAttention:
         cache_offset: Tensor,
         block_tables: Tensor,
         is_prefill: bool,
-        **cache_scales: Tensor,
+        **others: Tensor,
     ) -> Tensor:
         """kv_cache [N, 2, Hkv, 1, window, D]; cache_seq_len, cache_offset [B, 1]; see the module.
 
@@ -199,7 +204,7 @@ class EmulatedAttention:
         phase = "prefill" if is_prefill else "decode"
         lengths = (cache_seq_len, cache_offset)
         arguments = (q, k, v, kv_cache, *lengths, scale, block_tables, scale)
-        return self._call(f"sliding_window_attention_naive_{phase}", arguments, cache_scales)
+        return self._call(f"sliding_window_attention_naive_{phase}", arguments, others)
 
     def _call(
         self, name: str, arguments: tuple[Tensor, ...], bounds: dict[str, Any] | None = None

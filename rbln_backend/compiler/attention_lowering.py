@@ -61,6 +61,7 @@ class _Call:
     v_scale: fx.Node | None
     chunk: int | None
     window: int | None
+    query_counts: fx.Node | None
 
 
 def fuse_attention(graph: fx.Graph) -> None:
@@ -105,6 +106,7 @@ def _attention_call(node: fx.Node) -> _Call | None:
         given.get("v_scale"),
         given.get("attention_chunk"),
         given.get("attention_window"),
+        given.get("query_counts"),
     )
 
 
@@ -128,7 +130,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
                 *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
                 *(call.sinks, call.soft_cap, call.alibi_slopes, call.k_scale, call.v_scale),
                 *(call.chunk, call.window),
-                *(group, batch),
+                *(group, batch, call.query_counts),
             ),
         )
         width = kv_heads * group * head_size

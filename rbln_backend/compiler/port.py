@@ -26,7 +26,8 @@ class Phase(Enum):
     """What a graph computes."""
 
     PREFILL = "prefill"
-    """One request, one chunk of prompt tokens: ``[1, bucket]`` in, ``[1, vocab]`` out."""
+    """A chunk of prompt tokens, of one request or one after the other of several: ``[1, bucket]``
+    in, ``[prompts, vocab]`` out."""
     DECODE = "decode"
     """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
     VERIFY = "verify"
@@ -38,7 +39,7 @@ class Phase(Enum):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a run is one chunk of one request's prompt."""
+        """Whether a run is a chunk of prompt tokens."""
         return self in (Phase.PREFILL, Phase.POOLING)
 
 
@@ -50,10 +51,12 @@ class GraphSpec:
     bucket: int
     length: int = 1
     """Tokens of each request, in VERIFY."""
+    prompts: int = 1
+    """Requests whose tokens a chunk can hold, in PREFILL."""
 
     @classmethod
-    def of(cls, phase: Phase, bucket: int, length: int = 1) -> GraphSpec:
-        return cls(phase.value, bucket, length)
+    def of(cls, phase: Phase, bucket: int, length: int = 1, prompts: int = 1) -> GraphSpec:
+        return cls(phase.value, bucket, length, prompts)
 
     @property
     def phase(self) -> Phase:
@@ -61,12 +64,17 @@ class GraphSpec:
 
     @property
     def batch_size(self) -> int:
-        """Requests per run."""
+        """The batch axis of what a run takes in."""
         return 1 if self.phase.takes_chunk else self.bucket
 
     @property
+    def requests(self) -> int:
+        """Requests per run, at most."""
+        return self.prompts if self.phase.takes_chunk else self.bucket
+
+    @property
     def query_len(self) -> int:
-        """Tokens per request and run."""
+        """The other axis: tokens of a chunk, or of each request."""
         return self.bucket if self.phase.takes_chunk else self.length
 
     @property

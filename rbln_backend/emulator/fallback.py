@@ -152,6 +152,7 @@ def self_attention(
     attention_window: int | None,
     group: int,
     batch: int,
+    query_counts: Tensor | None = None,
 ) -> Tensor:
     kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[5]
     width = kv_heads * head_size
@@ -172,6 +173,7 @@ def self_attention(
         "alibi_slopes": alibi_slopes,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "query_counts": query_counts,
     }
     if ends is None:
         options |= {"attention_chunk": attention_chunk, "attention_window": attention_window}

@@ -74,14 +74,24 @@ def flash_causal_attention(
     v_scale: Tensor | None = None,
     attention_chunk: int | None = None,
     attention_window: int | None = None,
+    query_counts: Tensor | None = None,
 ) -> Tensor:
     """Write the new keys and values, then attend."""
+    options: Any = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
+    bounds: Any = (attention_chunk, attention_window)
+    if query_counts is not None:
+
+        def attend(row: int, *own: Tensor) -> Tensor:
+            table = _table_of(block_tables, query_counts, row)
+            rest = (kv_cache, scale, seq_idx[row], table, slot_mapping, *options, *bounds)
+            given: Any = (*own, *rest)
+            return flash_causal_attention(*given)
+
+        return _each_request(query_counts, attend, q, k, v)
     batch = q.shape[0]
     for b, table in enumerate(block_tables.reshape(batch, -1).long()):
         new = _stored(k[b, :, 0], k_scale), _stored(v[b, :, 0], v_scale)
         _write_pages(kv_cache, table, int(seq_idx.reshape(batch)[b]), *new)
-    options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
-    bounds = (attention_chunk, attention_window)
     required = (q, kv_cache, scale, seq_idx, block_tables)
     return shared_attention(*required, *options, *bounds, value_size=v.shape[-1])
 
@@ -99,10 +109,21 @@ def shared_attention(
     v_scale: Tensor | None = None,
     attention_chunk: int | None = None,
     attention_window: int | None = None,
+    query_counts: Tensor | None = None,
     *,
     value_size: int | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over the paged cache, request by request."""
+    if query_counts is not None:
+
+        def attend(row: int, own: Tensor) -> Tensor:
+            place = (seq_idx[row], _table_of(block_tables, query_counts, row))
+            options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
+            bounds = (attention_chunk, attention_window)
+            given: Any = (own, kv_cache, scale, *place, *options, *bounds)
+            return shared_attention(*given)
+
+        return _each_request(query_counts, attend, q)
     batch, kv_heads, group, length, head_size = q.shape
     value_size = value_size or head_size
     out = q.new_empty(batch, length, kv_heads, group, value_size)
@@ -149,6 +170,7 @@ def latent_attention(
     seq_idx: Tensor,
     block_tables: Tensor,
     batch: int,
+    query_counts: Tensor | None = None,
 ) -> Tensor:
     """Keys and values of one head are written as one row, which both are views of."""
     heads = q.shape[1]
@@ -157,8 +179,33 @@ def latent_attention(
     out = flash_causal_attention(
         *(queries, rows, rows[..., : kv_c.shape[-1]]),
         *(kv_cache.expand(-1, 2, -1, -1, -1, -1), scale, seq_idx, block_tables, scale),
+        query_counts=query_counts,
     )
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], heads, -1)
+
+
+def _each_request(
+    counts: Tensor, attend: Callable[..., Tensor], q: Tensor, *others: Tensor
+) -> Tensor:
+    """``attend(r, *rows)`` over the rows of each request r, zeros after the last.
+
+    q, and k and v, if they are given: [1, Hkv, G or 1, L, D]. Values may be narrower than keys.
+    """
+    width = (others or (q,))[-1].shape[-1]
+    out = q.new_zeros(*q.shape[:-1], width)
+    first = 0
+    for row, count in enumerate(counts.tolist()):
+        if count:
+            rows = slice(first, first + count)
+            out[..., rows, :] = attend(row, *(x[..., rows, :] for x in (q, *others)))
+        first += count
+    # As the other bodies lay it out.
+    return out.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+
+
+def _table_of(block_tables: Tensor, counts: Tensor, row: int) -> Tensor:
+    """The blocks of one of several requests."""
+    return block_tables.reshape(counts.numel(), -1)[row]
 
 
 def _stored(rows: Tensor, scale: Tensor | None) -> Tensor:
@@ -205,8 +252,18 @@ def sliding_window_prefill(
     alibi_slopes: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    query_counts: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over each request's window block and the new tokens."""
+    if query_counts is not None:
+
+        def attend(row: int, *own: Tensor) -> Tensor:
+            place = (cache_seq_len[row], cache_offset[row], scale, block_tables.reshape(-1)[row])
+            options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
+            given: Any = (*own, kv_cache, *place, dummy, *options)
+            return sliding_window_prefill(*given)
+
+        return _each_request(query_counts, attend, q, k, v)
     batch, kv_heads, group, length, head_size = q.shape
     window, value_size = kv_cache.shape[4], v.shape[-1]
     out = q.new_zeros(batch, length, kv_heads, group, value_size)

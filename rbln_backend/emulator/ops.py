@@ -139,7 +139,8 @@ def greedy(logits: Tensor) -> Tensor:
     " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
     " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"
     " Tensor? sinks, float? logits_soft_cap, Tensor? alibi_slopes, Tensor? k_scale,"
-    " Tensor? v_scale, int? attention_chunk, int? attention_window, int group, int batch) -> Tensor"
+    " Tensor? v_scale, int? attention_chunk, int? attention_window, int group, int batch,"
+    " Tensor? query_counts=None) -> Tensor"
 )
 def self_attention(q: Tensor, *arguments: Any) -> Tensor:
     kv_cache, group = arguments[11], arguments[23]
@@ -152,7 +153,7 @@ def self_attention(q: Tensor, *arguments: Any) -> Tensor:
     "(Tensor q, Tensor kv_cache, Tensor scale, Tensor seq_idx, Tensor block_tables,"
     " Tensor? sinks=None, float? logits_soft_cap=None, Tensor? alibi_slopes=None,"
     " Tensor? k_scale=None, Tensor? v_scale=None, int? attention_chunk=None,"
-    " int? attention_window=None) -> Tensor"
+    " int? attention_window=None, Tensor? query_counts=None) -> Tensor"
 )
 def shared_attention(q: Tensor, *_: object, **__: object) -> Tensor:
     batch, kv_heads, group, length, size = q.shape
@@ -164,7 +165,7 @@ def shared_attention(q: Tensor, *_: object, **__: object) -> Tensor:
 # of all heads, of which the first C numbers are the value too. Returns [T, H, C].
 @_op(
     "(Tensor q, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor scale, Tensor seq_idx,"
-    " Tensor block_tables, int batch) -> Tensor"
+    " Tensor block_tables, int batch, Tensor? query_counts=None) -> Tensor"
 )
 def latent_attention(q: Tensor, kv_c: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], kv_c.shape[1])

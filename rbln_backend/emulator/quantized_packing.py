@@ -3,7 +3,8 @@
 A weight [N, K] is words int32 [ceil(N/16), K * bits / 32, 16], scales [ceil(N/16), groups, 16] and,
 if it has zero points, these as uint8 of the same shape: panels of 16 output columns as ``packing``
 has them. A word holds 32 / bits neighbours along K, the first in its lowest bits, which is how most
-formats pack or store them: packing moves words and changes none. What a field stands for:
+formats pack or store them: packing moves words and changes none. Those of ``e4m3`` alone are taken
+apart: its panels are [K / 2, 16, 2] of bytes. What a field stands for:
 
 * ``int4``, ``int8``: its number less the zero point, or less 2**(bits - 1) where there is none;
 * ``e4m3``: the float of 8 bits that torch calls ``float8_e4m3fn``, whose NaN is read as 480;
@@ -34,6 +35,16 @@ def pack_words(words: Tensor) -> Tensor:
     return pack_consuming(words.view(torch.float32)).view(torch.int32)
 
 
+def pack_bytes(weight: Tensor) -> Tensor:
+    """``weight`` float8_e4m3fn [N, K] as words of panels; in its own memory where they fit it.
+
+    It must not be read again. K is a multiple of 4.
+    """
+    # The packer moves pairs of bytes, whatever they mean.
+    pairs = pack_consuming(weight.view(torch.float16))
+    return pairs.view(torch.int32).view(len(pairs), -1, PANEL)
+
+
 def pack_transposed_words(words: Tensor) -> Tensor:
     """Words int32 [K * bits / 32, N], or scales, as panels; a copy."""
     depth, columns = words.shape
@@ -62,7 +73,11 @@ def dequantize(
 ) -> Tensor:
     """The float32 weight [out_features, K] behind the packed parts, in format ``written``."""
     panels, groups = scales.shape[:2]
-    numbers = unpack_numbers(words.transpose(1, 2).contiguous(), BITS[written])
+    if written == "e4m3":
+        pairs = words.view(torch.uint8).view(panels, -1, PANEL, 2)
+        numbers = pairs.transpose(1, 2).flatten(2)
+    else:
+        numbers = unpack_numbers(words.transpose(1, 2).contiguous(), BITS[written])
     by_group = _values(numbers, written).view(panels, PANEL, groups, -1)
     if zeros is not None:
         symmetric = 1 << (BITS[written] - 1)
@@ -73,9 +88,9 @@ def dequantize(
 
 
 def _values(numbers: Tensor, written: str) -> Tensor:
-    """What the fields ``numbers`` stand for without zero points, float32."""
+    """What the fields ``numbers`` stand for without zero points, float32; of e4m3 uint8."""
     if written == "e4m3":
-        return numbers.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        return numbers.view(torch.float8_e4m3fn).float()
     if written == "e2m1":
         return torch.tensor((*_E2M1, *(-value for value in _E2M1)))[numbers]
     return (numbers - (1 << (BITS[written] - 1))).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
@@ -28,6 +28,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         # vLLM's own manager of windows in pages knows nothing of hits inside blocks.
         assert not self._enable_caching or len(self.paged) + len(self.windows) == len(managers)
         self._hit_tokens: dict[str, int] = {}
+        self._unwritten: set[BlockHash] = set()
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -37,7 +38,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         if not self._enable_caching:
             return tuple(found), 0, 0
         unit = self.block_pool.hash_block_size
-        hit = max_cache_hit_length // unit * unit
+        hit = self._written(block_hashes[: max_cache_hit_length // unit]) * unit
         for manager in self.paged:
             blocks, length = manager.find_longest_cache_hit(
                 block_hashes=block_hashes,
@@ -57,6 +58,20 @@ class RblnKvCoordinator(KVCacheCoordinator):
             pages = window.log.use(block_hashes, hit)
             found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
         return tuple(found), hit, 0
+
+    def will_write(self, prefixes: Iterable[BlockHash]) -> None:
+        """Note what the step that is being scheduled will compute: it cannot be hit by that step.
+
+        Heads of blocks and windows are copied before a step, and logged after it.
+        """
+        self._unwritten.update(prefixes)
+
+    def _written(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many prefixes there are before the first that is still to be computed."""
+        if not self._unwritten:
+            return len(block_hashes)
+        found = (n for n, prefix in enumerate(block_hashes) if prefix in self._unwritten)
+        return next(found, len(block_hashes))
 
     def _shorten_to_windows(self, block_hashes: Sequence[bytes], hit: int) -> int:
         """The longest prefix up to ``hit`` that every window group can resume after."""
@@ -92,7 +107,8 @@ class RblnKvCoordinator(KVCacheCoordinator):
         self._add_hit("block", num_tokens - in_head)
 
     def take_transfers(self) -> WindowTransfers:
-        """The window moves of the step that was just scheduled."""
+        """The window moves of the step that was just scheduled; another one begins."""
+        self._unwritten.clear()
         transfers = WindowTransfers()
         for window in self.windows:
             taken = window.take_transfers()

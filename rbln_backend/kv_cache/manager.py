@@ -34,7 +34,7 @@ class RblnKvCacheManager(KVCacheManager):
         unknown = sorted(held.keys() ^ _HELD)
         assert not unknown, f"vLLM's KVCacheManager does not hold what it did: {unknown}"
         vars(self).update(held)
-        self.coordinator = coordinator
+        self.coordinator = self._ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
 
@@ -43,14 +43,26 @@ class RblnKvCacheManager(KVCacheManager):
         return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, *positional: Any, **options: Any
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *positional: Any,
+        **options: Any,
     ) -> KVCacheBlocks | None:
         if (
             num_new_tokens == 1
             and options == _RUNNING
-            and not positional
+            and not (num_new_computed_tokens or positional)
             # Every block and every page begins and ends at a multiple of the unit.
             and 0 < request.num_computed_tokens % self._unit < self._unit - 1
         ):
             return self.empty_kv_cache_blocks
-        return super().allocate_slots(request, num_new_tokens, *positional, **options)
+        given = (num_new_tokens, num_new_computed_tokens, *positional)
+        allocated = super().allocate_slots(request, *given, **options)
+        if allocated is not None:
+            start = request.num_computed_tokens + num_new_computed_tokens
+            end = start + num_new_tokens
+            places = slice(start // self._unit, end // self._unit)
+            self._ours.will_write(request.block_hashes[places])
+        return allocated

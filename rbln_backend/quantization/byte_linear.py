@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.emulator.quantized_packing import pack_scales, pack_words
+from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
 from rbln_backend.quantization.weights import CHANNEL, Weights
@@ -78,8 +78,9 @@ class ByteWeights:
 
     def pack_words(self, weight: Tensor) -> Tensor:
         """``weight`` [N, K] as panels, in its own memory where it fits; not to be read again."""
-        words = weight.view(torch.int32)
-        return pack_words(words if self.is_float else words.bitwise_xor_(_SIGNS))
+        if self.is_float:
+            return pack_bytes(weight)
+        return pack_words(weight.view(torch.int32).bitwise_xor_(_SIGNS))
 
     def pack_scales(self, scales: Tensor, columns: Sequence[int], depth: int) -> Tensor:
         """One per part of ``columns``, [N, 1] or by block, as float32 panels."""

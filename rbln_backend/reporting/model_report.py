@@ -89,11 +89,7 @@ class ModelReport:
             *self._caches(),
             ("prefill chunks", _sizes(self.prefill_chunks)),
             ("decode buckets", _sizes(self.decode_buckets)),
-            *(
-                [("drafts", f"steps of {', '.join(self.verify_sizes)}")]
-                if self.verify_sizes
-                else []
-            ),
+            *self._drafts(),
             ("graphs", str(self.num_graphs)),
             ("prefix caching", self._prefix_caching()),
             *self._adapters(),

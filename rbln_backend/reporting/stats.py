@@ -111,7 +111,7 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_bucket_useful_rows_total",
         "counter",
-        "Rows of steps that held a request, by phase and bucket.",
+        "Rows of steps that held a request, by phase and bucket; in prefill, the requests.",
         ("phase", "bucket"),
     ),
     MetricDecl(

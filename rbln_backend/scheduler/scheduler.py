@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from heapq import merge
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_e
 from rbln_backend.scheduler.foremost import behind_the_foremost
 from rbln_backend.scheduler.output import forget_known_tokens
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.scheduler.sharing import adapter_of, prompts_together
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
@@ -42,13 +44,14 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class RblnScheduler(Scheduler):
-    """Each step is one prefill chunk of one request or one decode batch, never both.
+    """Each step is one prefill chunk or one decode batch, never both.
 
     Rules (``constraints.py``), in order:
 
     * a request in the middle of its prefill goes on before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
-    * a prefill step sees no decoding request, and admits at most one waiting request;
+    * a prefill step sees no decoding request, and admits at most one waiting request, or those
+      that ``sharing.py`` puts into one chunk whole;
     * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
     * a decode step admits nobody, and leaves the other stages of a pipeline their share;
     * all running requests together use at most ``max_loras`` adapters;
@@ -193,14 +196,51 @@ class RblnScheduler(Scheduler):
         with (
             self._held_back(held_back),
             self._held_back(behind_the_foremost(r for r in waiting if r not in held_back)),
-            self._narrowed(prefilling, hidden, max_running=1),
-            self._cut(prefilling),
-            self._without_drafts(),
         ):
-            output = super().schedule(throttle_prefills)
-        admitted = len(output.num_scheduled_tokens)
-        assert admitted <= 1, "vLLM's Scheduler.schedule does not heed max_num_running_reqs"
+            together = self._together(prefilling)
+            with (
+                self._narrowed(prefilling, hidden, max_running=max(1, len(together))),
+                self._whole(together) if together else self._cut(prefilling),
+                self._without_drafts(),
+            ):
+                output = super().schedule(throttle_prefills)
+        taken = output.num_scheduled_tokens
+        assert len(taken) <= 1 or taken.keys() <= together.keys(), (
+            "vLLM's Scheduler.schedule does not heed max_num_running_reqs, or takes others first"
+        )
         return output
+
+    def _together(self, prefilling: list[Request]) -> dict[str, int]:
+        """Prompts for one chunk and what each lacks; see ``prompts_together``."""
+        if self._chunks is None or self._chunks.prompts == 1:
+            return {}
+        if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) < 2:
+            return {}
+        room = self.max_num_running_reqs - len(self.running) + len(prefilling)
+        waiting = takewhile(self._can_begin, self._in_turn())
+        return prompts_together(self._chunks, prefilling, waiting, room, self.kv_cache_manager)
+
+    def _in_turn(self) -> Iterable[Request]:
+        """All that wait, in the order in which upstream looks at them."""
+        by_priority = self.policy.value == "priority"
+        return (merge if by_priority else chain)(self.skipped_waiting, self.waiting)
+
+    def _can_begin(self, request: Request) -> bool:
+        """Whether upstream will take it next: no grammar of it is being compiled, for one."""
+        is_blocked = self._is_blocked_waiting_status(request.status)
+        if is_blocked and not self._try_promote_blocked_waiting_request(request):
+            return False
+        return not request.num_stale_output_tokens
+
+    @contextmanager
+    def _whole(self, together: Mapping[str, int]) -> Iterator[None]:
+        """Give the step the tokens of these prompts, and let upstream cut none of them."""
+        self.scheduler_config.enable_chunked_prefill = False
+        try:
+            with self._at_most(sum(together.values())):
+                yield
+        finally:
+            self.scheduler_config.enable_chunked_prefill = True
 
     def _schedule_decode(self, throttle_prefills: bool) -> SchedulerOutput:
         decoding, hidden = self.running, self._prefilling()
@@ -253,7 +293,7 @@ class RblnScheduler(Scheduler):
         if len(running) < limit:
             return []
         waiting = chain(self.skipped_waiting, self.waiting)
-        return [r for r in waiting if not adapter_fits(_adapter(r), running, limit)]
+        return [r for r in waiting if not adapter_fits(adapter_of(r), running, limit)]
 
     @contextmanager
     def _cut(self, prefilling: list[Request]) -> Iterator[None]:
@@ -329,7 +369,7 @@ def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
     rbln = configured(config)
     assert rbln.prefill_step_tokens is not None
     table = prefill_chunk_table(rbln, config.scheduler_config.max_num_batched_tokens)
-    return ChunkPlan(table, rbln.prefill_step_tokens)
+    return ChunkPlan(table, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
 
 def _is_prefill(request: Request) -> bool:
@@ -340,10 +380,6 @@ def _is_prefill(request: Request) -> bool:
 def _can_decode(request: Request) -> bool:
     """Whether its next token can be computed now: not while a step that makes one is under way."""
     return not _is_prefill(request) and request.num_computed_tokens < request.num_tokens
-
-
-def _adapter(request: Request) -> int | None:
-    return request.lora_request.lora_int_id if request.lora_request else None
 
 
 def _merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:

@@ -1,7 +1,8 @@
 """What the scheduler would make of a trace with given buckets, step by step, without a device.
 
-It follows `rbln_backend.scheduler`: a step is one chunk of one prompt or one token of every
-request that decodes. Left out are KV blocks (there is always room), prefix hits and adapters.
+It follows `rbln_backend.scheduler`: a step is one chunk, of one prompt or of several that fit into
+it whole, or one token of every request that decodes. Left out are KV blocks (there is always room),
+prefix hits and adapters.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.chunk_plan import ChunkPlan, room_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.tuner import StepTimes
 from rbln_backend.bucketing.usage import Usage
@@ -40,6 +42,7 @@ class Pace:
 
     decode_steps_per_chunk: int = 1
     prefill_step_tokens: int = 0
+    prefill_prompts: int = 1
 
 
 @dataclass(slots=True)
@@ -84,7 +87,7 @@ class _Simulation:
         self.schedule = Schedule()
         self._tables, self._times = tables, times
         self._steps_per_chunk, self._by_steps = pace.decode_steps_per_chunk, by_steps
-        self._chunks = ChunkPlan(tables["prefill"], pace.prefill_step_tokens)
+        self._chunks = ChunkPlan(tables["prefill"], pace.prefill_step_tokens, pace.prefill_prompts)
 
     def run(self, requests: Sequence[Request]) -> None:
         coming = deque(requests)
@@ -116,16 +119,26 @@ class _Simulation:
             self._owed = max(0, self._owed - 1)
             self._run_step("decode", len(decoding), decoding)
             return
-        if not prefilling:
-            prefilling = [self._waiting.popleft()]
-            self._running += prefilling
+        chosen = self._admit(prefilling)
         self._owed = self._steps_per_chunk
-        chosen = prefilling[0]
-        if chosen.needs_chunk:
-            self._run_step("prefill", self._chunks.next_chunk(chosen.prompt_left), [chosen])
-        else:
+        if not any(request.needs_chunk for request in chosen):
             # A prompt of one token is a row, and the others do not see the step that admits it.
-            self._run_step("decode", 1, [chosen])
+            self._run_step("decode", len(chosen), chosen)
+        elif len(chosen) > 1:
+            tokens = sum(request.prompt_left for request in chosen)
+            self._run_step("prefill", room_of(tokens, len(chosen)), chosen)
+        else:
+            self._run_step("prefill", self._chunks.next_chunk(chosen[0].prompt_left), chosen)
+
+    def _admit(self, prefilling: list[_Running]) -> list[_Running]:
+        """Whom a prefill step computes: who is under way, else who waits, and who fits in, too."""
+        room = self._tables["decode"].largest - len(self._running)
+        queue = [*prefilling, *islice(self._waiting, room)]
+        chosen = queue[: self._chunks.together([r.prompt_left for r in queue])]
+        for request in chosen[len(prefilling) :]:
+            self._waiting.remove(request)
+            self._running.append(request)
+        return chosen
 
     def _run_step(self, phase: str, size: int, served: Sequence[_Running]) -> None:
         bucket = self._tables[phase].find(size)

@@ -26,7 +26,6 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
-from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.parallel.stages import largest_decode, verify_table
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
@@ -48,8 +47,8 @@ from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 from rbln_backend.worker.graphs.functions import GraphFunction
+from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
-from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
@@ -58,13 +57,13 @@ from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
-from rbln_backend.worker.step.agreement import DataRanks, SoleRank, StepAgreement
+from rbln_backend.worker.step.agreement import make_agreement
 from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.grammar_mask import GrammarMask
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
-from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder
+from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.runner import StepRunner
@@ -132,21 +131,25 @@ class EngineBuild:
         self._kv_caches.bind(parts.attention_layers)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
-        encoder_layers = _encoder_layers(parts)
         tables = bucket_tables(config, rbln)
         # Not a parameter's: the first of a quantised model holds packed words.
         dtype: Any = config.model_config.dtype
         self._stage = make_stage(parts.model, dtype)
-        self._agreement = _agreement(config)
+        self._agreement = make_agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
-        self._graphs = GraphSet.allocate(
-            *(tables, dispatch, self._groups, encoder_layers),
-            verify=verify_table(config),
+        is_first = self._stage.part.is_first
+        make_inputs = partial(
+            StepInputs.allocate,
+            groups=self._groups,
+            encoder_layers=_encoder_layers(parts),
             has_adapters=parts.adapters is not None,
             masked_ranks=self._agreement.ranks if masks_tokens else 0,
-            handed=None
-            if self._stage.part.is_first
-            else partial(handed_buffers, parts.model, dtype),
+            handed=None if is_first else partial(handed_buffers, parts.model, dtype),
+        )
+        self._graphs = GraphSet.allocate(
+            *(tables, dispatch, make_inputs),
+            verify=verify_table(config),
+            prompts=rbln.chunk_prompts,
         )
         hidden_size = config.model_config.get_hidden_size()
         self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
@@ -171,8 +174,7 @@ class EngineBuild:
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then refuse unknown shapes."""
         if self._parts.rbln.enable_warm_up:
-            peers = Peers.of_this_rank()
-            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers))
+            self._warm_up_graphs(WarmUp(progress, self._parts.board, Peers.of_this_rank()))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -208,8 +210,9 @@ class EngineBuild:
         return FilledStore(warm_up.results, missing)
 
     def _requests(self) -> list[GraphRequest]:
-        has_logits = self._generates and self._stage.part.is_last
-        specs = plan(self._graphs.tables, self._graphs.verify, has_logits=has_logits)
+        specs = [*self._graphs.inputs]
+        if self._generates and self._stage.part.is_last:
+            specs.append(LM_HEAD)
         return [self._request(spec) for spec in specs]
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
@@ -300,7 +303,8 @@ class EngineBuild:
     def _make_runner(self) -> Runner:
         config = self._parts.vllm_config
         is_last = self._stage.part.is_last
-        batches = RequestBatches(self._input_batch, largest_decode(config), samples=is_last)
+        sizes = (largest_decode(config), self._graphs.prompts)
+        batches = RequestBatches(self._input_batch, *sizes, samples=is_last)
         steps = StepRunner(
             batches=batches,
             adapters=self._adapter_rows(batches),
@@ -316,8 +320,7 @@ class EngineBuild:
         if not self._generates:
             caching = bool(config.cache_config.enable_prefix_caching)
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
-            types = TokenTypes(self._parts.model)
-            return PoolingRunner(steps=steps, pooler=pooler, token_types=types)
+            return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
         # The kernel that it calls belongs to the emulated device.
         sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else Sampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
@@ -376,13 +379,6 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
 def _row_order(rbln: RblnConfig) -> RowOrder:
     npu = find_npu(rbln)
     return AsScheduled() if npu is None or not npu.wants_longest_first else LongestFirst()
-
-
-def _agreement(config: VllmConfig) -> StepAgreement:
-    """Engines of a dense model are by themselves, whatever their number."""
-    if config.parallel_config.data_parallel_size == 1:
-        return SoleRank()
-    return DataRanks(groups()["dp"])
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

@@ -9,6 +9,7 @@ live elsewhere. No configuration flag is read during a step.
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -130,14 +131,16 @@ class RblnModelRunner:
     def _collect_prompt_logprobs(
         self, work: StepWork, hidden: Tensor | None
     ) -> dict[str, LogprobsTensors | None]:
-        tokens_per_request = work.num_tokens // work.num_reqs
         collected: dict[str, LogprobsTensors | None] = {}
-        for request_id in work.batch.req_ids:
+        counts = work.counts or [1] * work.num_reqs
+        ends = accumulate(counts)
+        for request_id, count, end in zip(work.batch.req_ids, counts, ends, strict=True):
             request = self._batches.requests[request_id]
             params = request.sampling_params
             if params is None or params.prompt_logprobs is None:
                 continue
-            table = self._prompt_logprobs.collect(request, hidden, tokens_per_request)
+            own = None if hidden is None else hidden[end - count :]
+            table = self._prompt_logprobs.collect(request, own, count)
             if table is not None:
                 collected[request_id] = table
         return collected

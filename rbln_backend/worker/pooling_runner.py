@@ -20,7 +20,7 @@ from rbln_backend.worker.step.token_types import TokenTypes
 class PoolingRunner:
     """Runs one chunk of one prompt per step; the last chunk of a prompt pools on the host."""
 
-    def __init__(self, *, steps: StepRunner, pooler: HostPooler, token_types: TokenTypes) -> None:
+    def __init__(self, steps: StepRunner, pooler: HostPooler, token_types: TokenTypes) -> None:
         self._steps = steps
         self._pooler = pooler
         self._token_types = token_types

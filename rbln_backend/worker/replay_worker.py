@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.chunk_plan import ChunkPlan, room_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import Phase
 from rbln_backend.scheduler.scheduler import RblnScheduler
@@ -28,9 +28,9 @@ class ReplayScheduler(RblnScheduler):
 
     def use_chunks(self, table: BucketTable) -> None:
         """Cut prompts into chunks of these sizes from now on."""
-        step_tokens = configured(self.vllm_config).prefill_step_tokens
-        assert step_tokens is not None
-        self._chunks = ChunkPlan(table, step_tokens)
+        rbln = configured(self.vllm_config)
+        assert rbln.prefill_step_tokens is not None
+        self._chunks = ChunkPlan(table, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         prefilling = {request.request_id for request in self._prefilling()}
@@ -42,7 +42,8 @@ class ReplayScheduler(RblnScheduler):
             is_chunk = bool(prefilling & tokens.keys()) or any(
                 count > 1 for name, count in tokens.items() if name not in known
             )
-            size = output.total_num_scheduled_tokens if is_chunk else len(tokens)
+            chunk = room_of(output.total_num_scheduled_tokens, len(tokens))
+            size = chunk if is_chunk else len(tokens)
             self._step = ("prefill" if is_chunk else "decode", size)
         return output
 

@@ -59,7 +59,7 @@ class Player:
         assert isinstance(settled, Settled)
         rbln = settled.rbln
         assert rbln.prefill_step_tokens is not None  # the platform has settled it
-        self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens)
+        self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
     def run(
         self, what: str, groups: Sequence[Sequence[Round]], repeats: int

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from rbln_backend.speculation.chooser import Choice
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
 
-VOCAB = 512
+KNOWN_TO_ALL = 512
+"""Tokens that every tiny checkpoint has."""
 MOST = 3
 """Drafts of a request in a step."""
 
@@ -35,7 +36,9 @@ class Oracle:
         text, made = self._going[request_id]
         drafts = text[made : made + self.rng.randint(0, limit)]
         self.proposed += len(drafts)
-        lied = [self.rng.randrange(VOCAB) if self.rng.random() < self.lies else t for t in drafts]
+        lied = [
+            self.rng.randrange(KNOWN_TO_ALL) if self.rng.random() < self.lies else t for t in drafts
+        ]
         return Draft(lied, 2)
 
     def end(self, request_id: str, finished: bool) -> None:

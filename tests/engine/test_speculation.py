@@ -18,7 +18,7 @@ from rbln_backend.store.bundle_contents import collect
 from rbln_backend.store.bundle_output import write_folder
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
-from tests.engine.oracle import MOST, VOCAB, AnyLength, Oracle
+from tests.engine.oracle import MOST, AnyLength, Oracle
 from tests.engine.parallel_runs import run_ranks
 from tests.engine.test_equality import make_prompts
 
@@ -170,7 +170,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"top_k": 9, "top_p": 0.9},
     {"min_p": 0.05, "logprobs": 3},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 0},
-    {"logit_bias": {42: 3.0}, "min_tokens": 11, "stop_token_ids": list(range(200))},
+    {"logit_bias": {42: 3.0}, "min_tokens": 11, "stop_token_ids": [*range(0, 4096, 2)]},
     {"bad_words": ["the"], "prompt_logprobs": 1},
     {"presence_penalty": 0.5},
 )
@@ -188,10 +188,18 @@ def test_every_way_of_sampling_gives_the_same(pair: Pair) -> None:
 
 
 def test_a_minimum_length_can_be_reached_by_drafts(pair: Pair) -> None:
-    """Whichever draft of a step reaches it: the token after that may end the text."""
+    """Whichever draft of a step reaches it: the token after that may end the text, and does."""
     prompts = make_prompts([9] * 12, seed=39)
-    params = [greedy(min_tokens=5 + n, stop_token_ids=[*range(0, VOCAB, 2)]) for n in range(12)]
-    pair.run(prompts, params, lies=0.0, least=MOST + 1)
+    texts = [whole[0] for whole in results(pair.plain, prompts, [greedy(max_tokens=24)] * 12)]
+    ends = [max(n for n, token in enumerate(text) if token not in text[:n]) for text in texts]
+    assert sum(end > MOST for end in ends) >= 6, "texts that repeat one token end nowhere"
+    params = [
+        greedy(min_tokens=end, stop_token_ids=[text[end]])
+        for end, text in zip(ends, texts, strict=True)
+    ]
+    expected = results(pair.plain, prompts, params)
+    assert {reason for *_, reason in expected} == {"stop"}
+    pair.run(prompts, params, lies=0.0, least=MOST + 1, expected=expected)
 
 
 def test_a_grammar_cuts_drafts(pair: Pair) -> None:

@@ -51,6 +51,14 @@ def test_a_period_does_not_depend_on_how_long_a_step_takes() -> None:
         assert ran.steps_by_size == once.usage.phases[phase].steps_by_size
 
 
+def test_prompts_that_wait_share_a_chunk() -> None:
+    trace = [Request(0.0, length, 2) for length in (10, 12, 30, 20)]
+    pace = Pace(prefill_step_tokens=16, prefill_prompts=2)
+    ran = simulate(trace, TABLES, TIMES, pace).usage.phases
+    # The first two take a chunk of two prompts, the other two a chunk each.
+    assert ran["prefill"].steps_by_size == {32: 1, 30: 1, 20: 1}
+
+
 def test_no_more_run_at_once_than_there_are_rows() -> None:
     decode = simulate([Request(0.0, 8, 20)] * 9, TABLES, TIMES).usage.phases["decode"]
     assert max(decode.steps_by_size) == 4
@@ -72,6 +80,7 @@ def test_the_engine_runs_the_same_steps(
     """In all of its buckets, and then in some of them alone."""
     lengths = [(5, 4), (40, 9), (1, 3), (33, 2), (17, 6), (70, 5), (2, 12), (16, 1), (31, 7)]
     trace = [Request(0.03 * n, *pair) for n, pair in enumerate(lengths)]
+    trace += [Request(0.0, *pair) for pair in ((6, 3), (1, 2), (9, 5))]
     argv = (str(checkpoints("llama")), "--max-model-len", "128", "--block-size", "32")
     (period,) = simulate(trace, TABLES, TIMES).periods
     few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}

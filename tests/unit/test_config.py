@@ -28,6 +28,7 @@ FIELDS = [
     "decode_batch_bucket_manual_buckets",
     "prefill_chunk_buckets",
     "prefill_step_tokens",
+    "prefill_prompts",
     "decode_steps_per_chunk",
     "verify_lengths",
     "verify_tokens",

@@ -65,6 +65,8 @@ def graph_key(
     }
     if spec.phase is Phase.VERIFY:
         own["length"] = spec.length
+    if spec.prompts > 1:
+        own["prompts"] = spec.prompts
     return CacheKey({**fields, **own})
 
 

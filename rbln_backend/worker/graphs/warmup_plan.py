@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rbln_backend.bucketing.chunk_plan import prompts_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.compiler.port import GraphSpec, Phase
@@ -14,15 +15,24 @@ LOGITS_ROWS = 32
 
 
 def plan(
-    tables: Mapping[Phase, BucketTable], verify: VerifyTable = NO_DRAFTS, *, has_logits: bool
+    tables: Mapping[Phase, BucketTable],
+    verify: VerifyTable = NO_DRAFTS,
+    *,
+    has_logits: bool,
+    prompts: int = 1,
 ) -> list[GraphSpec]:
     """Every graph, smallest first within a phase: memory trouble shows before the long compiles.
 
     ``verify``: the steps that check drafts. ``has_logits``: the model generates text (False for
-    pooling models).
+    pooling models). ``prompts``: what the largest prefill chunk may hold.
     """
-    specs = [GraphSpec.of(phase, size) for phase, table in tables.items() for size in table]
+    specs = [spec_of(phase, size, prompts) for phase, table in tables.items() for size in table]
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
     return specs
+
+
+def spec_of(phase: Phase, size: int, prompts: int) -> GraphSpec:
+    """The graph of a chunk or a decode bucket; ``prompts`` as for ``plan``."""
+    return GraphSpec.of(phase, size, prompts=prompts_of(size, prompts) if phase.takes_chunk else 1)

@@ -56,7 +56,8 @@ class Preflight:
     @property
     def graphs(self) -> list[GraphSpec]:
         """Every graph that a start loads or compiles."""
-        return plan(self.tables, self.verify, has_logits=generates(self.config))
+        prompts = self.rbln.chunk_prompts
+        return plan(self.tables, self.verify, has_logits=generates(self.config), prompts=prompts)
 
 
 def prepare(config: VllmConfig) -> Preflight:

@@ -34,8 +34,9 @@ class SlotRows:
         self._adapters = adapters
 
     def fill(self, inputs: StepInputs, work: StepWork) -> None:
-        batch, count = work.batch, work.num_reqs
+        batch, slots = work.batch, inputs.adapter_slots
+        # All prompts of a chunk have one adapter.
+        count = min(work.num_reqs, len(slots))
         ids = batch.request_lora_mapping[:count].tolist()
-        slots = inputs.adapter_slots
         slots[:count] = self._adapters.slots_of(ids, batch.lora_id_to_lora_request)
         slots[count:] = NO_ADAPTER

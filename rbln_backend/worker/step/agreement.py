@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from rbln_backend.compiler.port import Phase
-from rbln_backend.parallel.collectives import Group
+from rbln_backend.parallel.collectives import Group, groups
+from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.step.batches import StepWork
 
 # In the order in which ranks run them.
@@ -51,7 +52,10 @@ class SoleRank:
 
     def rounds(self, work: StepWork | None) -> Sequence[Round]:
         """As ``StepAgreement``."""
-        return () if work is None else (Round(work.phase, work.size, (work.size,), work.length),)
+        if work is None:
+            return ()
+        count = work.num_tokens if work.phase.takes_chunk else work.size
+        return (Round(work.phase, work.size, (count,), work.length),)
 
 
 class DataRanks:
@@ -69,6 +73,13 @@ class DataRanks:
         self._mine[1] = 0 if work is None else work.size
         dist.all_gather(self._all, self._mine, group=self._group)
         return agreed([(number, size) for number, size in torch.stack(self._all).tolist()])
+
+
+def make_agreement(config: VllmConfig) -> StepAgreement:
+    """Engines of a dense model are by themselves, whatever their number."""
+    if config.parallel_config.data_parallel_size == 1:
+        return SoleRank()
+    return DataRanks(groups()["dp"])
 
 
 def agreed(wanted: Sequence[tuple[int, int]]) -> list[Round]:

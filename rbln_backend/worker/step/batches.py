@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rbln_backend.bucketing.chunk_plan import room_of
 from rbln_backend.compiler.port import Phase
 from rbln_backend.scheduler.constraints import is_prefill
 from rbln_backend.vllm_compat.surface import (
@@ -25,12 +26,13 @@ class StepWork:
     batch: InputBatch
     num_reqs: int
     num_tokens: int
-    """Tokens of the step: the chunk's length in prefill, ``num_reqs`` in decode, with drafts more.
-    """
+    """Tokens of the step: those of a chunk in prefill, ``num_reqs`` in decode, with drafts more."""
     samples: bool
     """False for a chunk that is not the last of its prompt: it produces no token."""
     drafts: Sequence[Sequence[int]] = ()
     """The drafts of each request, in batch order; empty where none are checked."""
+    counts: Sequence[int] = ()
+    """The tokens of each request, in batch order, in prefill."""
 
     @property
     def length(self) -> int:
@@ -40,26 +42,32 @@ class StepWork:
     @property
     def size(self) -> int:
         """What the bucket is chosen by: tokens in prefill, requests in decode."""
-        return self.num_tokens if self.phase.takes_chunk else self.num_reqs
+        takes_chunk = self.phase.takes_chunk
+        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_reqs
 
 
 class RequestBatches:
-    """Applies scheduler output; a prefill batch of one and a decode batch.
+    """Applies scheduler output; a prefill batch of a few and a decode batch.
 
     Two batches, so that a prefill between decode steps does not disturb the decode rows and their
     sampling state.
     """
 
     def __init__(
-        self, make_batch: Callable[[int], InputBatch], max_batch: int, *, samples: bool = True
+        self,
+        make_batch: Callable[[int], InputBatch],
+        max_batch: int,
+        prompts: int = 1,
+        *,
+        samples: bool = True,
     ) -> None:
-        """``max_batch``: requests of the largest decode step.
+        """``max_batch``: requests of the largest decode step; ``prompts``: of a prefill step.
 
         ``samples``: this rank records the tokens that it samples; otherwise it learns of them from
         the scheduler.
         """
         self.requests: dict[str, CachedRequestState] = {}
-        self._prefill = make_batch(1)
+        self._prefill = make_batch(prompts)
         self._decode = make_batch(max_batch)
         self._records = samples
 
@@ -80,7 +88,9 @@ class RequestBatches:
         samples = self._samples(scheduled, phase)
         drafted = scheduled.scheduled_spec_decode_tokens
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
-        return StepWork(phase, batch, batch.num_reqs, num_tokens, samples, drafts)
+        tokens = scheduled.num_scheduled_tokens
+        counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
+        return StepWork(phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
 
     def adapter_ids(self) -> set[int]:
         """The adapters of the requests that are in a batch."""
@@ -149,9 +159,11 @@ class RequestBatches:
             return None
         if scheduled.scheduled_spec_decode_tokens:
             return Phase.VERIFY
-        if len(scheduled.num_scheduled_tokens) > 1:
-            # Only decode steps have several requests.
-            return Phase.DECODE
+        several = len(scheduled.num_scheduled_tokens)
+        if several > 1:
+            # A decode step has a token of each, a chunk of several prompts has all of theirs.
+            is_decode = scheduled.total_num_scheduled_tokens == several
+            return Phase.DECODE if is_decode else Phase.PREFILL
         (request_id,) = scheduled.num_scheduled_tokens
         request = self.requests[request_id]
         if request.pooling_params is not None:
@@ -189,7 +201,8 @@ class RequestBatches:
     def _samples(self, scheduled: SchedulerOutput, phase: Phase) -> bool:
         if not phase.takes_chunk:
             return True
-        ((request_id, count),) = scheduled.num_scheduled_tokens.items()
+        # Where there are several, the chunk is the last of each.
+        request_id, count = next(iter(scheduled.num_scheduled_tokens.items()))
         request = self.requests[request_id]
         return request.num_computed_tokens + count >= request.num_tokens
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
-from rbln_backend.worker.graphs.warmup_plan import plan
-from rbln_backend.worker.step.group_inputs import KvGroup
+from rbln_backend.worker.graphs.warmup_plan import plan, spec_of
 from rbln_backend.worker.step.inputs import StepInputs
 
 
@@ -33,6 +30,7 @@ class GraphSet:
     verify: VerifyTable
     inputs: Mapping[GraphSpec, StepInputs]
     dispatch: GraphDispatch
+    prompts: int = 1
     _selected: dict[tuple[Phase, int, int], StepGraph] = field(default_factory=dict)
 
     @classmethod
@@ -40,25 +38,15 @@ class GraphSet:
         cls,
         tables: Mapping[Phase, BucketTable],
         dispatch: GraphDispatch,
-        groups: Sequence[KvGroup],
-        encoder_layers: Sequence[str] = (),
+        make_inputs: Callable[[GraphSpec], StepInputs],
         *,
         verify: VerifyTable = NO_DRAFTS,
-        has_adapters: bool = False,
-        masked_ranks: int = 0,
-        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
+        prompts: int = 1,
     ) -> GraphSet:
-        """Buffers for every chunk, bucket and length; for the rest see ``StepInputs.allocate``."""
-        inputs = {
-            spec: StepInputs.allocate(
-                *(spec, groups, encoder_layers),
-                has_adapters=has_adapters,
-                masked_ranks=masked_ranks,
-                handed=handed,
-            )
-            for spec in plan(tables, verify, has_logits=False)
-        }
-        return cls(tables, verify, inputs, dispatch)
+        """Buffers for every chunk, bucket and length; a large chunk may hold ``prompts``."""
+        specs = plan(tables, verify, has_logits=False, prompts=prompts)
+        inputs = {spec: make_inputs(spec) for spec in specs}
+        return cls(tables, verify, inputs, dispatch, prompts)
 
     def select(self, phase: Phase, size: int, length: int = 1) -> StepGraph:
         """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests.
@@ -75,14 +63,14 @@ class GraphSet:
     def _spec(self, phase: Phase, size: int, length: int) -> GraphSpec:
         if phase is Phase.VERIFY:
             return GraphSpec.of(phase, *self.verify.find(size, length))
-        return GraphSpec.of(phase, self.tables[phase].find(size))
+        return spec_of(phase, self.tables[phase].find(size), self.prompts)
 
     def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
         """Select among the graphs of ``tables`` alone; their largest sizes are those of all."""
         self._selected.clear()
         for phase, table in tables.items():
             for size in range(1, table.largest + 1):
-                spec = GraphSpec.of(phase, table.find(size))
+                spec = spec_of(phase, table.find(size), self.prompts)
                 step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
                 self._selected[(phase, size, 1)] = step
 

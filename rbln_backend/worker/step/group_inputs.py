@@ -30,12 +30,8 @@ class GroupInputs(Protocol):
     tensors: dict[str, Tensor]
     metadata: RblnAttentionMetadata
 
-    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:
-        """``count`` tokens of one request from position ``start``; its blocks."""
-        ...
-
-    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
-        """One token of each of n requests after ``num_computed`` [n]; their blocks [n, ...]."""
+    def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
+        """``counts`` tokens of each of n requests from ``starts`` [n] on; their blocks [n, ...]."""
         ...
 
 
@@ -54,10 +50,15 @@ class KvGroup:
     """See ``PagedMetadata``, as for ``appended_window``."""
     appended_window: int | None = None
 
-    def allocate(self, spec: GraphSpec, suffix: str) -> GroupInputs:
-        """Buffers for one graph; ``suffix`` keeps the names of several groups apart."""
+    def allocate(
+        self, spec: GraphSpec, suffix: str, query_counts: Tensor | None = None
+    ) -> GroupInputs:
+        """Buffers for one graph; ``suffix`` keeps the names of several groups apart.
+
+        ``query_counts``: see ``RblnAttentionMetadata``.
+        """
         maker = WindowInputs if self.is_window else PagedInputs
-        return maker(self, spec, suffix)
+        return maker(self, spec, suffix, query_counts)
 
 
 def kv_groups(
@@ -87,31 +88,36 @@ def kv_groups(
 class PagedInputs:
     """``seq_idx`` [B, 1] and ``block_tables`` [P] or [B, P]; see ``PagedMetadata``."""
 
-    def __init__(self, group: KvGroup, spec: GraphSpec, suffix: str) -> None:
-        batch, width = spec.batch_size, group.width
+    def __init__(
+        self, group: KvGroup, spec: GraphSpec, suffix: str, query_counts: Tensor | None
+    ) -> None:
+        rows, width = spec.requests, group.width
         is_prefill = spec.phase.takes_chunk
-        seq_idx = torch.zeros(batch, 1, dtype=torch.int64)
-        tables = torch.zeros((width,) if is_prefill else (batch, width), dtype=torch.int32)
+        seq_idx = torch.zeros(rows, 1, dtype=torch.int64)
+        is_one = is_prefill and query_counts is None
+        tables = torch.zeros((width,) if is_one else (rows, width), dtype=torch.int32)
         self.tensors = {f"seq_idx{suffix}": seq_idx, f"block_tables{suffix}": tables}
         self.metadata: RblnAttentionMetadata = PagedMetadata(
-            batch_size=batch,
+            batch_size=spec.batch_size,
             query_len=spec.query_len,
             is_prefill=is_prefill,
+            query_counts=query_counts,
             seq_idx=seq_idx,
             block_tables=tables,
             one_block=group.one_block,
             window=group.appended_window,
         )
         self.seq_idx: IntArray = seq_idx.numpy()
-        self.block_tables: IntArray = tables.numpy()
+        self.block_tables: IntArray = tables.view(rows, width).numpy()
 
-    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:  # noqa: ARG002
-        self.seq_idx[0, 0] = start
-        self.block_tables[:] = block_row[: len(self.block_tables)]
-
-    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
-        count, width = len(num_computed), self.block_tables.shape[1]
-        self.seq_idx[:count, 0] = num_computed
+    def fill(
+        self,
+        starts: IntArray,
+        counts: IntArray | int,  # noqa: ARG002
+        block_rows: IntArray,
+    ) -> None:
+        count, width = len(starts), self.block_tables.shape[1]
+        self.seq_idx[:count, 0] = starts
         self.block_tables[:count] = block_rows[:, :width]
         if count < len(self.seq_idx):
             self.seq_idx[count:] = 0
@@ -121,40 +127,37 @@ class PagedInputs:
 class WindowInputs:
     """``cache_seq_len``, ``cache_offset`` [B, 1] and the block ids; see ``WindowMetadata``."""
 
-    def __init__(self, group: KvGroup, spec: GraphSpec, suffix: str) -> None:
-        batch = spec.batch_size
+    def __init__(
+        self, group: KvGroup, spec: GraphSpec, suffix: str, query_counts: Tensor | None
+    ) -> None:
+        rows = spec.requests
         is_prefill = spec.phase.takes_chunk
-        cache_seq_len = torch.zeros(batch, 1, dtype=torch.int32)
-        cache_offset = torch.zeros(batch, 1, dtype=torch.int32)
-        tables = torch.zeros((1,) if is_prefill else (batch, 1), dtype=torch.int32)
+        cache_seq_len = torch.zeros(rows, 1, dtype=torch.int32)
+        cache_offset = torch.zeros(rows, 1, dtype=torch.int32)
+        tables = torch.zeros((rows,) if is_prefill else (rows, 1), dtype=torch.int32)
         self.tensors = {
             f"cache_seq_len{suffix}": cache_seq_len,
             f"cache_offset{suffix}": cache_offset,
             f"local_block_tables{suffix}": tables,
         }
         self.metadata: RblnAttentionMetadata = WindowMetadata(
-            batch_size=batch,
+            batch_size=spec.batch_size,
             query_len=spec.query_len,
             is_prefill=is_prefill,
+            query_counts=query_counts,
             cache_seq_len=cache_seq_len,
             cache_offset=cache_offset,
             block_tables=tables,
         )
         self.cache_seq_len: IntArray = cache_seq_len.numpy()
         self.cache_offset: IntArray = cache_offset.numpy()
-        self.block_tables: IntArray = tables.numpy()
+        self.block_tables: IntArray = tables.view(rows, 1).numpy()
         self._window = group.block_size
 
-    def fill_prefill(self, start: int, count: int, block_row: IntArray) -> None:
-        valid = min(start, self._window)
-        self.cache_seq_len[0, 0] = valid
-        self.cache_offset[0, 0] = valid + count
-        self.block_tables[0] = block_row[0]
-
-    def fill_decode(self, num_computed: IntArray, block_rows: IntArray) -> None:
-        count = len(num_computed)
-        np.minimum(num_computed, self._window, out=self.cache_seq_len[:count, 0], casting="unsafe")
-        self.cache_offset[:count] = self.cache_seq_len[:count] + 1
+    def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
+        count = len(starts)
+        np.minimum(starts, self._window, out=self.cache_seq_len[:count, 0], casting="unsafe")
+        self.cache_offset[:count, 0] = self.cache_seq_len[:count, 0] + counts
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):
             for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):

@@ -32,9 +32,11 @@ class StepInputs:
     positions: IntArray
     """[B, L] int64."""
     token_indices: IntArray
-    """[1] int64: the last real row of a chunk."""
+    """[R] int64: the last row of each of R requests of a chunk; [1] in decode, where it is idle."""
+    query_counts: IntArray
+    """[R] int32: the rows of each; empty where a chunk holds one request."""
     adapter_slots: IntArray
-    """[B] int32: the slot of each request's adapter; empty in an engine without adapters."""
+    """[B] int32: the slot of each request's adapter, or of a chunk's; empty without adapters."""
     tokens_mask: npt.NDArray[np.float32]
     """[ranks, B * L]: 0 in padding; no ranks in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
@@ -63,8 +65,11 @@ class StepInputs:
         tensors = {
             "input_ids": torch.zeros(batch, length, dtype=torch.int64),
             "positions": torch.zeros(batch, length, dtype=torch.int64),
-            "token_indices": torch.zeros(1, dtype=torch.int64),
+            "token_indices": torch.zeros(spec.prompts, dtype=torch.int64),
         }
+        counts = torch.zeros(spec.prompts if spec.prompts > 1 else 0, dtype=torch.int32)
+        if len(counts):
+            tensors["query_counts"] = counts
         if handed is not None:
             tensors |= handed(batch * length)
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
@@ -73,7 +78,8 @@ class StepInputs:
         mask = torch.zeros(masked_ranks * batch * length, 1)
         if masked_ranks:
             tensors[TOKENS_MASK] = mask
-        parts = [group.allocate(spec, f".{index}") for index, group in enumerate(groups)]
+        shared = tensors.get("query_counts")
+        parts = [group.allocate(spec, f".{index}", shared) for index, group in enumerate(groups)]
         for part in parts:
             tensors |= part.tensors
         encoder = EncoderMetadata(
@@ -87,6 +93,7 @@ class StepInputs:
             token_ids=tensors["input_ids"].numpy(),
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
+            query_counts=counts.numpy(),
             adapter_slots=slots.numpy(),
             tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
@@ -94,16 +101,25 @@ class StepInputs:
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
         )
 
-    def fill_prefill(self, token_ids: IntArray, start: int, block_rows: Sequence[IntArray]) -> None:
-        """One chunk: ``token_ids`` [n <= L] at positions start..; the request's blocks by group."""
-        count = len(token_ids)
-        self.token_ids[0, :count] = token_ids
-        self.token_ids[0, count:] = 0
-        self.positions[0, :count] = np.arange(start, start + count)
-        self.positions[0, count:] = 0
-        self.token_indices[0] = count - 1
-        for group, row in zip(self.groups, block_rows, strict=True):
-            group.fill_prefill(start, count, row)
+    def fill_prefill(
+        self, prompts: Sequence[IntArray], starts: IntArray, block_rows: Sequence[IntArray]
+    ) -> None:
+        """One chunk: the tokens of each of n <= R requests, those of all together L at most.
+
+        They lie at positions ``starts`` [n] and the following; ``block_rows`` by group [n, ...].
+        """
+        counts = np.fromiter(map(len, prompts), dtype=np.int64)
+        ends, end = counts.cumsum(), int(counts.sum())
+        self.token_ids[0, :end] = np.concatenate(prompts)
+        self.token_ids[0, end:] = 0
+        self.positions[0, :end] = np.arange(end) + np.repeat(starts - (ends - counts), counts)
+        self.positions[0, end:] = 0
+        for whole, values in ((self.token_indices, ends - 1), (self.query_counts, counts)):
+            if len(whole):
+                whole[: len(values)] = values
+                whole[len(values) :] = 0
+        for group, rows in zip(self.groups, block_rows, strict=True):
+            group.fill(starts, counts, rows)
 
     def fill_decode(
         self, token_ids: IntArray, num_computed: IntArray, block_rows: Sequence[IntArray]
@@ -119,7 +135,7 @@ class StepInputs:
             self.token_ids[count:] = 0
             self.positions[count:] = 0
         for group, rows in zip(self.groups, block_rows, strict=True):
-            group.fill_decode(num_computed, rows)
+            group.fill(num_computed, 1, rows)
 
     def fill_verify(
         self,
@@ -142,11 +158,11 @@ class StepInputs:
         # A graph writes all its query rows: padding goes where later tokens of the request will
         # or, as vLLM ends a row of blocks in zeros, to the null block.
         for group, blocks in zip(self.groups, block_rows, strict=True):
-            group.fill_decode(num_computed, blocks)
+            group.fill(num_computed, 1, blocks)
 
     def fill_idle(self) -> None:
         """Nothing but padding: every row goes to the null block and to no adapter."""
-        for whole in (self.token_ids, self.positions, self.token_indices):
+        for whole in (self.token_ids, self.positions, self.token_indices, self.query_counts):
             whole[...] = 0
         self.adapter_slots[...] = NO_ADAPTER
         for group in self.groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rbln_backend.bucketing.chunk_plan import room_of
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
@@ -78,13 +79,14 @@ class StepMetrics:
         Both are 0 where a data-parallel rank only takes part in the others' step.
         """
         series = self._series_of(spec)
-        series.cells.add(num_reqs, series.batch_size - num_reqs, seconds)
+        # A chunk may hold several requests, and none is missed where it holds one.
+        series.cells.add(num_reqs, max(0, series.batch_size - num_reqs), seconds)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)
             series.padded_tokens.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
         if num_reqs:
-            size = num_tokens if series.takes_chunk else num_reqs
+            size = room_of(num_tokens, num_reqs) if series.takes_chunk else num_reqs
             if self._usage is not None:
                 self._usage.note(series.tuned_as, size, series.bucket, seconds)
             if self._sizes is not None:

@@ -124,12 +124,12 @@ class StepRunner:
     def _fill(self, inputs: StepInputs, work: StepWork) -> None:
         batch, count = work.batch, work.num_reqs
         tables = [table.get_numpy_array() for table in batch.block_table.block_tables]
-        if work.phase.takes_chunk:
-            start = int(batch.num_computed_tokens_cpu[0])
-            tokens = batch.token_ids_cpu[0, start : start + work.num_tokens]
-            inputs.fill_prefill(tokens, start, [table[0] for table in tables])
-            return
         num_computed = batch.num_computed_tokens_cpu[:count]
+        if work.phase.takes_chunk:
+            own = zip(batch.token_ids_cpu, num_computed, work.counts, strict=False)
+            prompts = [tokens[start : start + taken] for tokens, start, taken in own]
+            inputs.fill_prefill(prompts, num_computed, [table[:count] for table in tables])
+            return
         tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
         rows = DecodeRows(tokens, num_computed, [table[:count] for table in tables])
         if work.phase is Phase.VERIFY:

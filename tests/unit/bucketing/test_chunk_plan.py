@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.chunk_plan import ChunkPlan, prompts_of, room_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
 
@@ -70,3 +70,41 @@ def test_one_chunk_size_is_never_cut() -> None:
 def test_a_negative_cost_is_refused() -> None:
     with pytest.raises(BucketError, match="-1"):
         ChunkPlan(HALVES, -1)
+
+
+@pytest.mark.parametrize(
+    ("left", "count"),
+    [
+        ([32] * 8, 8),
+        # Seven fill 252 of 256; the eighth would need a chunk of its own.
+        ([36] * 8, 7),
+        # Six in a chunk of 128 save more than eight in one of 256.
+        ([20] * 8, 6),
+        # One chunk and step in place of three, and of four.
+        ([130, 120], 2),
+        ([200, 30], 2),
+        ([300, 10], 1),
+        ([10, 300], 1),
+        # Eight prompts take a chunk of 128, however short they are.
+        ([5] * 12, 8),
+        ([1, 1], 1),
+        ([40], 1),
+        ([], 1),
+    ],
+)
+def test_prompts_share_a_chunk_where_that_computes_less(left: list[int], count: int) -> None:
+    assert ChunkPlan(HALVES, 16, prompts=8).together(left) == count
+    assert ChunkPlan(HALVES, 16).together(left) == 1
+
+
+@given(
+    left=st.lists(st.integers(1, 300), max_size=12),
+    step_tokens=st.integers(0, 40),
+    most=st.integers(1, 12),
+)
+def test_prompts_that_share_a_chunk_fit_into_its_graph(
+    left: list[int], step_tokens: int, most: int
+) -> None:
+    count = ChunkPlan(HALVES, step_tokens, most).together(left)
+    if count > 1:
+        assert count <= prompts_of(HALVES.find(room_of(sum(left[:count]), count)), most)

@@ -151,6 +151,7 @@ OPTIONS = {
     "chunk": {"chunk": 24},
     "a chunk of many tiles": {"chunk": 150},
     "window": {"window": 90},
+    "a chunk and a window": {"chunk": 70, "window": 50},
     "values": {"value_size": 24},
     "all": {"slopes": torch.linspace(0.01, 0.6, 6), "chunk": 70, "value_size": 48, "soft_cap": 4.0},
 }

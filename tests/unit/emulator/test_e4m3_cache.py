@@ -58,8 +58,9 @@ def test_keeps_the_nearest_number_of_e4m3(scale: float, bodies: Bodies) -> None:
         assert wanted.abs().max() == 448
 
 
-def test_a_nan_stays_one_and_hurts_those_alone_that_see_it() -> None:
-    run = make(CASES[2], torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_nan_stays_one_and_hurts_those_alone_that_see_it(dtype: torch.dtype) -> None:
+    run = make(CASES[2], dtype)
     clean = run.prefill(0, 200)
     run.k[:, 0, :, 120] = NAN
     run.v[:, 1, :, 130, 3] = -NAN

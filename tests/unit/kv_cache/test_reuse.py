@@ -108,20 +108,22 @@ class World:
             )
         )
 
-    def admit(self) -> None:
-        if not self.waiting or len(self.running) == MAX_REQUESTS:
-            return
-        request = self.waiting[0]
-        blocks, hit, _ = self.manager.get_computed_blocks(request)
-        count = min(self.shape.chunk, request.num_tokens - hit)
-        if self.manager.allocate_slots(request, count, hit, blocks) is None:
-            assert self.running, "an empty engine takes any request"
-            return
-        self.waiting.remove(request)
-        self.running.append(request)
-        self.hits += hit
-        request.num_computed_tokens = hit
-        self.step(request, count)
+    def admit(self, most: int = 1) -> None:
+        """Let up to ``most`` requests begin in one step."""
+        begun: list[tuple[Request, int]] = []
+        while self.waiting and len(self.running) < MAX_REQUESTS and len(begun) < most:
+            request = self.waiting[0]
+            blocks, hit, _ = self.manager.get_computed_blocks(request)
+            count = min(self.shape.chunk, request.num_tokens - hit)
+            if self.manager.allocate_slots(request, count, hit, blocks) is None:
+                assert self.running, "an empty engine takes any request"
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.hits += hit
+            request.num_computed_tokens = hit
+            begun.append((request, count))
+        self.step(*begun)
 
     def advance(self, request: Request) -> None:
         if request.num_computed_tokens == request.num_tokens:
@@ -133,7 +135,7 @@ class World:
             self.preempt(self.running[-1])
             if request not in self.running:
                 return
-        self.step(request, count)
+        self.step((request, count))
 
     def preempt(self, request: Request) -> None:
         self.release(request)
@@ -144,13 +146,19 @@ class World:
         self.manager.free(request)
         self.running.remove(request)
 
-    def step(self, request: Request, count: int) -> None:
+    def step(self, *work: tuple[Request, int]) -> None:
         copies, retained = self.manager.take_kv_cache_block_copies()
         if copies:
             self.caches.copy_blocks([(c.src_block_id, c.dst_block_id) for c in copies])
         self.manager.block_pool.free_blocks(retained)
         transfers = self.coordinator.take_transfers()
         self.caches.restore_windows(transfers)
+        # In any order: what a step writes none of its requests may read of another.
+        for request, count in reversed(work):
+            self.compute(request, count)
+        self.caches.store_windows(transfers)
+
+    def compute(self, request: Request, count: int) -> None:
         tokens = torch.tensor(list(request.all_token_ids), dtype=torch.float32)
         start, end = request.num_computed_tokens, request.num_computed_tokens + count
         for index, group in enumerate(self.config.kv_cache_groups):
@@ -162,7 +170,6 @@ class World:
                 self.slide(cache, ids, spec.window, tokens, start, end)
             else:
                 self.append(cache, ids, tokens, start, end)
-        self.caches.store_windows(transfers)
         request.num_computed_tokens = end
 
     def append(
@@ -230,7 +237,7 @@ def test_every_step_reads_its_own_tokens_and_nothing_leaks(name: str, seed: int)
         for _ in range(rng.randrange(10)):
             action = rng.random()
             if action < 0.3:
-                world.admit()
+                world.admit(3 if number % 3 == 0 else 1)
             elif world.running:
                 request = rng.choice(world.running)
                 if action < 0.35:

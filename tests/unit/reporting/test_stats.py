@@ -36,6 +36,8 @@ SURFACE = {
     "rbln_background_rows_total": ("counter", ("kind",)),
     "rbln_draft_tokens_total": ("counter", ("bucket",)),
     "rbln_draft_accepted_tokens_total": ("counter", ("bucket",)),
+    "rbln_draft_expected_gain_total": ("counter", ("bucket",)),
+    "rbln_draft_gain_total": ("counter", ("bucket",)),
     "rbln_background_parked": ("gauge", ()),
     "rbln_background_preemptions_total": ("counter", ()),
     "rbln_grammar_mask_seconds": ("histogram", ("part",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.step.graph_set import GraphSet
+from rbln_backend.worker.step.inputs import StepInputs
 
 TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4, 8))}
 
@@ -24,7 +26,7 @@ class Graph:
 
 def test_steps_run_in_the_smallest_graph_of_those_that_are_allowed() -> None:
     dispatch = GraphDispatch(Graph, policy="error", on_miss=lambda _: None)
-    graphs = GraphSet.allocate(TABLES, dispatch, [])
+    graphs = GraphSet.allocate(TABLES, dispatch, partial(StepInputs.allocate, groups=[]), prompts=3)
     for spec in graphs.inputs:
         dispatch.add(Graph(spec))
     dispatch.seal()
@@ -33,6 +35,8 @@ def test_steps_run_in_the_smallest_graph_of_those_that_are_allowed() -> None:
         graphs.restrict(tables)
         for phase, size in ((Phase.PREFILL, 9), (Phase.DECODE, 1), (Phase.DECODE, 5)):
             step = graphs.select(phase, size)
-            assert step.spec == GraphSpec.of(phase, tables[phase].find(size))
+            size = tables[phase].find(size)
+            prompts = 3 if (phase, size) == (Phase.PREFILL, 64) else 1
+            assert step.spec == GraphSpec.of(phase, size, prompts=prompts)
             assert step.graph.spec == step.spec
             assert step.inputs is graphs.inputs[step.spec]

@@ -12,8 +12,11 @@ PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one
 WINDOW = KvGroup(layer_names=("b", "c"), block_size=24, width=1, is_window=True, one_block=False)
 
 
-def allocate(phase: Phase, bucket: int) -> tuple[StepInputs, PagedInputs, WindowInputs]:
-    inputs = StepInputs.allocate(GraphSpec.of(phase, bucket), [PAGED, WINDOW])
+def allocate(
+    phase: Phase, bucket: int, prompts: int = 1
+) -> tuple[StepInputs, PagedInputs, WindowInputs]:
+    spec = GraphSpec.of(phase, bucket, prompts=prompts)
+    inputs = StepInputs.allocate(spec, [PAGED, WINDOW])
     paged, window = inputs.groups
     assert isinstance(paged, PagedInputs)
     assert isinstance(window, WindowInputs)
@@ -26,23 +29,46 @@ def allocate(phase: Phase, bucket: int) -> tuple[StepInputs, PagedInputs, Window
 
 def test_prefill_chunk_in_the_second_block() -> None:
     inputs, paged, window = allocate(Phase.PREFILL, 8)
-    rows = [np.array([7, 4, 0, 0]), np.array([2])]
-    inputs.fill_prefill(np.arange(5, 10), start=20, block_rows=rows)
+    rows = [np.array([[7, 4, 0, 0]]), np.array([[2]])]
+    inputs.fill_prefill([np.arange(5, 10)], np.array([20]), block_rows=rows)
     assert inputs.token_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
     assert inputs.positions.tolist() == [[20, 21, 22, 23, 24, 0, 0, 0]]
     assert inputs.token_indices.tolist() == [4]
     assert paged.seq_idx.tolist() == [[20]]
-    assert paged.block_tables.tolist() == [7, 4, 0]
+    assert inputs.tensors["block_tables.0"].tolist() == [7, 4, 0]
     assert window.cache_seq_len.tolist() == [[20]]
     assert window.cache_offset.tolist() == [[25]]
-    assert window.block_tables.tolist() == [2]
+    assert inputs.tensors["local_block_tables.1"].tolist() == [2]
+    assert "query_counts" not in inputs.tensors
 
 
 def test_a_full_window_stays_full() -> None:
     inputs, _, window = allocate(Phase.PREFILL, 8)
-    inputs.fill_prefill(np.arange(5, 10), start=40, block_rows=[np.array([7, 4, 5]), np.array([2])])
+    rows = [np.array([[7, 4, 5]]), np.array([[2]])]
+    inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=rows)
     assert window.cache_seq_len.tolist() == [[24]]
     assert window.cache_offset.tolist() == [[29]]
+
+
+def test_the_prompts_of_a_chunk_lie_one_after_the_other() -> None:
+    inputs, paged, window = allocate(Phase.PREFILL, 8, prompts=3)
+    inputs.query_counts.fill(99)
+    rows = [np.array([[7, 4, 0, 0], [3, 0, 0, 0]]), np.array([[2], [1]])]
+    prompts = [np.array([5, 6, 7]), np.array([8, 9])]
+    inputs.fill_prefill(prompts, np.array([30, 0]), block_rows=rows)
+    assert inputs.token_ids.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert inputs.positions.tolist() == [[30, 31, 32, 0, 1, 0, 0, 0]]
+    assert inputs.tensors["token_indices"].tolist() == [2, 4, 0]
+    assert inputs.tensors["query_counts"].tolist() == [3, 2, 0]
+    assert inputs.tensors["seq_idx.0"].tolist() == [[30], [0], [0]]
+    assert inputs.tensors["block_tables.0"].tolist() == [[7, 4, 0], [3, 0, 0], [0, 0, 0]]
+    assert window.cache_seq_len.tolist() == [[24], [0], [0]]
+    assert window.cache_offset.tolist() == [[27], [2], [0]]
+    assert inputs.tensors["local_block_tables.1"].tolist() == [2, 1, 0]
+    counts = {part.metadata.query_counts for part in (paged, window)}
+    assert counts == {inputs.tensors["query_counts"]}
+    inputs.fill_idle()
+    assert all(not tensor.any() for tensor in inputs.tensors.values())
 
 
 def test_decode_pads_rows_with_the_null_block() -> None:

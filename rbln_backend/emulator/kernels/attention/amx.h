@@ -1,4 +1,5 @@
-// The attention of attend.h by tiles, for bf16 and keys that count from the request's first.
+// The attention of attend.h by tiles, for queries of bf16, a cache of bf16 or e4m3, and keys that
+// count from the request's first.
 //
 // Tiles of keys begin at multiples of kKeys, and products are over 32 positions at multiples of 32,
 // in which a key that a row does not see weighs nothing. So here, too, a query's result depends on
@@ -14,8 +15,8 @@ namespace rbln {
 
 #if defined(RBLN_TILES)
 
-// `Keys` as for Attention.
-template <class Keys>
+// `T` and `Keys` as for Attention.
+template <class T, class Keys>
 class TileAttention {
  public:
   TileAttention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
@@ -109,32 +110,44 @@ class TileAttention {
     return tile_.value_stride == 0 ? args_.cache_stride.slot : tile_.value_stride;
   }
 
-  const bf16* value(int64_t key) const {
+  const T* value(int64_t key) const {
     return tile_.value_stride == 0 ? tile_.values[key] : tile_.values[0] + key * stride();
   }
 
-  void fetch(const bf16* row, int64_t elements) const {
-    for (int64_t i = 0; i < elements; i += 32) __builtin_prefetch(row + i);
+  void fetch(const T* row, int64_t elements) const {
+    for (int64_t i = 0; i < elements; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
   }
+
+  // Sixteen numbers as bf16, and one as its bits.
+  static Eight::U sixteen(const T* row) {
+    if constexpr (std::is_same_v<T, bf16>) {
+      return load_raw<Eight::U>(row);
+    } else {
+      bf16 numbers[16];
+      for (int i = 0; i < 16; i += kLanes) store(numbers + i, load(row + i));
+      return load_raw<Eight::U>(numbers);
+    }
+  }
+  static uint32_t bits(T number) { return bit_cast<uint32_t>(to_float(number)) >> 16; }
 
   // Eight keys at a time, the last one again where there are fewer; their values are fetched.
   void arrange_keys() {
     std::fill(tile_.keys + count_, tile_.keys + round_up(count_, 8), tile_.keys[count_ - 1]);
     for (int64_t i = 0; i < count_; i += 8) {
       for (int64_t k = i; k < std::min(i + 8, count_); ++k) fetch(value(k), args_.value_size);
-      const bf16* const* rows = tile_.keys + i;
+      const T* const* rows = tile_.keys + i;
       uint32_t* target = keys(i / kPanel) + i % kPanel;
       int64_t d = 0;
       for (; d + 16 <= args_.head_size; d += 16) {
         Eight::U block[8];
-        for (int k = 0; k < 8; ++k) block[k] = load_raw<Eight::U>(rows[k] + d);
+        for (int k = 0; k < 8; ++k) block[k] = sixteen(rows[k] + d);
         transpose(block);
         for (int w = 0; w < 8; ++w) store_raw(target + (d / 2 + w) * kPanel, block[w]);
       }
       for (; d < args_.head_size; d += 2)
         for (int k = 0; k < 8; ++k) {
-          const uint32_t second = d + 1 < args_.head_size ? rows[k][d + 1].bits : 0;
-          target[d / 2 * kPanel + k] = rows[k][d].bits | second << 16;
+          const uint32_t second = d + 1 < args_.head_size ? bits(rows[k][d + 1]) : 0;
+          target[d / 2 * kPanel + k] = bits(rows[k][d]) | second << 16;
         }
     }
   }
@@ -249,21 +262,24 @@ class TileAttention {
   const int64_t steps_, width_;
   QueryRows rows_;
   int64_t count_ = 0;  // keys of the tile
-  KeyTile<bf16> tile_;
+  KeyTile<T> tile_;
   std::vector<Odd> odd_;
   alignas(64) bf16 weights_[kParts][amx::kRows][kKeys];
   amx::Block block_;
 };
 
-template <class T, class Keys>
-using CausalAttention =
-    std::conditional_t<std::is_same_v<T, bf16>, TileAttention<Keys>, Attention<T, Keys>>;
-
-#else
-
-template <class T, class Keys>
-using CausalAttention = Attention<T, Keys>;
-
 #endif
+
+// Computes a run: by tiles where they multiply what it has.
+template <class T, class Keys>
+void attend(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run) {
+#if defined(RBLN_TILES)
+  if constexpr (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>) {
+    if (args.dtype == Dtype::bf16)
+      return TileAttention<T, Keys>(args, scratch, keys, run).compute();
+  }
+#endif
+  Attention<T, Keys>(args, scratch, keys, run).compute();
+}
 
 }  // namespace rbln

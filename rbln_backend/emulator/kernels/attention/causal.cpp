@@ -86,7 +86,7 @@ void run(const AttentionArgs& args) {
     const int64_t count = std::min(tokens, args.length - first);
     const int64_t window = args.window == 0 ? kUnlimited : args.window;
     const QueryRun run{batch, head, first, count, args.starts[batch], pages.reach(), window};
-    CausalAttention<T, const Pages<T>>(args, scratch, pages, run).compute();
+    attend<T>(args, scratch, pages, run);
   });
 }
 

@@ -109,8 +109,8 @@ class QueryRows {
   // A row sees the keys [low, limit); both grow from row to row.
   int64_t limit(int64_t row) const { return s_.limits[size_t(row)]; }
   int64_t low(int64_t row) const {
-    if (args_.chunk > 0) return (limit(row) - 1) / args_.chunk * args_.chunk;
-    return std::max<int64_t>(0, limit(row) - run_.window);
+    const int64_t of_chunk = args_.chunk == 0 ? 0 : (limit(row) - 1) / args_.chunk * args_.chunk;
+    return std::max(of_chunk, limit(row) - run_.window);
   }
 
   // The keys of the tile that the following is about.

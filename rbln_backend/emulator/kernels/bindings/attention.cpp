@@ -28,10 +28,11 @@ Tensor flash_causal(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     const Tensor& /*slot_mapping*/, const std::optional<Tensor>& sinks,
                     std::optional<double> soft_cap, const std::optional<Tensor>& slopes,
                     const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                    std::optional<int64_t> chunk, std::optional<int64_t> window) {
+                    std::optional<int64_t> chunk, std::optional<int64_t> window,
+                    const std::optional<Tensor>& counts) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
-                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
+                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window, counts});
   call.run_causal(seq_idx, block_tables, kv_cache);
   return call.result();
 }
@@ -44,9 +45,9 @@ Tensor one_block_causal(const Tensor& q, const Tensor& k, const Tensor& v,
                         const std::optional<Tensor>& slopes,
                         const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
-                        std::optional<int64_t> window) {
+                        std::optional<int64_t> window, const std::optional<Tensor>& counts) {
   return flash_causal(q, k, v, kv_cache, scale, seq_idx, block_tables, dummy, sinks, soft_cap,
-                      slopes, k_scale, v_scale, chunk, window);
+                      slopes, k_scale, v_scale, chunk, window, counts);
 }
 
 Tensor window_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
@@ -54,10 +55,10 @@ Tensor window_prefill(const Tensor& q, const Tensor& k, const Tensor& v, const T
                       const Tensor& scale, const Tensor& block_tables, const Tensor& /*dummy*/,
                       const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
                       const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
-                      const std::optional<Tensor>& v_scale) {
+                      const std::optional<Tensor>& v_scale, const std::optional<Tensor>& counts) {
   const Sizes sizes = check_attention(q, k, v, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(k), heads_of(v), kv_cache, scale,
-                     {sinks, soft_cap, slopes, k_scale, v_scale});
+                     {sinks, soft_cap, slopes, k_scale, v_scale, {}, {}, counts});
   call.run_window(cache_seq_len, cache_offset, block_tables, kv_cache);
   return call.result();
 }
@@ -69,9 +70,9 @@ Tensor window_decode(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const std::optional<Tensor>& /*attn_mask*/,
                      const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
                      const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
-                     const std::optional<Tensor>& v_scale) {
+                     const std::optional<Tensor>& v_scale, const std::optional<Tensor>& counts) {
   return window_prefill(q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy,
-                        sinks, soft_cap, slopes, k_scale, v_scale);
+                        sinks, soft_cap, slopes, k_scale, v_scale, counts);
 }
 
 // Another layer of the same step has written the keys and values.
@@ -81,11 +82,11 @@ Tensor shared_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& s
                         const std::optional<Tensor>& slopes,
                         const std::optional<Tensor>& k_scale,
                         const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
-                        std::optional<int64_t> window) {
+                        std::optional<int64_t> window, const std::optional<Tensor>& counts) {
   const Tensor rows = q.narrow(2, 0, 1);  // for their shape: none is written
   const Sizes sizes = check_attention(q, rows, rows, kv_cache, block_tables);
   AttentionCall call(sizes, heads_of(q), heads_of(rows), heads_of(rows), kv_cache, scale,
-                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
+                     {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window, counts});
   call.args.k_size = call.args.v_size = 0;
   call.run_causal(seq_idx, block_tables, kv_cache);
   return call.result();

@@ -36,6 +36,8 @@ struct Options {
   // Of a cache of e4m3: what its keys and values are to be multiplied by.
   std::optional<Tensor> k_scale, v_scale;
   std::optional<int64_t> chunk = std::nullopt, window = std::nullopt;
+  // The rows of each request, where those of several lie one after the other in a batch of one.
+  std::optional<Tensor> counts = std::nullopt;
 };
 
 inline void check_tables(const Tensor& tables, int64_t batch) {
@@ -44,15 +46,19 @@ inline void check_tables(const Tensor& tables, int64_t batch) {
 }
 
 // The first query position of each request; checks every block that its keys will be read from.
+// Each has `length` rows, or as many as `counts` says.
 inline std::vector<int64_t> checked_starts(const Tensor& seq_idx, const std::vector<int64_t>& tables,
-                                    int64_t batch, int64_t length, const Tensor& cache) {
+                                    int64_t batch, int64_t length, const Tensor& cache,
+                                    const std::vector<int64_t>& counts = {}) {
   std::vector<int64_t> starts = integers(seq_idx, "seq_idx");
   TORCH_CHECK(int64_t(starts.size()) == batch, "seq_idx has shape ", seq_idx.sizes(),
               " for a batch of ", batch);
   const int64_t width = int64_t(tables.size()) / batch, block_size = cache.size(4);
   for (int64_t b = 0; b < batch; ++b) {
     TORCH_CHECK(starts[b] >= 0, "seq_idx[", b, "] is ", starts[b]);
-    const int64_t used = std::min(width, (starts[b] + length + block_size - 1) / block_size);
+    const int64_t rows = counts.empty() ? length : counts[size_t(b)];
+    const int64_t used =
+        rows == 0 ? 0 : std::min(width, (starts[b] + rows + block_size - 1) / block_size);
     for (int64_t p = 0; p < used; ++p) {
       const int64_t block = tables[b * width + p];
       TORCH_CHECK_INDEX(block >= 0 && block < cache.size(0), "block_tables[", b, "][", p, "] is ",
@@ -88,6 +94,47 @@ inline std::vector<int64_t> checked_counts(const std::vector<int64_t>& cached,
   return counts;
 }
 
+// The rows of each request, of `length` that lie one after the other.
+inline std::vector<int64_t> checked_row_counts(const Tensor& counts, int64_t length) {
+  std::vector<int64_t> rows = integers(counts, "query_counts");
+  int64_t total = 0;
+  for (const int64_t count : rows) {
+    TORCH_CHECK(count >= 0, "query_counts has ", count);
+    total += count;
+  }
+  TORCH_CHECK(total <= length, "query_counts has ", total, " rows, q ", length);
+  return rows;
+}
+
+// `args` with the `count` rows from `first` on alone.
+inline AttentionArgs rows_alone(const AttentionArgs& args, int64_t first, int64_t count) {
+  const int64_t size = args.dtype == Dtype::f32 ? 4 : 2, stored = args.is_e4m3 ? 1 : size;
+  const auto moved = [first](const void* rows, const TokenStrides& stride, int64_t bytes) {
+    return static_cast<const char*>(rows) + first * stride.token * bytes;
+  };
+  AttentionArgs own = args;
+  own.q = moved(args.q, args.q_stride, size);
+  own.k = moved(args.k, args.k_stride, stored);
+  own.v = moved(args.v, args.v_stride, stored);
+  own.out = static_cast<char*>(args.out) +
+            first * args.kv_heads * args.group * args.value_size * size;
+  own.length = count;
+  return own;
+}
+
+// Calls attend(own, r) with the rows of each request r in turn; rows of nobody give zeros.
+template <class Attend>
+void for_each_request(const AttentionArgs& args, const std::vector<int64_t>& counts,
+                      const Attend& attend) {
+  int64_t first = 0;
+  for (size_t r = 0; r < counts.size(); ++r) {
+    if (counts[r] > 0) attend(rows_alone(args, first, counts[r]), r);
+    first += counts[r];
+  }
+  std::fill(static_cast<char*>(rows_alone(args, first, 0).out),
+            static_cast<char*>(rows_alone(args, args.length, 0).out), char{0});
+}
+
 // A number for each query head, as float32; undefined where there is none.
 inline Tensor by_head(const std::optional<Tensor>& given, const char* name, int64_t query_heads) {
   if (!given.has_value()) return {};
@@ -112,6 +159,7 @@ inline const float* data_of(const Tensor& numbers) {
 struct AttentionCall {
   Tensor sinks, slopes, out;
   Tensor stored_k, stored_v;  // of e4m3; keep the memory
+  std::optional<Tensor> counts;
   AttentionArgs args{};
 
   AttentionCall(const Sizes& sizes, const Heads& q, const Heads& k, const Heads& v,
@@ -150,6 +198,9 @@ struct AttentionCall {
     args.chunk = options.chunk.value_or(0);
     args.window = options.window.value_or(0);
     args.out = out.mutable_data_ptr();
+    counts = options.counts;
+    TORCH_CHECK(!counts.has_value() || (sizes.batch == 1 && counts->numel() > 0),
+                "query_counts come with a batch of one, not of ", sizes.batch);
     check_cache(cache, q.dtype, options);
     if (options.k_scale.has_value()) store_as_e4m3(options);
   }
@@ -187,6 +238,7 @@ struct AttentionCall {
   }
 
   void run_causal(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
+    if (counts.has_value()) return run_causal_packed(seq_idx, block_tables, cache);
     launch([args = args, seq_idx, block_tables, cache]() mutable {
       const std::vector<int64_t> tables = integers(block_tables, "block_tables");
       const std::vector<int64_t> starts =
@@ -198,8 +250,48 @@ struct AttentionCall {
     });
   }
 
+  void run_causal_packed(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
+    launch([args = args, counts = *counts, seq_idx, block_tables, cache]() mutable {
+      const std::vector<int64_t> rows = checked_row_counts(counts, args.length);
+      const auto requests = int64_t(rows.size());
+      check_tables(block_tables, requests);
+      const std::vector<int64_t> tables = integers(block_tables, "block_tables");
+      const std::vector<int64_t> starts =
+          checked_starts(seq_idx, tables, requests, args.length, cache, rows);
+      args.table_width = int64_t(tables.size()) / requests;
+      for_each_request(args, rows, [&](AttentionArgs own, size_t r) {
+        own.starts = &starts[r];
+        own.tables = &tables[r * size_t(args.table_width)];
+        causal_attention(own);
+      });
+    });
+  }
+
+  void run_window_packed(const Tensor& cache_seq_len, const Tensor& cache_offset,
+                         const Tensor& block_tables, const Tensor& cache) {
+    launch([args = args, counts = *counts, cache_seq_len, cache_offset, block_tables,
+            cache]() mutable {
+      const std::vector<int64_t> rows = checked_row_counts(counts, args.length);
+      const auto requests = int64_t(rows.size());
+      const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", requests),
+                                 ends = per_request(cache_offset, "cache_offset", requests),
+                                 blocks = per_request(block_tables, "block_tables", requests);
+      TORCH_CHECK(checked_counts(cached, ends, blocks, args.length, cache) == rows,
+                  "cache_offset and query_counts disagree");
+      args.table_width = 1;
+      for_each_request(args, rows, [&](AttentionArgs own, size_t r) {
+        own.starts = &cached[r];
+        own.counts = &rows[r];
+        own.tables = &blocks[r];
+        window_attention(own);
+      });
+    });
+  }
+
   void run_window(const Tensor& cache_seq_len, const Tensor& cache_offset,
                   const Tensor& block_tables, const Tensor& cache) {
+    if (counts.has_value())
+      return run_window_packed(cache_seq_len, cache_offset, block_tables, cache);
     launch([args = args, cache_seq_len, cache_offset, block_tables, cache]() mutable {
       const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", args.batch),
                                  ends = per_request(cache_offset, "cache_offset", args.batch),

@@ -84,7 +84,8 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
                       const std::optional<Tensor>& sinks, std::optional<double> soft_cap,
                       const std::optional<Tensor>& slopes, const std::optional<Tensor>& k_scale,
                       const std::optional<Tensor>& v_scale, std::optional<int64_t> chunk,
-                      std::optional<int64_t> window, int64_t group, int64_t batch) {
+                      std::optional<int64_t> window, int64_t group, int64_t batch,
+                      const std::optional<Tensor>& counts) {
   TORCH_CHECK(kv_cache.dim() == 6 && kv_cache.size(1) == 2 && kv_cache.size(3) == 1 &&
                   kv_cache.stride(5) == 1,
               "kv_cache has shape ", kv_cache.sizes(), " instead of [N,2,Hkv,1,S,D]");
@@ -105,7 +106,7 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
   const Sizes sizes{batch, kv_heads, group, tokens / batch, head_size, head_size};
   AttentionCall call(sizes, queries.by_request(sizes.length, group),
                      keys.by_request(sizes.length, 1), values.by_request(sizes.length, 1),
-                     kv_cache, scale, {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window});
+                     kv_cache, scale, {sinks, soft_cap, slopes, k_scale, v_scale, chunk, window, counts});
   if (ends.has_value()) {
     call.run_window(starts, *ends, block_tables, kv_cache);
   } else {
@@ -117,7 +118,8 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
 // A cache row is kv_c and k_pe: the key of all heads, and in its first part their value.
 Tensor latent_attention(const Tensor& q, const Tensor& kv_c, const Tensor& k_pe,
                         const Tensor& kv_cache, const Tensor& scale, const Tensor& seq_idx,
-                        const Tensor& block_tables, int64_t batch) {
+                        const Tensor& block_tables, int64_t batch,
+                        const std::optional<Tensor>& counts) {
   TORCH_CHECK(kv_cache.dim() == 6 && kv_cache.size(1) == 1 && kv_cache.size(2) == 1 &&
                   kv_cache.size(3) == 1 && kv_cache.stride(5) == 1,
               "kv_cache has shape ", kv_cache.sizes(), " instead of [N,1,1,1,S,C+R]");
@@ -136,8 +138,10 @@ Tensor latent_attention(const Tensor& q, const Tensor& kv_c, const Tensor& k_pe,
                  t.scalar_type()};
   };
   const Sizes sizes{batch, 1, heads, length, q.size(2), latent};
+  Options options;
+  options.counts = counts;
   AttentionCall call(sizes, rows(q, q.stride(1)), rows(kv_c, 0), rows(k_pe, 0), kv_cache, scale,
-                     {});
+                     options);
   call.args.cache_stride.kv = 0;
   call.args.k_size = call.args.v_place = latent;
   call.args.v_size = turned;

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "bindings/tensors.h"
-#include "linear/quantized.h"
+#include "quantized/quantized.h"
 
 namespace rbln {
 

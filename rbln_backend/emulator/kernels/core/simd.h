@@ -42,6 +42,13 @@ inline constexpr bool kMultipliesPairs = true;
 inline constexpr bool kMultipliesPairs = false;
 #endif
 
+// Whether it converts half precision.
+#if defined(RBLN_AVX512) || defined(__F16C__)
+inline constexpr bool kWidensHalves = true;
+#else
+inline constexpr bool kWidensHalves = false;
+#endif
+
 template <int N>
 struct VecTypes {
   typedef float F __attribute__((vector_size(N * 4)));
@@ -198,7 +205,9 @@ VecF dot_pairs(VecF a, VecF b, VecF sum);  // nothing calls it
 
 // Pairs of 16-bit numbers, multiplied and added to their sum.
 inline VecI add_products(VecI a, VecI b, VecI sum) {
-#if defined(RBLN_AVX512)
+#if defined(RBLN_AVX512) && defined(__AVX512VNNI__)
+  return (VecI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(RBLN_AVX512)
   return sum + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(RBLN_AVX2)
   // Added where the sum is, as in accumulate().

@@ -18,73 +18,18 @@
 #include <algorithm>
 
 #include "core/team.h"
+#include "linear/amx_tile.h"
 #include "linear/output.h"
 
 namespace rbln {
 namespace {
 
-constexpr int64_t kGroupRows = 2 * amx::kRows;
 constexpr int64_t kMaxRowBlock = 256;     // rows whose sums one work item keeps
 constexpr int64_t kItemPanels = 4;
 constexpr int64_t kBlockSteps = 8;        // products of 32 depths: two panels of 8 KB each
-constexpr int64_t kTileBytes = amx::kRows * amx::kRowBytes;
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
-
-// Activations in the order of A's tiles: per group of rows [steps][rows of the group][32 depths].
-struct Activations {
-  int64_t rows, steps;
-  bf16* data;
-
-  int64_t groups() const { return (rows + kGroupRows - 1) / kGroupRows; }
-  int size(int64_t g) const { return int(std::min(kGroupRows, rows - g * kGroupRows)); }
-  bf16* group(int64_t g, int64_t step) const {
-    return data + (g * kGroupRows * steps + step * size(g)) * amx::kDepth;
-  }
-};
-
-void arrange_group(const LinearArgs& args, const Activations& to, int64_t g) {
-  for (int r = 0; r < to.size(g); ++r) {
-    const bf16* row = static_cast<const bf16*>(args.x) + (g * kGroupRows + r) * args.x_stride;
-    for (int64_t step = 0; step < to.steps; ++step) {
-      const int64_t first = step * amx::kDepth;
-      const int64_t count = std::min<int64_t>(amx::kDepth, args.depth - first);
-      bf16* target = to.group(g, step) + r * amx::kDepth;
-      std::copy_n(row + first, count, target);
-      std::fill(target + count, target + amx::kDepth, bf16{0});
-    }
-  }
-}
-
-// What is fetched while a group is multiplied: `bytes` per step of each panel, whole lines.
-template <int P>
-struct Fetch {
-  const char* address[P];
-  int64_t bytes;
-};
-
-// sums[r][p * 16 + c] += the products of `steps` steps: R tiles of rows and P panels.
-template <int R, int P>
-void multiply_steps(const bf16* a, int rows, const bf16* const (&panels)[P], int64_t steps,
-                    const Fetch<P>& fetch) {
-  static_assert(R * P == 4);
-  for (int64_t s = 0; s < steps; ++s) {
-    const bf16* rows_at = a + s * rows * amx::kDepth;
-    amx::unroll<R>([&]<int r>() __attribute__((always_inline)) {
-      amx::load<4 + r>(rows_at + r * amx::kRows * amx::kDepth, amx::kRowBytes);
-    });
-    amx::unroll<P>([&]<int p>() __attribute__((always_inline)) {
-      constexpr int b = 6 + p % 2;
-      for (int64_t line = 0; line < fetch.bytes; line += 64)
-        __builtin_prefetch(fetch.address[p] + s * fetch.bytes + line);
-      amx::load<b>(panels[p] + s * kTileBytes / int64_t(sizeof(bf16)), amx::kRowBytes);
-      amx::unroll<R>([&]<int r>() __attribute__((always_inline)) {
-        amx::multiply<r * P + p, 4 + r, b>();
-      });
-    });
-  }
-}
 
 // The last product of a depth that does not fill it: what is missing of the panels is zero.
 template <int R, int P>
@@ -102,7 +47,7 @@ void multiply_rest(const bf16* a, int rows, const bf16* const (&panels)[P], int6
 // One work item: the groups [first, last) against kItemPanels panels from `panel` on.
 struct Item {
   const LinearArgs& args;
-  const Activations& x;
+  const TileActivations& x;
   int64_t first, last, panel;
 
   int64_t depth() const { return padded_depth(Dtype::bf16, args.depth); }
@@ -189,7 +134,7 @@ void linear_by_tiles(const LinearArgs& args) {
   thread_local Buffer buffer;
   const int64_t steps = (args.depth + amx::kDepth - 1) / amx::kDepth;
   float* const memory = buffer.take(args.rows * steps * amx::kDepth / 2);
-  const Activations x{args.rows, steps, reinterpret_cast<bf16*>(memory)};
+  const TileActivations x{args.rows, steps, reinterpret_cast<bf16*>(memory)};
   const int64_t panels = (args.columns + kPanel - 1) / kPanel;
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int64_t block_groups = groups_at_once(steps);

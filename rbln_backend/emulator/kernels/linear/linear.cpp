@@ -10,9 +10,9 @@
 
 #include "core/amx.h"
 #include "core/team.h"
+#include "linear/activations.h"
 #include "linear/amx.h"
 #include "linear/output.h"
-#include "linear/tile.h"
 
 namespace rbln {
 namespace {
@@ -22,43 +22,6 @@ constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than wakin
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kItemPanels = 2 * kTilePanels;
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
-
-// Activations as the tiles read them: per row group [words][rows of the group], where a word is a
-// depth row widened to f32, or a bf16 pair where pairs are multiplied.
-template <class T>
-struct Activations {
-  static constexpr int kWordDepth = Layout<T>::kStep / Layout<T>::kProducts;
-  RowGroups groups;
-  int64_t depth;  // padded to whole steps
-  float* data;
-
-  float* group(int64_t g, int64_t t) const {
-    return data + groups.begin(g) * (depth / kWordDepth) + t / kWordDepth * groups.size(g);
-  }
-};
-
-template <class T>
-void interleave_group(const LinearArgs& args, const Activations<T>& to, int64_t g) {
-  constexpr int kWordDepth = Activations<T>::kWordDepth;
-  const int size = to.groups.size(g);
-  float* target = to.group(g, 0);
-  for (int r = 0; r < size; ++r) {
-    const T* row = static_cast<const T*>(args.x) + (to.groups.begin(g) + r) * args.x_stride;
-    for (int64_t t = 0; t < to.depth; t += kLanes * kWordDepth) {
-      float words[kLanes];
-      T padded[kLanes * kWordDepth] = {};
-      const int64_t inside = std::min<int64_t>(kLanes * kWordDepth, args.depth - t);
-      const T* source = row + t;
-      if (inside < kLanes * kWordDepth) {
-        std::copy_n(source, std::max<int64_t>(inside, 0), padded);
-        source = padded;
-      }
-      store(words, kWordDepth == 1 ? load(source) : load_raw<VecF>(source));
-      const int64_t count = std::min<int64_t>(kLanes, (to.depth - t) / kWordDepth);
-      for (int64_t i = 0; i < count; ++i) target[(t / kWordDepth + i) * size + r] = words[i];
-    }
-  }
-}
 
 template <class T>
 const T* panel_at(const LinearArgs& args, int64_t depth, int64_t panel) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/types.h"
-#include "linear/quantized.h"
+#include "quantized/quantized.h"
 
 namespace rbln {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/simd.h"
-#include "linear/quantized.h"
+#include "quantized/quantized.h"
 
 namespace rbln {
 

@@ -4,7 +4,7 @@
 // sum, the offset times the sum of the activations, is what the sum starts from, negated. Two ways
 // to multiply, by the dtype of the activations:
 //
-// FloatTile, float32, and e4m3 with any: fields become floats, some too large by a power of two.
+// FloatTile, float32: fields become floats, some too large by a power of two.
 // Their activations are divided by that power beforehand, which is exact. Only the float32 sums are
 // rounded.
 //
@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "linear/fields.h"
+#include "quantized/fields.h"
 #include "linear/tile.h"
 
 namespace rbln {
@@ -55,9 +55,7 @@ struct FloatTile {
     target[0] = -total;
   }
 
-  static Vec start(const Word* head, Vec offsets) {
-    return F::kOffset == 0 ? Vec{} : broadcast(head[0]) * offsets;
-  }
+  static Vec start(const Word* head, Vec offsets) { return broadcast(head[0]) * offsets; }
   static Vec activation(Word word) { return broadcast(word); }
 
   template <int kProduct>

@@ -2,7 +2,7 @@
 //
 // Its numbers of 16 bits are taken as two bytes each, and every sum of a chunk is a whole number that
 // both ways have exactly: the bits are the same, so that the number of rows decides the way.
-#include "linear/amx.h"
+#include "quantized/amx.h"
 
 #include "core/amx.h"
 
@@ -10,8 +10,8 @@
 
 #include "core/team.h"
 #include "linear/output.h"
-#include "linear/quantized_tile.h"
-#include "linear/scales.h"
+#include "quantized/tile.h"
+#include "quantized/scales.h"
 
 namespace rbln {
 namespace {
@@ -121,7 +121,7 @@ struct Item {
     }
   }
 
-  // One chunk of a group: what quantized_tile.h has as multiply_chunk.
+  // One chunk of a group: what tile.h has as multiply_chunk.
   void multiply(int64_t g, int64_t chunk, const uint32_t* const (&tiles)[kItemPanels],
                 const Group<ShortTile<F>, kItemPanels>& group, float* totals) const {
     alignas(64) int32_t sums[2][amx::kRows][kItemPanels * kPanel];

@@ -8,8 +8,8 @@
 // quads<Q>(word): the fields Q, Q + kCount / 4, ... as unsigned numbers of 8 bits.
 #pragma once
 
-#include "core/e4m3.h"
-#include "linear/quantized.h"
+#include "core/simd.h"
+#include "quantized/quantized.h"
 
 namespace rbln {
 
@@ -80,18 +80,6 @@ struct E2m1 : Fields<4, Format::e2m1> {
   template <int kQuad>
   static inline __attribute__((always_inline)) VecU quads(VecU word) {
     return look_up(kTable, word >> (kQuad * kBits) & 0x0f0f0f0fu);
-  }
-};
-
-struct E4m3 : Fields<8, Format::e4m3> {
-  static constexpr int kOffset = 0;
-  static constexpr float kUnit = kE4m3Unit;
-
-  static constexpr float place(int /*field*/) { return 1.0f; }
-
-  template <int kField>
-  static inline __attribute__((always_inline)) VecF floats(VecU word) {
-    return e4m3_field<kField>(word);
   }
 };
 

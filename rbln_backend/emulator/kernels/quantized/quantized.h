@@ -19,7 +19,8 @@ constexpr int bits_of(Format format) {
 constexpr int64_t chunk_of(Format format) { return format == Format::e2m1 ? 32 : 64; }
 
 // A weight is what its field stands for times its scale. A word of 32 bits holds the fields of as
-// many depths, the first in its lowest bits. All lie in panels of kPanel columns.
+// many depths, the first in its lowest bits. All lie in panels of kPanel columns; of e4m3 as e4m3.h
+// has them.
 struct QuantizedWeight {
   Format format;
   int64_t group;          // depths that share a scale: whole chunks, or the whole depth

@@ -1,21 +1,22 @@
-// x W^T + bias over weights of 4 or 8 bits, read as they are packed; see quantized_tile.h and
-// fields.h.
+// x W^T + bias over weights of 4 or 8 bits, read as they are packed; see tile.h and fields.h, and
+// e4m3.cpp for those that are expanded.
 //
 // As in linear.cpp, a few panels meet every row group, depth block by depth block, and fields are
 // taken from their words anew for each group: what that costs hides behind the multiplications. The
 // sums of a chunk are multiplied by their scales and added up in order, whatever rows and columns a
 // tile has, and so every row has the bits it has alone.
-#include "linear/quantized.h"
+#include "quantized/quantized.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "core/amx.h"
 #include "core/team.h"
-#include "linear/amx.h"
 #include "linear/output.h"
-#include "linear/quantized_tile.h"
-#include "linear/scales.h"
+#include "quantized/amx.h"
+#include "quantized/e4m3.h"
+#include "quantized/tile.h"
+#include "quantized/scales.h"
 
 namespace rbln {
 namespace {
@@ -181,7 +182,7 @@ void quantized_linear(const QuantizedLinearArgs& args) {
     case Format::int4: return run_any<Integers<4>>(args);
     case Format::int8: return run_any<Integers<8>>(args);
     case Format::e2m1: return run_any<E2m1>(args);
-    case Format::e4m3: RBLN_DISPATCH(args.plain.dtype, T, run<FloatTile<E4m3>, T>(args));
+    case Format::e4m3: return linear_e4m3(args);
   }
 }
 
