@@ -118,7 +118,7 @@ def test_responses(client: openai.OpenAI) -> None:
         )
     )
     assert events[0].type == "response.created"
-    assert events[-1].type == "response.completed"
+    assert events[-1].type == "response.incomplete"
     deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
 
@@ -339,7 +339,7 @@ def test_cached_tokens_of_responses(client: openai.OpenAI, stream: bool) -> None
         wish: dict[str, Any] = {"model": "tiny", "input": text, "max_output_tokens": 2}
         if stream:
             last: Any = list(client.responses.create(**wish, stream=True))[-1]
-            assert last.type == "response.completed"
+            assert last.type == "response.incomplete"
             return int(last.response.usage.input_tokens_details.cached_tokens)
         answer: Any = client.responses.create(**wish, store=False)
         return int(answer.usage.input_tokens_details.cached_tokens)
