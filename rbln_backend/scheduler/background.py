@@ -24,6 +24,11 @@ def is_background(request: Request) -> bool:
     return request.priority >= BACKGROUND_PRIORITY
 
 
+def comes_seldom(request: Request, others: Sequence[Request]) -> bool:
+    """Whether ``request`` has to wait for a chunk, because streams among ``others`` would."""
+    return is_background(request) and not all(map(is_background, others))
+
+
 def background_last(requests: Sequence[Request], before: Sequence[Request]) -> list[Request]:
     """``requests`` in the order that they had ``before``, new ones behind, the background last."""
     places = {id(request): place for place, request in enumerate(before)}

@@ -16,7 +16,12 @@ from rbln_backend.bucketing.verify import NO_DRAFTS
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.parallel.stages import decode_buckets, verify_table
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.scheduler.background import Background, background_last, is_background
+from rbln_backend.scheduler.background import (
+    Background,
+    background_last,
+    comes_seldom,
+    is_background,
+)
 from rbln_backend.scheduler.constraints import (
     adapter_fits,
     decode_share,
@@ -200,7 +205,7 @@ class RblnScheduler(Scheduler):
             together = self._together(prefilling)
             with (
                 self._narrowed(prefilling, hidden, max_running=max(1, len(together))),
-                self._whole(together) if together else self._cut(prefilling),
+                self._whole(together) if together else self._cut(prefilling, hidden),
                 self._without_drafts(),
             ):
                 output = super().schedule(throttle_prefills)
@@ -296,15 +301,16 @@ class RblnScheduler(Scheduler):
         return [r for r in waiting if not adapter_fits(adapter_of(r), running, limit)]
 
     @contextmanager
-    def _cut(self, prefilling: list[Request]) -> Iterator[None]:
+    def _cut(self, prefilling: list[Request], others: Sequence[Request]) -> Iterator[None]:
         """Give the step as many tokens as its request's next chunk should take.
 
         What a waiting request will get from the prefix cache is not known yet: its first chunk is
-        planned as if it got nothing.
+        planned as if it got nothing. One of the background comes seldom beside ``others``: all of
+        it that fits.
         """
         request = prefilling[0] if prefilling else self._next_waiting()
         tokens = None
-        if self._chunks is not None and request is not None:
+        if self._chunks is not None and request is not None and not comes_seldom(request, others):
             left = request.num_tokens - request.num_computed_tokens
             tokens = self._chunks.next_chunk(left)
         with self._at_most(tokens):

@@ -8,6 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from rbln_backend.config import BACKGROUND_PRIORITY
+from rbln_backend.scheduler import background
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.engine
 BUCKETS = {
     "decode_batch_bucket_strategy": "manual",
     "decode_batch_bucket_manual_buckets": [1, 2, 4, 8],
+    # Padding is all that a chunk costs: 40 tokens are cut at 32.
+    "prefill_step_tokens": 1,
 }
 NUM_TOKENS = 40
 
@@ -130,5 +133,30 @@ def test_prompts_of_the_background_come_seldom_beside_streams(run: tuple[Engine,
     mixed.add("behind", behind, behind=True)
     while "front" not in mixed.finished:
         assert mixed.step() == ["front"], "no chunk took its step"
+    mixed.to_the_end()
+    mixed.assert_exact()
+
+
+def test_a_prompt_that_comes_seldom_is_not_cut(
+    run: tuple[Engine, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it takes two steps; beside a stream the second would be a long time in coming."""
+    engine, mixed = run
+    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 5)
+
+    def chunks() -> float:
+        return engine.total("rbln_bucket_steps_total", phase="prefill")
+
+    front, alone, behind = make_prompts([30, 40, 40], seed=93)
+    before = chunks()
+    mixed.add("alone", alone, behind=True)
+    mixed.until(1)
+    assert chunks() == before + 2
+    mixed.add("front", front)
+    mixed.until(2)
+    before = chunks()
+    mixed.add("behind", behind, behind=True)
+    mixed.until(3)
+    assert chunks() == before + 1
     mixed.to_the_end()
     mixed.assert_exact()
