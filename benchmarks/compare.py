@@ -8,16 +8,12 @@ targets. See benchmarks/README.md. Invariant: every figure of a report comes fro
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.command import RESULTS, say
@@ -26,11 +22,11 @@ from benchmarks.compare_report import markdown
 from benchmarks.compare_steps import PART as STEPS
 from benchmarks.compare_steps import Subject, measure_steps
 from benchmarks.limits import ModelWork
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.logged_run import header_of, measure_logged, stem_of
 from benchmarks.models import CACHE_ROOT, SHAPES, find_checkpoint
-from benchmarks.peers import PYTHON, gguf_of, peer_versions, peers_python
+from benchmarks.peers import PYTHON, gguf_of, peers_python
 from benchmarks.plans import plan_for
-from benchmarks.records import Failure, Header, Log, ModelRecord
+from benchmarks.records import Failure, Log, ModelRecord
 from benchmarks.sides import server_sides, step_sides
 from benchmarks.text_checkpoint import text_checkpoint
 
@@ -47,21 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report is not None:
         _report(Log.read(args.report), args)
         return 0
-    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runs = CACHE_ROOT / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
-    log = Log(runs / f"{datetime.now(UTC).astimezone():%Y-%m-%dT%H%M%S}.jsonl")
-    say(f"raw numbers: {log.path}")
     try:
-        _measure(log, args, shlex.join(["python", "-m", "benchmarks.compare", *words]))
+        measure_logged(
+            "benchmarks.compare",
+            words,
+            lambda log, command: _measure(log, args, command),
+            lambda log: _report(log, args),
+        )
     except ValueError as error:
         print(f"benchmarks.compare: {error}", file=sys.stderr)
         return 1
-    finally:
-        # What is there when the time is up is worth a report, too.
-        if log.records:
-            _report(log, args)
     return 0
 
 
@@ -102,13 +93,9 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     stepped = {name: s for name, s in step_sides().items() if name in ("ours", *args.step_side)}
     served = {name: s for name, s in server_sides().items() if name in ("ours", *args.side)}
     log.add(
-        Header(
-            started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
-            command=command,
-            machine=asdict(describe_machine()),
-            load_before=os.getloadavg()[0],
-            peer_versions=peer_versions(),
-            sides={f"{name}, in process": step.side.note for name, step in stepped.items()}
+        header_of(
+            command,
+            {f"{name}, in process": step.side.note for name, step in stepped.items()}
             | {f"{name}, over HTTP": server.note for name, server in served.items()},
         )
     )
@@ -174,8 +161,7 @@ def _report(log: Log, args: argparse.Namespace) -> None:
     print(report)
     if not args.save:
         return
-    header = log.of(Header)[0]
-    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-compare"
+    stem = stem_of(log, "compare")
     RESULTS.mkdir(exist_ok=True)
     plot = RESULTS / f"{stem}.png"
     raw = RESULTS / f"{stem}.jsonl"

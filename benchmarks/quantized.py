@@ -8,24 +8,20 @@ report.
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import RESULTS, positive, say
+from benchmarks.command import positive
 from benchmarks.compare_steps import Subject, measure_steps
 from benchmarks.engine_process import OURS
 from benchmarks.limits import ModelWork
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.logged_run import header_of, measure_logged, save_logged
 from benchmarks.models import CACHE_ROOT, find_checkpoint
-from benchmarks.peers import gguf_of, peer_versions, peers_python
+from benchmarks.peers import gguf_of, peers_python
 from benchmarks.plans import plan_for
 from benchmarks.quantized_forms import FORMS
 from benchmarks.quantized_model import (
@@ -35,7 +31,7 @@ from benchmarks.quantized_model import (
     step_bytes,
 )
 from benchmarks.quantized_report import BASE, llama_name, markdown, our_name
-from benchmarks.records import Header, Log, ModelRecord
+from benchmarks.records import Log, ModelRecord
 from benchmarks.sides import StepModel, StepSide, step_sides
 from benchmarks.text_checkpoint import text_checkpoint
 
@@ -49,18 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report is not None:
         _report(Log.read(args.report), save=args.save)
         return 0
-    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runs = CACHE_ROOT / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
-    log = Log(runs / f"{datetime.now(UTC).astimezone():%Y-%m-%dT%H%M%S}-quantized.jsonl")
-    say(f"raw numbers: {log.path}")
-    try:
-        _measure(log, args, shlex.join(["python", "-m", "benchmarks.quantized", *words]))
-    finally:
-        # What is there when the time is up is worth a report, too.
-        if log.records:
-            _report(log, save=args.save)
+    measure_logged(
+        "benchmarks.quantized",
+        words,
+        lambda log, command: _measure(log, args, command),
+        lambda log: _report(log, save=args.save),
+        suffix="-quantized",
+    )
     return 0
 
 
@@ -105,13 +96,9 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
         theirs |= files
     paths |= theirs
     log.add(
-        Header(
-            started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
-            command=command,
-            machine=asdict(describe_machine()),
-            load_before=os.getloadavg()[0],
-            peer_versions=peer_versions(),
-            sides={side.side.name: side.side.note for side in sides},
+        header_of(
+            command,
+            {side.side.name: side.side.note for side in sides},
         )
     )
     subject = Subject(
@@ -155,14 +142,8 @@ def _side(runner: str, name: str, path: Path) -> StepSide:
 def _report(log: Log, *, save: bool) -> None:
     report = markdown(log)
     print(report)
-    if not save:
-        return
-    header = log.of(Header)[0]
-    model = log.of(ModelRecord)[0].model
-    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-quantized-{model}"
-    (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
-    (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
-    say(f"written: {RESULTS / stem}.md and .jsonl")
+    if save:
+        save_logged(log, f"quantized-{log.of(ModelRecord)[0].model}", report)
 
 
 if __name__ == "__main__":

@@ -8,24 +8,21 @@ checkpoint that ours makes of it, in bfloat16. Rounds, cells and starts are thos
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import compare_tables as tables
-from benchmarks.command import RESULTS, disturbance, machine_lines, positive, say
+from benchmarks.command import disturbance, machine_lines, positive, say
 from benchmarks.compare_http import HttpComparison
 from benchmarks.compare_steps import Subject, measure_steps
 from benchmarks.limits import ModelWork
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.logged_run import header_of, measure_logged, save_logged
+from benchmarks.machine import Machine
 from benchmarks.models import CACHE_ROOT, find_checkpoint
-from benchmarks.peers import peer_versions, peers_python
+from benchmarks.peers import peers_python
 from benchmarks.plans import plan_for
 from benchmarks.records import Failure, Header, Log, ModelRecord, StepRecord
 from benchmarks.sides import server_sides, step_sides
@@ -41,18 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(words)
-    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runs = CACHE_ROOT / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
-    log = Log(runs / f"{datetime.now(UTC).astimezone():%Y-%m-%dT%H%M%S}-same-file.jsonl")
-    say(f"raw numbers: {log.path}")
-    try:
-        _measure(log, args, shlex.join(["python", "-m", "benchmarks.same_file", *words]))
-    finally:
-        # What is there when the time is up is worth a report, too.
-        if log.records:
-            _report(log, save=args.save)
+    measure_logged(
+        "benchmarks.same_file",
+        words,
+        lambda log, command: _measure(log, args, command),
+        lambda log: _report(log, save=args.save),
+        suffix="-same-file",
+    )
     return 0
 
 
@@ -93,13 +85,9 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     stepped = {name: step_sides()[name] for name in _SIDES}
     served = {name: server_sides()[name] for name in _SIDES}
     log.add(
-        Header(
-            started=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
-            command=command,
-            machine=asdict(describe_machine()),
-            load_before=os.getloadavg()[0],
-            peer_versions=peer_versions(),
-            sides={name: side.note for name, side in served.items()},
+        header_of(
+            command,
+            {name: side.note for name, side in served.items()},
         )
     )
     plan = plan_for(checkpoint.parameters)
@@ -130,13 +118,10 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
 
 def _report(log: Log, *, save: bool) -> None:
     header, models = log.of(Header)[0], log.of(ModelRecord)
-    stem = f"{header.started[:10]}-{Machine(**header.machine).slug}-same-file"
     report = _markdown(log, header, models[0]) if models else ""
     print(report)
     if save and report:
-        (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
-        (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
-        say(f"written: {RESULTS / stem}.md and .jsonl")
+        save_logged(log, "same-file", report)
 
 
 def _markdown(log: Log, header: Header, model: ModelRecord) -> str:
