@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,8 @@ def make_head(*, is_tied: bool, device: str = "cpu") -> tuple[Any, int]:
     config.model_config = SimpleNamespace(
         hf_text_config=SimpleNamespace(tie_word_embeddings=is_tied)
     )
+    # Heads of earlier tests would make the process smaller in between.
+    gc.collect()
     with set_current_vllm_config(config), torch.device(device):
         before = resident_bytes()
         head = ParallelLMHead(*SIZES, params_dtype=torch.bfloat16, disable_tp=True)
