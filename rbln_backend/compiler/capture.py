@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,11 +14,11 @@ from rbln_backend.errors import CompileError
 
 
 class _CapturedError(Exception):
-    """Raised in place of the first run: a large model's would take minutes without our kernels."""
+    """Ends Dynamo's work once there is a graph.
 
-
-def _stop(*_: object) -> None:
-    raise _CapturedError
+    What would follow serves later calls, of which there are none: guards, an eighth of the time,
+    and a first run, which would take a large model minutes without our kernels.
+    """
 
 
 def capture(
@@ -36,19 +35,19 @@ def capture(
     """
     captured: list[Program] = []
 
-    def take(graph_module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+    def take(graph_module: fx.GraphModule, _: list[Tensor]) -> NoReturn:
         captured.append(_bind(graph_module, table, inputs))
-        return _stop
+        raise _CapturedError
 
     torch._dynamo.reset()
     try:
         # With gradients on, what the model writes to the KV caches would be traced for autograd.
-        with torch.no_grad(), suppress(_CapturedError):
+        with torch.no_grad():
             torch.compile(function, backend=take, fullgraph=True, dynamic=False)(*args)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _CapturedError):
+            raise error.inner_exception from error
     except torch._dynamo.exc.TorchDynamoException as error:
-        cause = error.__cause__
-        if isinstance(cause, CompileError):
-            raise cause from error
         raise CompileError(f"the model cannot be captured as one static graph: {error}") from error
     finally:
         torch._dynamo.reset()
