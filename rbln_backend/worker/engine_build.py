@@ -334,7 +334,11 @@ class EngineBuild:
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches),
             drafting=make_drafting(
-                *(config, batches, board, self._graphs.verify, self._step_seconds),
+                config,
+                batches,
+                board,
+                table=self._graphs.verify,
+                measured=self._step_seconds,
                 replies=self._parts.place.replies,
             ),
         )
