@@ -116,6 +116,44 @@ def _attention_case(
     )
 
 
+def window_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Decode and prefill in the middle of a context that is longer than the window."""
+    for batch, heads, group, size, window, length in (
+        *((1, 8, 4, 64, 1024, 1), (8, 8, 4, 64, 1024, 1), (8, 8, 8, 64, 128, 1)),
+        *((1, 8, 4, 64, 1024, 256), (1, 8, 8, 64, 128, 256), (1, 4, 2, 256, 512, 256)),
+    ):
+        yield _window_case(dtype, batch, heads, group, size, window, length)
+
+
+def _window_case(
+    dtype: torch.dtype, batch: int, heads: int, group: int, size: int, window: int, length: int
+) -> Case:
+    keys = window + length
+    cache = torch.randn(batch + 1, 2, heads, 1, window, size).to(dtype)
+    q, k, v = (
+        torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
+        for n in (group, 1, 1)
+    )
+    tables = (torch.randperm(batch) + 1).int()
+    cached = torch.full((batch, 1), window, dtype=torch.int32)
+    scale = torch.tensor(size**-0.5)
+    arguments = (q, k, v, cache, cached, cached + length, scale, tables, scale)
+    flat = torch.randn(batch, heads * group, length, size).to(dtype)
+    dense = [torch.randn(batch, heads, keys, size).to(dtype) for _ in range(2)]
+    seen = torch.ones(length, keys, dtype=torch.bool).tril(window).triu(1)
+    kind = "decode" if length == 1 else "prefill"
+    return Case(
+        f"window {kind} B={batch} H={heads}x{group} D={size} W={window} L={length}",
+        lambda: ATTENTION.sliding_window_attention_naive_decode(*arguments),
+        lambda: functional.scaled_dot_product_attention(
+            flat, dense[0], dense[1], attn_mask=seen, enable_gqa=True
+        ),
+        # The block is read and, moved by the new tokens, written.
+        4 * batch * heads * window * size * dtype.itemsize,
+        4 * batch * heads * group * length * window * size,
+    )
+
+
 def small_cases(dtype: torch.dtype) -> Iterator[Case]:
     """The ops between the products."""
     for rows in (1, 8, 256):
@@ -184,7 +222,7 @@ def main() -> None:
     for name in options.dtype:
         print(name)
         limits = tiles if name == "bfloat16" else plain
-        for make in (linear_cases, attention_cases, small_cases):
+        for make in (linear_cases, attention_cases, window_cases, small_cases):
             for case in make(getattr(torch, name)):
                 if options.only in case.name:
                     print("  " + report(case, limits), flush=True)

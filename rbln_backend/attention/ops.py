@@ -8,12 +8,15 @@ those. q is [B, Hkv, G, L, D], k is [B, Hkv, 1, L, D], v is [B, Hkv, 1, L, Dv] a
 V of L query tokens are written at logical positions start..start+L-1 through the block table, and
 query row j attends to positions 0..start+j. Padded rows carry ``seq_idx`` 0 and the null block 0.
 
-*Sliding-window ops.* A request owns one block, whose slots are the window. Before the step its
-first ``cache_seq_len`` slots hold the request's latest tokens in order; of the L rows the first
-``cache_offset - cache_seq_len`` are real. Row j attends to itself and to the window - 1 tokens
-before it, in the block or new; afterwards the block holds the latest tokens again, from slot 0 on.
-The other rows are padding and give zeros. What padded rows and unused slots hold is never read.
-The decode op's ``attn_mask`` says again what ``cache_seq_len`` says: it is not read.
+*Sliding-window ops.* A request owns one block, whose slots are the window. ``cache_seq_len`` of its
+tokens come before the step, and the block's first slots hold the latest of them in order; of the L
+rows the first ``cache_offset - cache_seq_len`` are real. Row j attends to itself and to the
+window - 1 tokens before it, in the block or new; afterwards the block holds the latest tokens
+again, from slot 0 on. The other rows are padding and give zeros. What padded rows and unused slots
+hold is never read. The decode op's ``attn_mask`` says again what ``cache_seq_len`` says: it is not
+read. The SDK's ops count only the tokens that the block holds. These give the same numbers then,
+but not the same bits in every chunking where there are tiles, whose sums count from the request's
+first token.
 
 The second namespace is for ``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and
 whose ops end after the documented required arguments. ``sinks`` are one more logit per query head

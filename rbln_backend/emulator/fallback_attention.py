@@ -272,12 +272,13 @@ def sliding_window_prefill(
     v = _stored(torch.nn.functional.pad(v, (0, head_size - value_size)), v_scale)
     blocks = block_tables.reshape(batch).tolist()
     ends = cache_offset.reshape(batch).tolist()
-    for b, cached in enumerate(cache_seq_len.reshape(batch).tolist()):
-        end = ends[b]
-        count = end - cached
+    for b, before in enumerate(cache_seq_len.reshape(batch).tolist()):
+        count = ends[b] - before
         if count <= 0:
             continue
-        _check_request(b, cached, count, length, blocks[b], kv_cache)
+        _check_request(b, before, count, length, blocks[b], kv_cache)
+        cached = min(before, window)
+        end = cached + count
         slots = kv_cache[blocks[b], :, :, 0]
         new = torch.stack((k[b, :, 0, :count], v[b, :, 0, :count]))
         # Real tokens alone, so that what the other slots and rows hold cannot matter.
@@ -312,14 +313,14 @@ def sliding_window_decode(
 
 
 def _check_request(
-    row: int, cached: int, count: int, length: int, block: int, kv_cache: Tensor
+    row: int, before: int, count: int, length: int, block: int, kv_cache: Tensor
 ) -> None:
-    blocks, window = kv_cache.shape[0], kv_cache.shape[4]
-    if not 0 <= cached <= window:
-        raise RuntimeError(f"cache_seq_len[{row}] is {cached}, the window has {window} slots")
+    blocks = kv_cache.shape[0]
+    if before < 0:
+        raise RuntimeError(f"cache_seq_len[{row}] is {before}")
     if count > length:
         raise RuntimeError(
-            f"cache_offset[{row}] is {cached + count}, {count} more than cache_seq_len, "
+            f"cache_offset[{row}] is {before + count}, {count} more than cache_seq_len, "
             f"but q has {length} rows"
         )
     if not 0 <= block < blocks:

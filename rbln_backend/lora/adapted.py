@@ -32,7 +32,21 @@ class Adapted(Protocol):
         ...
 
 
-class AdaptedLinear:
+class OfOneStack:
+    """A layer whose slots are one ``SlotStack``."""
+
+    _stack: SlotStack
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """As ``Adapted``."""
+        return self._stack.tensors()
+
+    def write(self, slot: int, image: LayerImage | None) -> None:
+        """As ``Adapted``."""
+        self._stack.write(slot, image)
+
+
+class AdaptedLinear(OfOneStack):
     """A linear layer that vLLM has wrapped, which reads its slots from here on."""
 
     def __init__(self, name: str, layer: BaseLinearLayerWithLoRA, slots: int, rank: int) -> None:
@@ -53,10 +67,6 @@ class AdaptedLinear:
         """The layer's sizes over all ranks."""
         return WholeLayer.of(self._layer)
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """As ``Adapted``."""
-        return self._stack.tensors()
-
     def image(self, adapter: LoRAModel) -> LayerImage | None:
         """As ``Adapted``."""
         weights = adapter.get_lora(self._name)
@@ -64,10 +74,6 @@ class AdaptedLinear:
             return None
         slices = _slices(weights.lora_a, weights.lora_b, self.whole.outputs)
         return self._stack.image(*share(self._layer, *slices))
-
-    def write(self, slot: int, image: LayerImage | None) -> None:
-        """As ``Adapted``."""
-        self._stack.write(slot, image)
 
 
 def _slices(a: Any, b: Any, outputs: tuple[int, ...]) -> tuple[Matrices, Matrices]:

@@ -30,6 +30,8 @@ Matrix = tuple[int, str]
 """An expert's number and which of its matrices."""
 # vLLM's names of an expert's matrices: gate, up and down.
 _GATE, _UP, _DOWN = "w1", "w3", "w2"
+# Modules that transformers renamed when it stacked their experts, and checkpoints did not.
+_RENAMED = {"block_sparse_moe": "mlp"}
 
 
 class Projections(NamedTuple):
@@ -89,7 +91,9 @@ class ExpertLayer:
         # Interleaved experts have never been linear layers of their own.
         known = {} if self.sizes.interleaved else names
         self._names = {f"{parent}.{suffix}": matrix for suffix, matrix in known.items()}
-        self._stacks = (f"{name}.base_layer", name)
+        self._stacks = [
+            stack for module in _module_names(name) for stack in (f"{module}.base_layer", module)
+        ]
 
     def targets(self) -> dict[str, Target]:
         """What adapters may name: the experts of all ranks."""
@@ -186,6 +190,13 @@ def expert_names(model: nn.Module) -> dict[str, Matrix]:
     """All that checkpoints may call an expert's matrix, from the layer's parent on."""
     mapping = get_moe_expert_mapping(model)
     return {name.rstrip("."): (number, matrix) for _, name, number, matrix in mapping}
+
+
+def _module_names(name: str) -> list[str]:
+    """What adapters may call the layer's module."""
+    block, _, last = name.rpartition(".")
+    parent, _, own = block.rpartition(".")
+    return [name] + ([f"{parent}.{_RENAMED[own]}.{last}"] if own in _RENAMED else [])
 
 
 def _pair(weights: LoRALayerWeights | None) -> Matrices:

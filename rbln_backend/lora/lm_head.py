@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.lora.adapted import OfOneStack
 from rbln_backend.lora.punica import RblnPunicaWrapper
 from rbln_backend.lora.slot_stack import LayerImage, SlotStack
 from rbln_backend.lora.target import Target
@@ -30,7 +31,7 @@ class RblnLogitsProcessor(LogitsProcessor):
         return logits
 
 
-class AdaptedHead:
+class AdaptedHead(OfOneStack):
     """The head of ``processor``; see ``Adapted``."""
 
     def __init__(
@@ -57,10 +58,6 @@ class AdaptedHead:
         """What adapters may name."""
         return {self._name: Target.linear(self._head.embedding_dim, self._head.org_vocab_size)}
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """As ``Adapted``."""
-        return self._stack.tensors()
-
     def image(self, adapter: LoRAModel) -> LayerImage | None:
         """As ``Adapted``; tokens that fill up a rank's share get nothing."""
         weights = adapter.get_lora(self._name)
@@ -70,10 +67,6 @@ class AdaptedHead:
         upper = weights.lora_b[mine.org_vocab_start_index : mine.org_vocab_end_index]
         missing = self._head.num_embeddings_per_partition - len(upper)
         return self._stack.image([weights.lora_a], [nn.functional.pad(upper, (0, 0, 0, missing))])
-
-    def write(self, slot: int, image: LayerImage | None) -> None:
-        """As ``Adapted``."""
-        self._stack.write(slot, image)
 
     def add(self, logits: Tensor, hidden_states: Tensor) -> None:
         """Add to logits [rows, share of the vocabulary] what adapters make of [rows, H]."""

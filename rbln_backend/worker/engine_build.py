@@ -123,7 +123,8 @@ class EngineBuild:
         self._parts = parts
         self._generates = config.model_config.runner_type == "generate"
         sharing = sharing_layers(parts.attention_layers)
-        self._groups = kv_groups(kv_cache_config, config.model_config.max_model_len, sharing)
+        length = config.model_config.max_model_len
+        self._groups = kv_groups(kv_cache_config, length, sharing, find_npu(rbln))
         self._moe = moe_methods(parts.model)
         self._kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
@@ -333,7 +334,11 @@ class EngineBuild:
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches),
             drafting=make_drafting(
-                *(config, batches, board, self._graphs.verify, self._step_seconds),
+                config,
+                batches,
+                board,
+                table=self._graphs.verify,
+                measured=self._step_seconds,
                 replies=self._parts.place.replies,
             ),
         )

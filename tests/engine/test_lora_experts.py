@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 
@@ -85,6 +86,50 @@ def _keep(path: Path, *words: str) -> None:
     file = path / "adapter_model.safetensors"
     kept = {name: t for name, t in load_file(file).items() if any(word in name for word in words)}
     save_file(kept, file)
+
+
+def _stacked_and_single(engine: Engine, folder: Path) -> list[Path]:
+    """One adapter of Mixtral's experts, as PEFT writes it for transformers 5 and for 4."""
+    rank, config = 4, engine.core.vllm_config.model_config.hf_config
+    hidden, inner = config.hidden_size, config.intermediate_size
+    experts = config.num_local_experts
+    stacked, single = {}, {}
+    for layer in range(config.num_hidden_layers):
+        parent = f"base_model.model.model.layers.{layer}"
+        sizes = {".base_layer": (hidden, 2 * inner), "": (inner, hidden)}
+        for suffix, (inputs, outputs) in sizes.items():
+            a = torch.randn(experts, rank, inputs) * inputs**-0.5
+            b = torch.randn(outputs, rank, experts) * 0.2
+            stack = f"{parent}.mlp.experts{suffix}"
+            stacked[f"{stack}.lora_A.weight"] = a.flatten(0, 1)
+            stacked[f"{stack}.lora_B.weight"] = b.flatten(1)
+            names = ("w1", "w3") if suffix else ("w2",)
+            for number in range(experts):
+                for name, part in zip(names, b[..., number].chunk(len(names)), strict=True):
+                    one = f"{parent}.block_sparse_moe.experts.{number}.{name}"
+                    single[f"{one}.lora_A.weight"] = a[number].clone()
+                    single[f"{one}.lora_B.weight"] = part.contiguous()
+    paths = []
+    for name, tensors in (("stacked", stacked), ("single", single)):
+        made = make_adapter(engine.checkpoint, folder / name, rank=rank, targets=())
+        save_file(tensors, made / "adapter_model.safetensors")
+        paths.append(made)
+    return paths
+
+
+def test_stacks_of_a_block_that_transformers_renamed(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("mixtral", **LORA)
+    torch.manual_seed(3)
+    requests = [
+        LoRARequest(path.name, next(_numbers), str(path))
+        for path in _stacked_and_single(engine, tmp_path)
+    ]
+    (prompt,) = make_prompts([21], seed=73)
+    outputs = [generate(engine, [prompt], [request])[0] for request in (*requests, None)]
+    assert bits(outputs[0]) == bits(outputs[1])
+    assert tokens([outputs[0]]) != tokens([outputs[2]])
+    for number in worker(engine).list_loras():
+        assert worker(engine).remove_lora(number)
 
 
 def test_one_matrix_of_one_expert(engines: Engines, tmp_path: Path) -> None:

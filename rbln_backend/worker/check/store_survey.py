@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rbln_backend.compiler.device import expected_fingerprint
+from rbln_backend.compiler.device import expected_fingerprint, find_npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
@@ -103,7 +103,8 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
     if specs:
         (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
         sharing = found.skeleton.sharing_layers()
-        groups = kv_groups(kv_config, config.model_config.max_model_len, sharing)
+        length = config.model_config.max_model_len
+        groups = kv_groups(kv_config, length, sharing, find_npu(rbln))
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}

@@ -197,9 +197,9 @@ def make_drafting(
     config: VllmConfig,
     batches: RequestBatches,
     board: MetricsBoard,
+    *,
     table: VerifyTable,
     measured: Mapping[Size, float],
-    *,
     replies: bool,
 ) -> Drafting:
     """``measured``: seconds of graphs; ``replies``: this rank is the one asked for drafts."""

@@ -17,6 +17,7 @@ from rbln_backend.attention.metadata import (
     WindowMetadata,
 )
 from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
 from rbln_backend.vllm_compat.surface import KVCacheConfig
@@ -49,6 +50,8 @@ class KvGroup:
     one_block: bool
     """See ``PagedMetadata``, as for ``appended_window``."""
     appended_window: int | None = None
+    counts_held: bool = False
+    """``cache_seq_len`` counts the tokens that a window holds, as the SDK wants it, not all."""
 
     def allocate(
         self, spec: GraphSpec, suffix: str, query_counts: Tensor | None = None
@@ -62,7 +65,7 @@ class KvGroup:
 
 
 def kv_groups(
-    config: KVCacheConfig, max_model_len: int, sharing: Mapping[str, str]
+    config: KVCacheConfig, max_model_len: int, sharing: Mapping[str, str], npu: Npu | None
 ) -> list[KvGroup]:
     """The groups of an engine, in vLLM's order; layers ``sharing`` a cache are of its group."""
     groups = []
@@ -80,6 +83,7 @@ def kv_groups(
                 is_window=is_window,
                 one_block=block_size == max_model_len,
                 appended_window=None if is_window else window_in(spec),
+                counts_held=is_window and npu is not None,
             )
         )
     return groups
@@ -152,11 +156,11 @@ class WindowInputs:
         self.cache_seq_len: IntArray = cache_seq_len.numpy()
         self.cache_offset: IntArray = cache_offset.numpy()
         self.block_tables: IntArray = tables.view(rows, 1).numpy()
-        self._window = group.block_size
+        self._most_cached = group.block_size if group.counts_held else np.iinfo(np.int32).max
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
         count = len(starts)
-        np.minimum(starts, self._window, out=self.cache_seq_len[:count, 0], casting="unsafe")
+        np.minimum(starts, self._most_cached, out=self.cache_seq_len[:count, 0], casting="unsafe")
         self.cache_offset[:count, 0] = self.cache_seq_len[:count, 0] + counts
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):

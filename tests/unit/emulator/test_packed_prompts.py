@@ -36,7 +36,7 @@ class Step:
             self.options |= {"k_scale": torch.tensor(0.02), "v_scale": torch.tensor(1.5)}
         self.counts = torch.tensor(COUNTS, dtype=torch.int32)
         self.scale = torch.tensor(SIZE**-0.5)
-        cached = torch.tensor(STARTS).clamp(max=BLOCK) if window else torch.tensor(STARTS)
+        cached = torch.tensor(STARTS)
         self.starts, self.ends = cached[:, None], (cached + self.counts)[:, None]
         blocks = torch.randperm(29)[: len(COUNTS) * (1 if window else 5)] + 1
         self.tables = blocks.view(len(COUNTS), -1)

@@ -72,9 +72,8 @@ class Windows:
             torch.nn.functional.pad(x[row : row + 1, :, :, begin:end], (0, 0, 0, fill), value=NAN)
             for x in self.tokens
         ]
-        cached = min(begin, self.window)
         table = torch.tensor(self.blocks[row : row + 1], dtype=torch.int32)
-        return self._run(PREFILL, rows, table, int32([cached]), int32([cached + end - begin]))[0]
+        return self._run(PREFILL, rows, table, int32([begin]), int32([end]))[0]
 
     def decode(self, positions: Mapping[int, int], padded: int = 0) -> Tensor:
         """Feed one token of each request {row: position}, then padding: [B, Hkv, G, 1, D]."""
@@ -86,7 +85,7 @@ class Windows:
             )
             for x in self.tokens
         ]
-        cached = [min(at, self.window) for at in positions.values()]
+        cached = list(positions.values())
         table = int32([self.blocks[row] for row in positions] + [0] * fill)
         ends = int32([n + 1 for n in cached] + [0] * fill)
         return self._run(DECODE, rows, table, int32(cached + [0] * fill), ends)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from rbln_backend.compiler.port import GraphSpec, Phase
-from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs
+from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.kv_cache.specs import WindowSpec
+from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs, kv_groups
 from rbln_backend.worker.step.inputs import StepInputs
 
 PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
@@ -42,12 +49,29 @@ def test_prefill_chunk_in_the_second_block() -> None:
     assert "query_counts" not in inputs.tensors
 
 
-def test_a_full_window_stays_full() -> None:
-    inputs, _, window = allocate(Phase.PREFILL, 8)
-    rows = [np.array([[7, 4, 5]]), np.array([[2]])]
-    inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=rows)
-    assert window.cache_seq_len.tolist() == [[24]]
-    assert window.cache_offset.tolist() == [[29]]
+@pytest.mark.parametrize(("counts_held", "cached"), [(False, 40), (True, 24)])
+def test_a_full_window_is_told_by_all_its_tokens_or_those_it_holds(
+    counts_held: bool, cached: int
+) -> None:
+    group = replace(WINDOW, counts_held=counts_held)
+    inputs = StepInputs.allocate(GraphSpec.of(Phase.PREFILL, 8), [group])
+    (window,) = inputs.groups
+    assert isinstance(window, WindowInputs)
+    inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=[np.array([[2]])])
+    assert window.cache_seq_len.tolist() == [[cached]]
+    assert window.cache_offset.tolist() == [[cached + 5]]
+
+
+def test_an_npu_counts_what_a_window_holds() -> None:
+    window = WindowSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, window=24,
+        own_blocks=3, log_pages=0, page_tokens=0,
+    )  # fmt: skip
+    config = KVCacheConfig(4, [], [KVCacheGroupSpec(["b"], window)])
+    for npu in (None, Npu.named("RBLN-CA25")):
+        (group,) = kv_groups(config, 64, {}, npu)
+        assert group.is_window
+        assert group.counts_held is (npu is not None)
 
 
 def test_the_prompts_of_a_chunk_lie_one_after_the_other() -> None:
@@ -62,8 +86,8 @@ def test_the_prompts_of_a_chunk_lie_one_after_the_other() -> None:
     assert inputs.tensors["query_counts"].tolist() == [3, 2, 0]
     assert inputs.tensors["seq_idx.0"].tolist() == [[30], [0], [0]]
     assert inputs.tensors["block_tables.0"].tolist() == [[7, 4, 0], [3, 0, 0], [0, 0, 0]]
-    assert window.cache_seq_len.tolist() == [[24], [0], [0]]
-    assert window.cache_offset.tolist() == [[27], [2], [0]]
+    assert window.cache_seq_len.tolist() == [[30], [0], [0]]
+    assert window.cache_offset.tolist() == [[33], [2], [0]]
     assert inputs.tensors["local_block_tables.1"].tolist() == [2, 1, 0]
     counts = {part.metadata.query_counts for part in (paged, window)}
     assert counts == {inputs.tensors["query_counts"]}
@@ -79,9 +103,9 @@ def test_decode_pads_rows_with_the_null_block() -> None:
     assert inputs.positions.tolist() == [[2], [40], [0], [0]]
     assert paged.seq_idx.tolist() == [[2], [40], [0], [0]]
     assert paged.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
-    assert window.cache_seq_len.tolist() == [[2], [24], [0], [0]]
+    assert window.cache_seq_len.tolist() == [[2], [40], [0], [0]]
     # A padded row has no new token: its offset equals its length.
-    assert window.cache_offset.tolist() == [[3], [25], [0], [0]]
+    assert window.cache_offset.tolist() == [[3], [41], [0], [0]]
     assert window.block_tables.tolist() == [[1], [4], [0], [0]]
 
 

@@ -1,5 +1,4 @@
-// The attention of attend.h by tiles, for queries of bf16, a cache of bf16 or e4m3, and keys that
-// count from the request's first.
+// The attention of attend.h by tiles, for queries of bf16 and a cache of bf16 or e4m3.
 //
 // Tiles of keys begin at multiples of kKeys, and products are over 32 positions at multiples of 32,
 // in which a key that a row does not see weighs nothing. So here, too, a query's result depends on

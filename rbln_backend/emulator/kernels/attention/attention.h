@@ -24,7 +24,7 @@ struct AttentionArgs {
   // What a new token brings: k_size numbers of k, then v_size of v that lie v_place after them.
   int64_t k_size, v_size, v_place;
   int64_t block_size, table_width;
-  const int64_t* starts;  // [batch]: tokens cached before
+  const int64_t* starts;  // [batch]: tokens before the new ones
   const int64_t* counts;  // [batch]: real new tokens, of `length`; window_attention alone reads it
   const int64_t* tables;  // [batch, table_width], checked by the caller where they are used
   float scale;    // of q times k as they are stored

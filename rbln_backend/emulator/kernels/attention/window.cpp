@@ -1,14 +1,14 @@
 // Sliding-window attention: one block per request, whose slots are the window's tokens in order.
 //
-// Tokens count as in "block, then new": the block's first `starts` slots hold tokens 0, 1, ...,
-// and the new ones follow. Afterwards the block holds the last of them, moved to slot 0 on; slots
-// after those keep what they held, which nothing reads.
+// Positions are the request's, so that tiles lie alike for every row that sees a key. Before the
+// step the block holds the last of the `starts` tokens before it, afterwards the last of all, from
+// slot 0 on; slots after those keep what they held, which nothing reads.
 //
 // One new token sees exactly what the block holds afterwards. There the block slides tile by tile,
 // just before each is read, so that the step brings it through the caches once.
 #include <cstring>
 
-#include "attention/attend.h"
+#include "attention/amx.h"
 
 namespace rbln {
 namespace {
@@ -18,28 +18,28 @@ template <class T>
 class Window {
  public:
   Window(const AttentionArgs& args, int64_t batch, int64_t head)
-      : args_(args), batch_(batch), head_(head), cached_(args.starts[batch]),
-        end_(cached_ + args.counts[batch]), dropped_(std::max<int64_t>(0, end_ - args.block_size)),
+      : args_(args), batch_(batch), head_(head), start_(args.starts[batch]),
+        end_(start_ + args.counts[batch]), before_(first_held(start_)), after_(first_held(end_)),
         block_(static_cast<T*>(args.cache) + args.tables[batch] * args.cache_stride.block +
                head * args.cache_stride.head) {}
 
   bool is_one_token() const { return args_.counts[batch_] == 1; }
   // Tokens that the block holds after the step.
-  int64_t kept() const { return end_ - dropped_; }
+  int64_t kept() const { return end_ - after_; }
 
   QueryRun queries(int64_t first, int64_t count) const {
-    const int64_t start = is_one_token() ? kept() - 1 : cached_;
-    return {batch_, head_, first, count, start, kUnlimited, args_.block_size};
+    return {batch_, head_, first, count, start_, kUnlimited, args_.block_size};
   }
 
+  // For positions before the block's, which no row sees, what its first slot has.
   void locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
     if (is_one_token()) return slide_and_locate(begin, count, tile);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t token = begin + i - cached_;
-      tile.keys[i] = token < 0 ? slot(begin + i) : new_key(token);
+      const int64_t position = std::max(begin + i, before_), token = position - start_;
+      tile.keys[i] = token < 0 ? slot(position - before_) : new_key(token);
       tile.values[i] = token < 0 ? tile.keys[i] + args_.cache_stride.kv : new_value(token);
     }
-    const bool old = begin + count <= cached_, fresh = begin >= cached_;
+    const bool old = begin >= before_ && begin + count <= start_, fresh = begin >= start_;
     tile.value_stride = old ? args_.cache_stride.slot : fresh ? args_.v_stride.token : 0;
     tile.fetch_values = tile.values[0];
     tile.fetch_keys = tile.keys[count - 1];
@@ -48,16 +48,19 @@ class Window {
   // Makes slots [begin, end) what they are after the step. What a slot takes is never before it,
   // so slots can be made in any steps from 0 up.
   void slide(int64_t begin, int64_t end) const {
-    const int64_t old = std::min(end, cached_ - dropped_);
-    if (dropped_ > 0 && begin < old) move(begin, old);
-    for (int64_t i = std::max(begin, cached_ - dropped_); i < end; ++i) {
-      const int64_t token = i + dropped_ - cached_;
+    const int64_t old = std::min(end, start_ - after_);
+    if (dropped() > 0 && begin < old) move(begin, old);
+    for (int64_t i = std::max(begin, start_ - after_); i < end; ++i) {
+      const int64_t token = i + after_ - start_;
       std::copy_n(new_key(token), args_.k_size, slot(i));
       std::copy_n(new_value(token), args_.v_size, slot(i) + args_.v_place);
     }
   }
 
  private:
+  // The position that slot 0 has when `end` tokens were seen.
+  int64_t first_held(int64_t end) const { return std::max<int64_t>(0, end - args_.block_size); }
+  int64_t dropped() const { return after_ - before_; }
   T* slot(int64_t index) const { return block_ + index * args_.cache_stride.slot; }
   const T* new_key(int64_t token) const {
     return new_row<T>(args_.k, args_.k_stride, batch_, head_, token);
@@ -67,29 +70,31 @@ class Window {
   }
 
   void slide_and_locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
-    slide(begin, begin + count);
-    for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(begin + i);
-    tile.values[0] = tile.keys[0] + args_.cache_stride.kv;
-    tile.value_stride = args_.cache_stride.slot;
-    tile.fetch_keys = slot(begin + count);
+    const int64_t first = begin - after_, end = first + count, apart = first < 0 ? count : 1;
+    slide(std::max<int64_t>(0, first), end);
+    for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(std::max<int64_t>(0, first + i));
+    for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
+    tile.value_stride = first < 0 ? 0 : args_.cache_stride.slot;
+    tile.fetch_keys = slot(end);
     // Values that were moved are in the caches.
-    tile.fetch_values = dropped_ == 0 ? tile.values[0] : tile.fetch_keys + args_.cache_stride.kv;
+    tile.fetch_values = dropped() == 0 ? tile.values[0] : tile.fetch_keys + args_.cache_stride.kv;
   }
 
   void move(int64_t begin, int64_t end) const {
     for (const int64_t part : {int64_t{0}, args_.cache_stride.kv}) {
       if (args_.cache_stride.slot == args_.head_size) {
-        std::memmove(slot(begin) + part, slot(begin + dropped_) + part,
+        std::memmove(slot(begin) + part, slot(begin + dropped()) + part,
                      size_t((end - begin) * args_.head_size) * sizeof(T));
       } else {
         for (int64_t i = begin; i < end; ++i)
-          std::copy_n(slot(i + dropped_) + part, args_.head_size, slot(i) + part);
+          std::copy_n(slot(i + dropped()) + part, args_.head_size, slot(i) + part);
       }
     }
   }
 
   const AttentionArgs& args_;
-  const int64_t batch_, head_, cached_, end_, dropped_;
+  const int64_t batch_, head_, start_, end_;
+  const int64_t before_, after_;  // the positions of slot 0
   T* const block_;
 };
 
@@ -128,8 +133,7 @@ void run(const AttentionArgs& args) {
     if (real <= first) return;
     const Window<T> window(args, batch, head);
     thread_local Scratch scratch;
-    Attention<T, const Window<T>>(args, scratch, window, window.queries(first, real - first))
-        .compute();
+    attend<T>(args, scratch, window, window.queries(first, real - first));
     if (tiles == 1) slide(window);
   });
   if (tiles == 1) return;

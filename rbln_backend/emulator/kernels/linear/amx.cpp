@@ -17,19 +17,12 @@
 
 #include <algorithm>
 
-#include "core/team.h"
-#include "linear/amx_tile.h"
-#include "linear/output.h"
+#include "linear/amx_items.h"
 
 namespace rbln {
 namespace {
 
-constexpr int64_t kMaxRowBlock = 256;     // rows whose sums one work item keeps
-constexpr int64_t kItemPanels = 4;
-constexpr int64_t kBlockSteps = 8;        // products of 32 depths: two panels of 8 KB each
-constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
+constexpr int64_t kBlockSteps = 8;  // products of 32 depths: two panels of 8 KB each
 
 // The last product of a depth that does not fill it: what is missing of the panels is zero.
 template <int R, int P>
@@ -44,11 +37,8 @@ void multiply_rest(const bf16* a, int rows, const bf16* const (&panels)[P], int6
   multiply_steps<R, P>(a, rows, tiles, 1, nothing);
 }
 
-// One work item: the groups [first, last) against kItemPanels panels from `panel` on.
-struct Item {
+struct Item : TileItem {
   const LinearArgs& args;
-  const TileActivations& x;
-  int64_t first, last, panel;
 
   int64_t depth() const { return padded_depth(Dtype::bf16, args.depth); }
 
@@ -71,7 +61,7 @@ struct Item {
     });
     const int64_t whole = std::min(end, depth() / amx::kDepth);
     multiply_steps<R, P>(x.group(g, begin), rows, panels, whole - begin,
-                         fetch_of(panels, g - first, begin, end));
+                         fetch(g, panels, end - begin, kTileBytes, onward(begin, end)));
     if (whole < end) {
       for (int p = 0; p < P; ++p) panels[p] += (whole - begin) * amx::kDepth * kPanel;
       multiply_rest<R, P>(x.group(g, whole), rows, panels, depth() - whole * amx::kDepth);
@@ -83,21 +73,11 @@ struct Item {
       write_tile<bf16>(args, g * kGroupRows, rows, at * kPanel, int(P * kPanel / kLanes), sums);
   }
 
-  // A lone group runs ahead of itself. Several share the fetching of what comes next: the next block
-  // of these panels, or the next item's first.
-  template <int P>
-  Fetch<P> fetch_of(const bf16* const (&panels)[P], int64_t nth, int64_t begin, int64_t end) const {
-    const int64_t groups = last - first, steps = end - begin;
-    const int64_t onward =
-        end < x.steps ? steps * amx::kDepth : kItemPanels * depth() - begin * amx::kDepth;
-    Fetch<P> fetch;
-    fetch.bytes = (kTileBytes / groups + 63) / 64 * 64;
-    const int64_t start = groups == 1 ? kAhead
-                                      : onward * kPanel * int64_t(sizeof(bf16)) +
-                                            nth * steps * fetch.bytes;
-    for (int p = 0; p < P; ++p)
-      fetch.address[p] = reinterpret_cast<const char*>(panels[p]) + start;
-    return fetch;
+  // To the next block of these panels, or the next item's first.
+  int64_t onward(int64_t begin, int64_t end) const {
+    const int64_t depths = end < x.steps ? (end - begin) * amx::kDepth
+                                         : kItemPanels * depth() - begin * amx::kDepth;
+    return depths * kPanel * int64_t(sizeof(bf16));
   }
 
   void run() const {
@@ -106,17 +86,9 @@ struct Item {
     const int64_t length = last - first == 1 ? x.steps : kBlockSteps;
     for (int64_t begin = 0; begin < x.steps; begin += length) {
       const int64_t end = std::min(begin + length, x.steps);
-      for (int64_t g = first; g < last; ++g) {
-        const int rows = x.size(g);
-        float* partial = sums + (g - first) * kGroupRows * kItemPanels * kPanel;
-        block.shape(rows);
-        if (rows <= amx::kRows) {
-          tile<1, 4>(g, panel, begin, end, partial);
-        } else {
-          tile<2, 2>(g, panel, begin, end, partial);
-          tile<2, 2>(g, panel + 2, begin, end, partial + rows * 2 * kPanel);
-        }
-      }
+      for_each_tile(block, sums, [&]<int R, int P>(int64_t g, int64_t nth, float* partial) {
+        tile<R, P>(g, panel + nth, begin, end, partial);
+      });
     }
   }
 };
@@ -131,26 +103,8 @@ int64_t groups_at_once(int64_t steps) {
 }  // namespace
 
 void linear_by_tiles(const LinearArgs& args) {
-  thread_local Buffer buffer;
-  const int64_t steps = (args.depth + amx::kDepth - 1) / amx::kDepth;
-  float* const memory = buffer.take(args.rows * steps * amx::kDepth / 2);
-  const TileActivations x{args.rows, steps, reinterpret_cast<bf16*>(memory)};
-  const int64_t panels = (args.columns + kPanel - 1) / kPanel;
-  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int64_t block_groups = groups_at_once(steps);
-  const int64_t row_blocks = (x.groups() + block_groups - 1) / block_groups;
-  const int threads = team_size(args.rows * args.depth * args.columns, kSerialWork);
-  const bool is_small = args.rows * args.depth < (1 << 14);
-  parallel_for(x.groups(), 1, is_small ? 1 : threads,
-               [&](int64_t g) { arrange_group(args, x, g); });
-  const int64_t item_work =
-      std::min(args.rows, block_groups * kGroupRows) * args.depth * kItemPanels * kPanel;
-  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
-  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
-    const int64_t first = item / tiles * block_groups;
-    const int64_t last = std::min(first + block_groups, x.groups());
-    Item{args, x, first, last, item % tiles * kItemPanels}.run();
-  });
+  for_each_item(args, groups_at_once(steps_of(args)),
+                [&](const TileItem& item) { Item{item, args}.run(); });
 }
 
 }  // namespace rbln

@@ -8,27 +8,16 @@
 
 #if defined(RBLN_TILES)
 
-#include "core/team.h"
-#include "linear/amx_tile.h"
-#include "linear/output.h"
+#include "linear/amx_items.h"
 #include "quantized/e4m3_block.h"
 
 namespace rbln {
 namespace {
 
-constexpr int64_t kRowBlock = 256;        // rows whose totals one work item keeps
-constexpr int64_t kItemPanels = 4;
-constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
-constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
-constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
-
 using Block = DepthBlock<bf16, kItemPanels>;
 
-// One work item: the groups [first, last) against kItemPanels panels from `panel` on.
-struct Item {
+struct Item : TileItem {
   const QuantizedLinearArgs& args;
-  const TileActivations& x;
-  int64_t first, last, panel;
 
   // One group and P panels from the item's `nth` on, the sums continued from and left in `totals`.
   template <int R, int P>
@@ -36,15 +25,20 @@ struct Item {
     const int rows = x.size(g);
     if (block.begin() == 0) std::fill_n(totals, rows * P * kPanel, 0.0f);
     const bf16* numbers[P];
-    for (int p = 0; p < P; ++p) numbers[p] = block.numbers(nth + p);
-    Fetch<P> fetch = fetch_of<P>(g - first, nth, block);
+    const uint8_t* bytes[P];
+    for (int p = 0; p < P; ++p) {
+      numbers[p] = block.numbers(nth + p);
+      bytes[p] = block.bytes(nth + p);
+    }
+    Fetch<P> ahead = fetch(g, bytes, block.depths() / amx::kDepth, amx::kDepth * kPanel,
+                           block.onward());
     for (int64_t t = block.begin(); t < block.end(); t += Block::kChunk) {
       const int64_t depths = std::min(Block::kChunk, block.end() - t);
       const int64_t steps = (depths + amx::kDepth - 1) / amx::kDepth;
       alignas(64) float sums[R * amx::kRows * P * kPanel];
       constexpr int64_t kStride = P * amx::kRowBytes;
       amx::unroll<R * P>([]<int c>() __attribute__((always_inline)) { amx::zero<c>(); });
-      multiply_steps<R, P>(x.group(g, t / amx::kDepth), rows, numbers, steps, fetch);
+      multiply_steps<R, P>(x.group(g, t / amx::kDepth), rows, numbers, steps, ahead);
       amx::unroll<R * P>([&]<int c>() __attribute__((always_inline)) {
         amx::store<c>(sums + c / P * amx::kRows * P * kPanel + c % P * kPanel, kStride);
       });
@@ -53,7 +47,7 @@ struct Item {
         store(totals + i, fma(load(scales + i % (P * kPanel)), load(sums + i), load(totals + i)));
       for (int p = 0; p < P; ++p) {
         numbers[p] += depths * kPanel;
-        fetch.address[p] += steps * fetch.bytes;
+        ahead.address[p] += steps * ahead.bytes;
       }
     }
     if (block.is_last())
@@ -61,63 +55,22 @@ struct Item {
                        int(P * kPanel / kLanes), totals);
   }
 
-  // A lone group runs ahead of itself. Several share the fetching of what comes next.
-  template <int P>
-  Fetch<P> fetch_of(int64_t group, int64_t nth, const Block& block) const {
-    const int64_t groups = last - first;
-    Fetch<P> fetch;
-    fetch.bytes = (amx::kDepth * kPanel / groups + 63) / 64 * 64;
-    const int64_t start =
-        groups == 1 ? kAhead
-                    : block.onward() + group * (block.depths() / amx::kDepth) * fetch.bytes;
-    for (int p = 0; p < P; ++p)
-      fetch.address[p] = reinterpret_cast<const char*>(block.bytes(nth + p)) + start;
-    return fetch;
-  }
-
   void run() const {
-    alignas(64) float totals[kRowBlock * kItemPanels * kPanel];
+    alignas(64) float totals[kMaxRowBlock * kItemPanels * kPanel];
     Block block(args, panel);
     amx::Block shape;
-    while (block.advance()) {
-      for (int64_t g = first; g < last; ++g) {
-        const int rows = x.size(g);
-        float* partial = totals + (g - first) * kGroupRows * kItemPanels * kPanel;
-        shape.shape(rows);
-        if (rows <= amx::kRows) {
-          tile<1, 4>(g, 0, block, partial);
-        } else {
-          tile<2, 2>(g, 0, block, partial);
-          tile<2, 2>(g, 2, block, partial + rows * 2 * kPanel);
-        }
-      }
-    }
+    while (block.advance())
+      for_each_tile(shape, totals, [&]<int R, int P>(int64_t g, int64_t nth, float* partial) {
+        tile<R, P>(g, nth, block, partial);
+      });
   }
 };
 
 }  // namespace
 
 void linear_e4m3_by_tiles(const QuantizedLinearArgs& args) {
-  thread_local Buffer buffer;
-  const LinearArgs& plain = args.plain;
-  const int64_t steps = (plain.depth + amx::kDepth - 1) / amx::kDepth;
-  float* const memory = buffer.take(plain.rows * steps * amx::kDepth / 2);
-  const TileActivations x{plain.rows, steps, reinterpret_cast<bf16*>(memory)};
-  const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
-  const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int64_t block_groups = kRowBlock / kGroupRows;
-  const int64_t row_blocks = (x.groups() + block_groups - 1) / block_groups;
-  const int threads = team_size(plain.rows * plain.depth * plain.columns, kSerialWork);
-  const bool is_small = plain.rows * plain.depth < (1 << 14);
-  parallel_for(x.groups(), 1, is_small ? 1 : threads,
-               [&](int64_t g) { arrange_group(plain, x, g); });
-  const int64_t item_work = std::min(plain.rows, kRowBlock) * plain.depth * kItemPanels * kPanel;
-  const int64_t grain = std::clamp<int64_t>(kClaimWork / item_work, 1, 4);
-  parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
-    const int64_t first = item / tiles * block_groups;
-    const int64_t last = std::min(first + block_groups, x.groups());
-    Item{args, x, first, last, item % tiles * kItemPanels}.run();
-  });
+  for_each_item(args.plain, kMaxRowBlock / kGroupRows,
+                [&](const TileItem& item) { Item{item, args}.run(); });
 }
 
 }  // namespace rbln
