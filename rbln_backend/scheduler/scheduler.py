@@ -181,9 +181,8 @@ class RblnScheduler(Scheduler):
         return taken
 
     def _blocks_of(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> int:
-        """What steps could take: a block in each group for a token, and whole prompts."""
-        tokens = len(decoding) * len(self.kv_cache_config.kv_cache_groups)
-        return tokens + sum(-(-prompt.num_tokens // self.block_size) for prompt in prompts)
+        coordinator = self.kv_cache_manager.coordinator
+        return int(coordinator.most_blocks(len(decoding), [r.num_tokens for r in prompts]))
 
     def _schedule_among(
         self,

@@ -13,15 +13,18 @@ from vllm.sampling_params import StructuredOutputsParams
 from rbln_backend.config import BACKGROUND_PRIORITY
 from rbln_backend.scheduler import background
 from tests.engine.conftest import Engine, Engines
+from tests.engine.oracle import AnyLength, Oracle
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_lora import LORA, Adapters, worker
 from tests.engine.test_prompts_together import KINDS, told
+from tests.engine.test_speculation import FEW, SUFFIX, Pair, results, texts_of
 
 pytestmark = pytest.mark.engine
 
 # One bucket: beside a stream three rows are to spare.
 ONE_BUCKET = {"decode_batch_bucket_min": 4}
-STREAM = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=1)
+# As many log-probabilities as all: of equal ones another number shows others.
+STREAM = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=2)
 
 
 def params(**options: Any) -> SamplingParams:
@@ -74,12 +77,14 @@ class Mixed:
         self._core.abort_request([name], internal=False)
         del self._asked[name]
 
-    def assert_bits_of_alone(self) -> None:
+    def assert_bits_of_alone(self, plain: Engine | None = None) -> None:
+        """`plain`: another engine that tells them."""
+        plain = plain or self._engine
         assert self._engine.used_blocks() == 0
         assert self._engine.total("rbln_recompiles_after_warmup_total") == 0
         for name, (prompt, params, lora) in self._asked.items():
-            self._engine.core.scheduler.reset_prefix_cache()
-            (alone,) = self._engine.llm.generate(
+            plain.core.scheduler.reset_prefix_cache()
+            (alone,) = plain.llm.generate(
                 [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora
             )
             if told(alone) != told(self.done[name]):
@@ -244,16 +249,38 @@ def test_readers_are_preempted_parked_and_left(engines: Engines) -> None:
     mixed.assert_bits_of_alone()
 
 
+def test_beside_steps_that_check_drafts(engines: Engines) -> None:
+    engine = engines("llama", speculative_config=SUFFIX, rbln=FEW)
+    plain = engines("llama", rbln=ONE_BUCKET)
+    prompts = make_prompts([20, 25, 50, 30, 40], seed=22)
+    names = ["stream 1", "stream 2", "line-0", "line-1", "line-2"]
+    wanted = [STREAM, STREAM, params(), SEEDED, CHOOSY]
+    oracle = Oracle(texts_of(prompts, results(plain, prompts, wanted)), 0.3)
+    mixed, before, already = Mixed(engine), chunks(engine), read(engine)
+    with Pair(plain, engine).asking(oracle, AnyLength(2)):
+        for request in zip(names, prompts, wanted, strict=True):
+            mixed.add(*request)
+        mixed.to_the_end()
+    assert engine.total("rbln_bucket_steps_total", phase="verify") > 20
+    assert chunks(engine) <= before + 2
+    assert read(engine) - already == 49 + 29 + 39
+    mixed.assert_bits_of_alone(plain)
+
+
 @pytest.mark.parametrize(("arch", "num_blocks", "seed"), [("llama", 30, 0), ("gemma3_text", 60, 1)])
 def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> None:
-    engine = engines(arch, num_gpu_blocks_override=num_blocks)
-    mixed, rng = Mixed(engine), random.Random(seed)
+    engine = engines(arch, num_gpu_blocks_override=num_blocks, rbln=ONE_BUCKET)
+    mixed, rng, already = Mixed(engine), random.Random(seed), read(engine)
     names: list[str] = []
     for number in range(40):
         name = f"{rng.choice(['stream', 'line', 'line'])} {number}"
         length = rng.choice([1, 2, 16, 17, 40, 64, 65, 130])
-        wanted = rng.choice([params, lambda **o: SEEDED.clone()])(max_tokens=rng.randrange(1, 60))
-        wanted.prompt_logprobs = rng.choice([None, None, None, 1])
+        wanted = params(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=7,
+            max_tokens=rng.randrange(1, 60),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+        )
         mixed.add(name, make_prompts([length], seed=number % 7)[0], wanted)
         names.append(name)
         mixed.step(rng.randrange(12))
@@ -263,4 +290,5 @@ def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> Non
             names.remove(running[0])
     mixed.to_the_end()
     mixed.step()
+    assert read(engine) > already + 50
     mixed.assert_bits_of_alone()
