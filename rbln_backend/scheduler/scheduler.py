@@ -31,13 +31,7 @@ from rbln_backend.scheduler.constraints import (
 from rbln_backend.scheduler.draft_room import DraftRoom
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.foremost import behind_the_foremost
-from rbln_backend.scheduler.narrowing import (
-    at_most,
-    held_back,
-    narrowed,
-    whole_prompts,
-    without_drafts,
-)
+from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.sharing import adapter_of, goes_on_alike, prompts_together
@@ -50,14 +44,13 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     Request,
     RequestStatus,
-    Scheduler,
     SchedulerOutput,
     VllmConfig,
     configured,
 )
 
 
-class RblnScheduler(Scheduler):
+class RblnScheduler(NarrowedScheduler):
     """Each step is one prefill chunk or one decode batch, never both.
 
     Rules (``constraints.py``), in order:
@@ -181,8 +174,7 @@ class RblnScheduler(Scheduler):
         return taken
 
     def _blocks_of(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> int:
-        coordinator = self.kv_cache_manager.coordinator
-        return int(coordinator.most_blocks(len(decoding), [r.num_tokens for r in prompts]))
+        return self._reuse.coordinator.most_blocks(len(decoding), [r.num_tokens for r in prompts])
 
     def _schedule_among(
         self,
@@ -195,7 +187,7 @@ class RblnScheduler(Scheduler):
 
         Those ``behind`` wait for padding and do not see a chunk.
         """
-        with held_back(self, behind):
+        with self._held_back(behind):
             if self._prefill_block_reason(len(prefilling), decoding) is not None:
                 output = None
             else:
@@ -232,14 +224,14 @@ class RblnScheduler(Scheduler):
     ) -> SchedulerOutput:
         strangers = self._without_adapter_room()
         others = [r for r in self._waiting() if r not in strangers]
-        with held_back(self, strangers), held_back(self, behind_the_foremost(others)):
+        with self._held_back(strangers), self._held_back(behind_the_foremost(others)):
             together = self._together(prefilling)
             visible = [r for r in prefilling if r.request_id in together] or prefilling[:1]
             hidden = [request for request in self.running if request not in visible]
             with (
-                narrowed(self, visible, hidden, max_running=max(1, len(together))),
+                self._narrowed(visible, hidden, max_running=max(1, len(together))),
                 self._cut(visible, hidden, together),
-                without_drafts(self),
+                self._without_drafts(),
             ):
                 output = super().schedule(throttle_prefills)
         taken = output.num_scheduled_tokens
@@ -281,7 +273,7 @@ class RblnScheduler(Scheduler):
         if beginner is None:
             return self._schedule_rows(rows, 0, throttle_prefills)
         others = [request for request in self._waiting() if request is not beginner]
-        with held_back(self, others), without_drafts(self):
+        with self._held_back(others), self._without_drafts():
             output = self._schedule_rows(rows, 1, throttle_prefills)
         if beginner.request_id in output.num_scheduled_tokens:
             self._background.began()
@@ -296,8 +288,8 @@ class RblnScheduler(Scheduler):
         self._reads_in_rows = True
         try:
             with (
-                narrowed(self, visible, rows.hidden, max_running=count),
-                at_most(self, share if self._stages > 1 else None),
+                self._narrowed(visible, rows.hidden, max_running=count),
+                self._at_most(share if self._stages > 1 else None),
             ):
                 return super().schedule(throttle_prefills)
         finally:
@@ -356,12 +348,12 @@ class RblnScheduler(Scheduler):
         it that fits.
         """
         if together:
-            return whole_prompts(self, sum(together.values()))
+            return self._whole_prompts(sum(together.values()))
         request = prefilling[0] if prefilling else self._next_waiting()
         if self._chunks is None or request is None or comes_seldom(request, others):
-            return at_most(self, None)
+            return self._at_most(None)
         left = request.num_tokens - request.num_computed_tokens
-        return at_most(self, self._chunks.next_chunk(left))
+        return self._at_most(self._chunks.next_chunk(left))
 
     def _next_waiting(self) -> Request | None:
         queue = self._select_waiting_queue_for_scheduling()
