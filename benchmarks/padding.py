@@ -37,15 +37,23 @@ BUCKET = 8
 _MAX_MODEL_LEN = 1024
 _KV_CACHE_BYTES = 1 << 30
 _BUDGET_S = 120.0
-_LINES = 5000  # more than a pair can answer
+_LINES_PER_REQUEST = 3  # a row answers fewer while a stream has one answer
 _GENERATED = re.compile(r"^vllm:generation_tokens_total\{[^}]*\} (\S+)$", re.MULTILINE)
+_ROWS = {
+    kind: re.compile(
+        rf'^rbln_background_rows_total\{{[^}}]*kind="{kind}"[^}}]*\}} (\S+)$', re.MULTILINE
+    )
+    for kind in ("padding", "prompt")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Streams for a while; times in seconds, tokens of the streams and of all answers.
+    """Streams for a while; times in seconds.
 
     `gap` is the median over streams of a token's time after the first, `gap_p99` that of events.
+    `earned` are tokens of lines' answers in rows of the streams' steps, `read` of their prompts;
+    what lines do before the first stream and after the last is in neither.
     """
 
     streams: int
@@ -55,12 +63,8 @@ class Window:
     gap_p99: float
     first: float
     online_tokens: int
-    all_tokens: int
-
-    @property
-    def earned(self) -> float:
-        """Tokens/s of those that no stream got."""
-        return (self.all_tokens - self.online_tokens) / self.seconds
+    earned: int
+    read: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,14 +145,15 @@ class _Bench:
                 if not beside:
                     yield self.window(streams, beside=False)
                     continue
-                with self._batch(_LINES):
+                with self._batch(_LINES_PER_REQUEST * BUCKET * self._args.requests):
                     yield self.window(streams, beside=True)
 
     def window(self, streams: int, *, beside: bool) -> Window:
         """Stream for a while."""
         bodies = [self._body() for _ in range(streams * self._args.requests)]
-        before = self._generated()
+        before = self._rows()
         answer = self._loop(bodies, streams)
+        earned, read = (now - then for now, then in zip(self._rows(), before, strict=True))
         told = [request for request in answer["requests"] if request["first"] is not None]
         window = Window(
             streams=streams,
@@ -160,9 +165,14 @@ class _Bench:
             gap_p99=answer["gaps"][2],
             first=statistics.median(r["first"] - r["sent"] for r in told),
             online_tokens=sum(request["tokens"] for request in told),
-            all_tokens=self._generated() - before,
+            earned=earned,
+            read=read,
         )
-        say(f"  {streams} streams, beside a batch: {beside}, {window.earned:.0f} tokens/s earned")
+        rate = earned / window.seconds
+        say(
+            f"  {streams} streams, beside a batch: {beside}, {window.seconds:.0f} s, "
+            f"{rate:.0f} tokens/s earned"
+        )
         return window
 
     def idle(self) -> tuple[float, float]:
@@ -200,7 +210,7 @@ class _Bench:
     def _wait(self, batch: str, state: str) -> None:
         deadline = time.monotonic() + _BUDGET_S
         while (found := self._client.batches.retrieve(batch).status) != state:
-            if found in ("failed", "expired") or time.monotonic() > deadline:
+            if found in ("failed", "expired", "completed") or time.monotonic() > deadline:
                 raise self._server.error(f"has a batch that is {found}, not {state}")
             time.sleep(0.05)
 
@@ -218,8 +228,19 @@ class _Bench:
         return send_load(self._server, load)
 
     def _generated(self) -> int:
+        return _sum(_GENERATED, self._metrics())
+
+    def _rows(self) -> tuple[int, int]:
+        page = self._metrics()
+        return _sum(_ROWS["padding"], page), _sum(_ROWS["prompt"], page)
+
+    def _metrics(self) -> str:
         with urllib.request.urlopen(f"{self._url}/metrics") as page:
-            return sum(int(float(v)) for v in _GENERATED.findall(page.read().decode()))
+            return str(page.read().decode())
+
+
+def _sum(sample: re.Pattern[str], page: str) -> int:
+    return sum(int(float(value)) for value in sample.findall(page))
 
 
 def markdown(run: Run) -> str:
@@ -234,8 +255,8 @@ def markdown(run: Run) -> str:
         "batch over alone, taken within a pair; medians, with the lowest and the highest.",
         "",
         "| streams | ms a token, alone | its ratio | gaps' p99, ratio | first token, ratio | "
-        "streams' tokens/s, alone | tokens/s that the padding earned |",
-        "|---|---|---|---|---|---|---|",
+        "streams' tokens/s, alone | tokens/s that the padding earned | of prompts |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(run, n) for n in dict.fromkeys(window.streams for window in run.windows)]
     batch, loop = (statistics.median(side) for side in zip(*run.idle, strict=True))
@@ -260,7 +281,8 @@ def _row(run: Run, streams: int) -> str:
         f"{spread([b.gap / a.gap for a, b in pairs], 3)} | "
         f"{spread([b.gap_p99 / a.gap_p99 for a, b in pairs], 3)} | "
         f"{spread([b.first / a.first for a, b in pairs], 3)} | {online:.0f} | "
-        f"{statistics.median(w.earned for w in beside):.0f} |"
+        f"{statistics.median(w.earned / w.seconds for w in beside):.0f} | "
+        f"{statistics.median(w.read / w.seconds for w in beside):.0f} |"
     )
 
 

@@ -172,8 +172,9 @@ _BATCHES = (
         "What the padding earned",
         "timeseries",
         (Query(rate("rbln_background_rows_total", by="kind"), "{{kind}}"),),
-        "Rows of decode steps that lines of batches had, each a token: padding of the buckets of "
-        "clients (padding), or steps of their own (alone).",
+        "Rows of decode steps that lines of batches had, each a token: of their answers (padding) "
+        "and of their prompts (prompt) in the padding of the buckets of clients, or steps of their "
+        "own (alone).",
         "short",
         stack=True,
     ),

@@ -59,6 +59,17 @@ class RblnKvCoordinator(KVCacheCoordinator):
             found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
         return tuple(found), hit, 0
 
+    def most_blocks(self, num_decoding: int, prompts: Iterable[int]) -> int:
+        """Blocks of vLLM's pool that steps could take: a token for each of so many requests that
+        run, and whole ``prompts``, in tokens. Who runs has its window.
+        """
+        paged = [m for m in self.single_type_managers if m not in self.windows]
+        blocks = num_decoding * len(paged)
+        for tokens in prompts:
+            blocks += sum(-(-tokens // manager.block_size) for manager in paged)
+            blocks += sum(window.get_num_blocks_to_allocate("") for window in self.windows)
+        return blocks
+
     def will_write(self, prefixes: Iterable[BlockHash]) -> None:
         """Note what the step that is being scheduled will compute: it cannot be hit by that step.
 

@@ -167,8 +167,9 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_background_rows_total",
         "counter",
-        "Rows of decode steps that the background had: padding of the foreground's bucket "
-        "(padding), or steps of its own (alone).",
+        "Rows of decode steps that the background had: tokens of its answers in padding of the "
+        "foreground's bucket (padding), tokens of its prompts there (prompt), or steps of its own "
+        "(alone).",
         ("kind",),
     ),
     MetricDecl(

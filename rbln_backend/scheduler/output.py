@@ -42,3 +42,15 @@ def window_transfers(output: SchedulerOutput) -> WindowTransfers:
     if isinstance(output, WindowedSchedulerOutput):
         return output.window_transfers
     return _NO_TRANSFERS
+
+
+def merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:
+    """Carry what an empty first attempt told the workers into the step that runs."""
+    second.finished_req_ids = first.finished_req_ids | second.finished_req_ids
+    second.free_encoder_mm_hashes = first.free_encoder_mm_hashes + second.free_encoder_mm_hashes
+    if first.preempted_req_ids:
+        second.preempted_req_ids = first.preempted_req_ids | (second.preempted_req_ids or set())
+    if first.kv_cache_block_copies:
+        later = second.kv_cache_block_copies or []
+        second.kv_cache_block_copies = first.kv_cache_block_copies + later
+    return second

@@ -37,7 +37,7 @@ class PrefixReuse:
     def __init__(
         self, coordinator: RblnKvCoordinator, hasher: Hashers | None, metrics: KvMetrics
     ) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._hasher = hasher
         self._metrics = metrics
 
@@ -83,7 +83,7 @@ class PrefixReuse:
 
     def finish(self, output: SchedulerOutput) -> SchedulerOutput:
         """Add the window moves of a scheduled step to its output."""
-        return with_transfers(output, self._coordinator.take_transfers())
+        return with_transfers(output, self.coordinator.take_transfers())
 
     def report(self) -> None:
         """Bring the metrics up to date after a step."""

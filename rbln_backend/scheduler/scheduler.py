@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from heapq import merge
 from itertools import chain, takewhile
 from pathlib import Path
@@ -12,15 +12,15 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import prefill_chunk_table
-from rbln_backend.bucketing.verify import NO_DRAFTS
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.parallel.stages import decode_buckets, verify_table
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
-    background_last,
+    Rows,
     comes_seldom,
     is_background,
+    reads_in_rows,
 )
 from rbln_backend.scheduler.constraints import (
     adapter_fits,
@@ -28,11 +28,14 @@ from rbln_backend.scheduler.constraints import (
     is_prefill,
     prefill_block_reason,
 )
+from rbln_backend.scheduler.draft_room import DraftRoom
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.foremost import behind_the_foremost
-from rbln_backend.scheduler.output import forget_known_tokens
+from rbln_backend.scheduler.narrowing import NarrowedScheduler
+from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.scheduler.sharing import adapter_of, prompts_together
+from rbln_backend.scheduler.sharing import adapter_of, goes_on_alike, prompts_together
+from rbln_backend.scheduler.turns import can_decode, needs_chunk
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
@@ -41,14 +44,13 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     Request,
     RequestStatus,
-    Scheduler,
     SchedulerOutput,
     VllmConfig,
     configured,
 )
 
 
-class RblnScheduler(Scheduler):
+class RblnScheduler(NarrowedScheduler):
     """Each step is one prefill chunk or one decode batch, never both.
 
     Rules (``constraints.py``), in order:
@@ -58,7 +60,8 @@ class RblnScheduler(Scheduler):
     * a prefill step sees no decoding request, and admits at most one waiting request, or those
       that ``sharing.py`` puts into one chunk whole;
     * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
-    * a decode step admits nobody, and leaves the other stages of a pipeline their share;
+    * a decode step leaves the other stages of a pipeline their share, and admits nobody but who
+      of the background reads its prompt in a row that is padding, a token a step;
     * all running requests together use at most ``max_loras`` adapters;
     * of those that wait, the foremost (``foremost.py``) are admitted before all others;
     * the background (``background.py``) runs in rows and steps that nobody else would use.
@@ -86,10 +89,14 @@ class RblnScheduler(Scheduler):
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._chunks = _chunk_plan(vllm_config)
-        self._background = Background(decode_buckets(vllm_config), board)
+        self._background = Background(
+            decode_buckets(vllm_config), self.max_num_running_reqs, self._stages, board
+        )
+        self._reads_in_rows = False
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
-        self._verify = verify_table(vllm_config)
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        self._drafts = DraftRoom(verify_table(vllm_config), self.block_size, groups)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -133,24 +140,27 @@ class RblnScheduler(Scheduler):
         if not self._background.is_there(self.requests):
             return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
         front = [request for request in self.running if not is_background(request)]
-        waiting = list(chain(self.skipped_waiting, self.waiting))
-        prompts = [r for r in chain(waiting, front) if not is_background(r) and _is_prefill(r)]
+        prompts = [r for r in chain(self._waiting(), front) if _is_prompt_in_front(r)]
         taken = self._make_room(front, prompts)
-        if taken or not self._background.may_prefill(beside=bool(front), prompts=bool(prompts)):
-            prefilling = [request for request in front if _is_prefill(request)]
-            with self._held_back([*taken, *(r for r in waiting if is_background(r))]):
-                return self._schedule_among(prefilling, front, throttle_prefills)
-        return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
+        behind = [request for request in self._waiting() if is_background(request)]
+        prefilling = self._prefilling()
+        unread = [*prefilling, *behind]
+        if not taken and self._background.may_prefill(
+            unread, beside=bool(front), prompts=bool(prompts)
+        ):
+            # What is read in one go should be long.
+            prefilling.sort(key=lambda r: r.num_computed_tokens - r.num_tokens)
+            return self._schedule_among(prefilling, self.running, throttle_prefills)
+        prefilling = [request for request in prefilling if not is_background(request)]
+        return self._schedule_among(prefilling, front, throttle_prefills, behind)
 
     def _make_room(self, front: Sequence[Request], prompts: Sequence[Request]) -> list[Request]:
         """Preempt the background, the newest first, where the foreground lacks a place or blocks.
 
-        What its next step could take: a block in each group for a token, and a whole prompt.
         Returns those that were preempted.
         """
         taken: list[Request] = []
-        wanted = len(front) * len(self.kv_cache_config.kv_cache_groups)
-        wanted += -(-prompts[0].num_tokens // self.block_size) if prompts else 0
+        wanted = self._blocks_of(front, prompts[:1])
         comes = bool(prompts) and prompts[0] not in front
         pool = self.kv_cache_manager.block_pool
         for request in [r for r in reversed(self.running) if is_background(r)]:
@@ -163,25 +173,42 @@ class RblnScheduler(Scheduler):
             taken.append(request)
         return taken
 
+    def _blocks_of(self, decoding: Sequence[Request], prompts: Sequence[Request]) -> int:
+        return self._reuse.coordinator.most_blocks(len(decoding), [r.num_tokens for r in prompts])
+
     def _schedule_among(
-        self, prefilling: list[Request], decoding: Sequence[Request], throttle_prefills: bool
+        self,
+        prefilling: list[Request],
+        decoding: Sequence[Request],
+        throttle_prefills: bool,
+        behind: Sequence[Request] = (),
     ) -> SchedulerOutput:
-        """A chunk of ``prefilling`` or of who waits, unless ``decoding`` is owed the step."""
-        if self._prefill_block_reason(len(prefilling), decoding) is None:
-            output = self._schedule_prefill(prefilling[:1], throttle_prefills)
-            if output.total_num_scheduled_tokens > 0:
-                self._decodes_owed = self._decode_steps_per_chunk
-                return output
-            if not self.running:
-                return output
-            # Nothing could be admitted (no KV blocks, or grammars still compiling): the step
-            # belongs to the decodes, and what the first attempt reported must not be lost.
-            return _merge_reports(output, self._schedule_decode(throttle_prefills))
-        self._decodes_owed = max(0, self._decodes_owed - 1)
-        return self._schedule_decode(throttle_prefills)
+        """A chunk of ``prefilling`` or of who waits, unless ``decoding`` is owed the step.
+
+        Those ``behind`` wait for padding and do not see a chunk.
+        """
+        with self._held_back(behind):
+            if self._prefill_block_reason(len(prefilling), decoding) is not None:
+                output = None
+            else:
+                output = self._schedule_prefill(prefilling, throttle_prefills)
+        if output is None:
+            self._decodes_owed = max(0, self._decodes_owed - 1)
+            return self._schedule_decode(throttle_prefills)
+        if output.total_num_scheduled_tokens > 0:
+            self._decodes_owed = self._decode_steps_per_chunk
+            return output
+        if not self.running:
+            return output
+        # Nothing could be admitted (no KV blocks, or grammars still compiling): the step
+        # belongs to the decodes, and what the first attempt reported must not be lost.
+        return merge_reports(output, self._schedule_decode(throttle_prefills))
 
     def _prefilling(self) -> list[Request]:
-        return [request for request in self.running if _is_prefill(request)]
+        return [request for request in self.running if needs_chunk(request)]
+
+    def _waiting(self) -> Iterable[Request]:
+        return chain(self.skipped_waiting, self.waiting)
 
     def _prefill_block_reason(self, num_prefilling: int, decoding: Sequence[Request]) -> str | None:
         return prefill_block_reason(
@@ -189,23 +216,21 @@ class RblnScheduler(Scheduler):
             num_waiting=len(self.waiting) + len(self.skipped_waiting),
             num_running=len(self.running),
             max_num_seqs=self.max_num_running_reqs,
-            decodes_owed=self._decodes_owed > 0 and any(map(_can_decode, decoding)),
+            decodes_owed=self._decodes_owed > 0 and any(map(can_decode, decoding)),
         )
 
     def _schedule_prefill(
         self, prefilling: list[Request], throttle_prefills: bool
     ) -> SchedulerOutput:
-        hidden = [request for request in self.running if request not in prefilling]
-        waiting = chain(self.skipped_waiting, self.waiting)
-        held_back = self._without_adapter_room()
-        with (
-            self._held_back(held_back),
-            self._held_back(behind_the_foremost(r for r in waiting if r not in held_back)),
-        ):
+        strangers = self._without_adapter_room()
+        others = [r for r in self._waiting() if r not in strangers]
+        with self._held_back(strangers), self._held_back(behind_the_foremost(others)):
             together = self._together(prefilling)
+            visible = [r for r in prefilling if r.request_id in together] or prefilling[:1]
+            hidden = [request for request in self.running if request not in visible]
             with (
-                self._narrowed(prefilling, hidden, max_running=max(1, len(together))),
-                self._whole(together) if together else self._cut(prefilling, hidden),
+                self._narrowed(visible, hidden, max_running=max(1, len(together))),
+                self._cut(visible, hidden, together),
                 self._without_drafts(),
             ):
                 output = super().schedule(throttle_prefills)
@@ -237,54 +262,68 @@ class RblnScheduler(Scheduler):
             return False
         return not request.num_stale_output_tokens
 
-    @contextmanager
-    def _whole(self, together: Mapping[str, int]) -> Iterator[None]:
-        """Give the step the tokens of these prompts, and let upstream cut none of them."""
-        self.scheduler_config.enable_chunked_prefill = False
-        try:
-            with self._at_most(sum(together.values())):
-                yield
-        finally:
-            self.scheduler_config.enable_chunked_prefill = True
-
     def _schedule_decode(self, throttle_prefills: bool) -> SchedulerOutput:
-        decoding, hidden = self.running, self._prefilling()
-        if hidden:
-            decoding = [request for request in self.running if request not in hidden]
+        rows, beginner = Rows(self.running), None
         if self._background.is_there(self.requests):
-            decoding, parked = self._background.rows(decoding)
-            hidden = parked + hidden
-        self._cut_drafts(decoding)
-        share = decode_share(len(decoding), self.max_num_running_reqs, self._stages)
-        with (
-            self._narrowed(decoding, hidden, max_running=len(decoding)),
-            self._at_most(share if self._stages > 1 else None),
-        ):
-            return super().schedule(throttle_prefills)
+            rows = self._background.rows(self.running)
+            beginner = self._beginner(rows)
+        elif hidden := self._prefilling():
+            rows = Rows([r for r in self.running if r not in hidden], hidden=hidden)
+        self._drafts.cut(rows.decoding, self.kv_cache_manager.block_pool)
+        if beginner is None:
+            return self._schedule_rows(rows, 0, throttle_prefills)
+        others = [request for request in self._waiting() if request is not beginner]
+        with self._held_back(others), self._without_drafts():
+            output = self._schedule_rows(rows, 1, throttle_prefills)
+        if beginner.request_id in output.num_scheduled_tokens:
+            self._background.began()
+        return output
 
-    def _cut_drafts(self, decoding: Sequence[Request]) -> None:
-        """Keep of each request's drafts what a compiled step takes, none where blocks are few.
-
-        A draft must not take a block for which another request would be preempted.
-        """
-        if self._verify is NO_DRAFTS or not decoding:
-            return
-        longest = self._verify.longest(len(decoding))
-        # What a request's tokens may need of each group.
-        each = (1 + longest // self.block_size) * len(self.kv_cache_config.kv_cache_groups)
-        if self.kv_cache_manager.block_pool.get_num_free_blocks() < len(decoding) * each:
-            longest = 1
-        for request in decoding:
-            del request.spec_token_ids[longest - 1 :]
-
-    @contextmanager
-    def _without_drafts(self) -> Iterator[None]:
-        """Let upstream not fill the only token of a request that comes in up with drafts."""
-        drafts, self.num_spec_tokens = self.num_spec_tokens, 0
+    def _schedule_rows(
+        self, rows: Rows, beginners: int, throttle_prefills: bool
+    ) -> SchedulerOutput:
+        visible = rows.decoding + rows.readers if rows.readers else rows.decoding
+        count = len(visible) + beginners
+        share = decode_share(count, self.max_num_running_reqs, self._stages)
+        self._reads_in_rows = True
         try:
-            yield
+            with (
+                self._narrowed(visible, rows.hidden, max_running=count),
+                self._at_most(share if self._stages > 1 else None),
+            ):
+                return super().schedule(throttle_prefills)
         finally:
-            self.num_spec_tokens = drafts
+            self._reads_in_rows = False
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Upstream's last word on the tokens of a prompt that a step computes: a row takes one."""
+        if self._reads_in_rows and is_prefill(num_computed_tokens, request.num_tokens):
+            return 1
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return tokens
+
+    def _beginner(self, rows: Rows) -> Request | None:
+        """Who of the background begins to read in a row of this step that is padding.
+
+        Nobody while a prompt of the foreground is unread, or where its blocks would be few.
+        """
+        if not rows.spare or len(self.running) >= self.max_num_running_reqs:
+            return None
+        waiting = list(self._in_turn())
+        if any(map(_is_prompt_in_front, chain(waiting, rows.hidden))):
+            return None
+        strangers = self._without_adapter_room()
+        able = (r for r in waiting if reads_in_rows(r) and r not in strangers)
+        first = next(filter(self._can_begin, able), None)
+        pool = self.kv_cache_manager.block_pool
+        if first is None or goes_on_alike(first, self._prefilling(), pool.hash_block_size):
+            return None
+        fits = pool.get_num_free_blocks() >= self._blocks_of(rows.decoding, [first])
+        return first if fits else None
 
     def _without_adapter_room(self) -> list[Request]:
         """Waiting requests whose adapters would be too many beside those of all that run.
@@ -297,68 +336,28 @@ class RblnScheduler(Scheduler):
         limit = self.lora_config.max_loras
         if len(running) < limit:
             return []
-        waiting = chain(self.skipped_waiting, self.waiting)
-        return [r for r in waiting if not adapter_fits(adapter_of(r), running, limit)]
+        return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
 
-    @contextmanager
-    def _cut(self, prefilling: list[Request], others: Sequence[Request]) -> Iterator[None]:
-        """Give the step as many tokens as its request's next chunk should take.
+    def _cut(
+        self, prefilling: Sequence[Request], others: Sequence[Request], together: dict[str, int]
+    ) -> AbstractContextManager[None]:
+        """Give the step the prompts ``together``, or what its request's next chunk should take.
 
         What a waiting request will get from the prefix cache is not known yet: its first chunk is
         planned as if it got nothing. One of the background comes seldom beside ``others``: all of
         it that fits.
         """
+        if together:
+            return self._whole_prompts(sum(together.values()))
         request = prefilling[0] if prefilling else self._next_waiting()
-        tokens = None
-        if self._chunks is not None and request is not None and not comes_seldom(request, others):
-            left = request.num_tokens - request.num_computed_tokens
-            tokens = self._chunks.next_chunk(left)
-        with self._at_most(tokens):
-            yield
-
-    @contextmanager
-    def _at_most(self, tokens: int | None) -> Iterator[None]:
-        """Give the step ``tokens`` tokens; None: as many as any."""
-        whole_budget = self.max_num_scheduled_tokens
-        if tokens is not None:
-            self.max_num_scheduled_tokens = tokens
-        try:
-            yield
-        finally:
-            self.max_num_scheduled_tokens = whole_budget
+        if self._chunks is None or request is None or comes_seldom(request, others):
+            return self._at_most(None)
+        left = request.num_tokens - request.num_computed_tokens
+        return self._at_most(self._chunks.next_chunk(left))
 
     def _next_waiting(self) -> Request | None:
         queue = self._select_waiting_queue_for_scheduling()
         return None if queue is None else queue.peek_request()
-
-    @contextmanager
-    def _held_back(self, requests: list[Request]) -> Iterator[None]:
-        """Let upstream not see waiting ``requests``; they keep their places, as skipped ones do."""
-        if requests:
-            self.skipped_waiting.remove_requests(requests)
-            self.waiting.remove_requests(requests)
-        try:
-            yield
-        finally:
-            for request in reversed(requests):
-                self.skipped_waiting.prepend_request(request)
-
-    @contextmanager
-    def _narrowed(
-        self, visible: list[Request], hidden: list[Request], *, max_running: int
-    ) -> Iterator[None]:
-        """Let upstream see only ``visible``; hidden requests come back whatever happens."""
-        full_capacity, before = self.max_num_running_reqs, self.running
-        before_prefill = hidden and not _is_prefill(hidden[0])
-        self.running, self.max_num_running_reqs = visible, max_running
-        try:
-            yield
-        finally:
-            self.max_num_running_reqs = full_capacity
-            # The newest request stays last: upstream preempts from the end.
-            self.running = hidden + self.running if before_prefill else self.running + hidden
-            if self._background.is_there(self.requests):
-                self.running = background_last(self.running, before)
 
 
 def _board(config: VllmConfig) -> MetricsBoard:
@@ -378,23 +377,5 @@ def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
     return ChunkPlan(table, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
 
-def _is_prefill(request: Request) -> bool:
-    pools = request.pooling_params is not None
-    return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
-
-
-def _can_decode(request: Request) -> bool:
-    """Whether its next token can be computed now: not while a step that makes one is under way."""
-    return not _is_prefill(request) and request.num_computed_tokens < request.num_tokens
-
-
-def _merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:
-    """Carry what an empty first attempt told the workers into the step that runs."""
-    second.finished_req_ids = first.finished_req_ids | second.finished_req_ids
-    second.free_encoder_mm_hashes = first.free_encoder_mm_hashes + second.free_encoder_mm_hashes
-    if first.preempted_req_ids:
-        second.preempted_req_ids = first.preempted_req_ids | (second.preempted_req_ids or set())
-    if first.kv_cache_block_copies:
-        later = second.kv_cache_block_copies or []
-        second.kv_cache_block_copies = first.kv_cache_block_copies + later
-    return second
+def _is_prompt_in_front(request: Request) -> bool:
+    return not is_background(request) and needs_chunk(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.vllm_compat.surface import KVCacheManager, Request
@@ -28,14 +29,14 @@ def prompts_together(
 ) -> dict[str, int]:
     """What the next prefill step lacks of each prompt that it should compute, by request.
 
-    Empty where it should take a chunk of one prompt. ``prefilling``: the one that is under way, if
-    any; ``waiting``: those that can begin, in the order in which they will; at most ``room`` of
+    Empty where it should take a chunk of one prompt. ``prefilling``: those that are under way;
+    ``waiting``: those that can begin, both in the order in which they should; at most ``room`` of
     both.
     """
     chosen = _Chosen(cache.block_pool.hash_block_size)
-    for request in prefilling:
-        chosen.add(request, request.num_computed_tokens)
     most = min(room, plan.prompts)
+    for request in takewhile(chosen.has_adapter, prefilling[:most]):
+        chosen.add(request, request.num_computed_tokens)
     for request in waiting:
         if len(chosen.requests) >= most or sum(chosen.left) >= plan.largest:
             break
@@ -63,15 +64,28 @@ class _Chosen:
         self.left.append(request.num_tokens - start)
         self._starts.append(start)
 
+    def has_adapter(self, request: Request) -> bool:
+        """Whether it has the adapter of the others."""
+        return not self.requests or adapter_of(request) == adapter_of(self.requests[0])
+
     def suits(self, request: Request) -> bool:
-        """Whether it has the adapter of the others, and begins as none of them goes on."""
-        if self.requests and adapter_of(request) != adapter_of(self.requests[0]):
-            return False
-        hashes = request.block_hashes
-        for other, start in zip(self.requests, self._starts, strict=True):
-            # The first prefix that the other one will add; its hash is of all before it, too.
-            place = start // self.unit
-            theirs = other.block_hashes
-            if place < min(len(hashes), len(theirs)) and hashes[place] == theirs[place]:
-                return False
-        return True
+        """Whether it has that and begins as none of them goes on."""
+        others = zip(self.requests, self._starts, strict=True)
+        return self.has_adapter(request) and not any(
+            _adds_prefix_of(request, other, start, self.unit) for other, start in others
+        )
+
+
+def goes_on_alike(request: Request, others: Iterable[Request], unit: int) -> bool:
+    """Whether one of ``others`` is about to compute a prefix that ``request`` could hit.
+
+    ``unit``: tokens between two places where a prefix can be hit.
+    """
+    return any(_adds_prefix_of(request, r, r.num_computed_tokens, unit) for r in others)
+
+
+def _adds_prefix_of(request: Request, other: Request, start: int, unit: int) -> bool:
+    """Whether the next prefix that ``other`` adds from ``start`` on is one of ``request``, too."""
+    # Its hash is of all before it, too.
+    place, hashes, theirs = start // unit, request.block_hashes, other.block_hashes
+    return place < min(len(hashes), len(theirs)) and hashes[place] == theirs[place]

@@ -170,10 +170,15 @@ def _with_tokens(
     logprobs: LogprobsLists | None,
     prompt_logprobs: dict[str, LogprobsTensors | None],
 ) -> ModelRunnerOutput:
+    names, places = list(work.batch.req_ids), dict(work.batch.req_id_to_index)
+    for reader in work.readers:
+        # All of them have the place behind the last, which has no token and no log-probability.
+        names.append(reader.req_id)
+        places[reader.req_id] = work.num_reqs
     return ModelRunnerOutput(
-        req_ids=list(work.batch.req_ids),
-        req_id_to_index=dict(work.batch.req_id_to_index),
-        sampled_token_ids=token_ids,
+        req_ids=names,
+        req_id_to_index=places,
+        sampled_token_ids=[*token_ids, []] if work.readers else token_ids,
         logprobs=logprobs,
         prompt_logprobs_dict=prompt_logprobs,
     )

@@ -6,12 +6,14 @@ import { bar, bytes, duration, number, setPairs, setRows, setText } from "./page
 const ROWS = "rbln_background_rows_total";
 let before = null;
 
-// A row of a decode step is a token of a line, or of a request of the tier flex.
+// A row of a decode step is a token of a line, or of a request of the tier flex: of its answer, or
+// of its prompt.
 export function showBackground(now) {
   const full = now.sum("rbln_storage_full") > 0;
   setPairs("background", [
     ["Padding rows earned", number(now.sum(ROWS, { kind: "padding" }))],
     ["Of these per second", number(rate(before, now, ROWS, { kind: "padding" }), 1)],
+    ["Prompt tokens read there", number(now.sum(ROWS, { kind: "prompt" }))],
     ["Rows in own steps", number(now.sum(ROWS, { kind: "alone" }))],
     ["Parked rows", number(now.sum("rbln_background_parked"))],
     ["Lines running", number(now.sum("rbln_batch_lines_running"))],

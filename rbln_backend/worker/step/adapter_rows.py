@@ -40,3 +40,5 @@ class SlotRows:
         ids = batch.request_lora_mapping[:count].tolist()
         slots[:count] = self._adapters.slots_of(ids, batch.lora_id_to_lora_request)
         slots[count:] = NO_ADAPTER
+        for row, reader in enumerate(work.readers, count):
+            slots[row] = self._adapters.slot_of(reader)

@@ -26,13 +26,21 @@ class StepWork:
     batch: InputBatch
     num_reqs: int
     num_tokens: int
-    """Tokens of the step: those of a chunk in prefill, ``num_reqs`` in decode, with drafts more."""
+    """Tokens of the step: those of a chunk in prefill, ``num_rows`` in decode, with drafts more."""
     samples: bool
     """False for a chunk that is not the last of its prompt: it produces no token."""
     drafts: Sequence[Sequence[int]] = ()
     """The drafts of each request, in batch order; empty where none are checked."""
     counts: Sequence[int] = ()
     """The tokens of each request, in batch order, in prefill."""
+    readers: Sequence[CachedRequestState] = ()
+    """Further requests, in rows behind the batch's: each reads a token of its prompt there, and
+    nothing is sampled for it."""
+
+    @property
+    def num_rows(self) -> int:
+        """Requests of the step."""
+        return self.num_reqs + len(self.readers)
 
     @property
     def length(self) -> int:
@@ -43,7 +51,7 @@ class StepWork:
     def size(self) -> int:
         """What the bucket is chosen by: tokens in prefill, requests in decode."""
         takes_chunk = self.phase.takes_chunk
-        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_reqs
+        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
 
 
 class RequestBatches:
@@ -69,6 +77,7 @@ class RequestBatches:
         self.requests: dict[str, CachedRequestState] = {}
         self._prefill = make_batch(prompts)
         self._decode = make_batch(max_batch)
+        self._readers: list[CachedRequestState] = []
         self._records = samples
 
     def apply(self, scheduled: SchedulerOutput) -> StepWork | None:
@@ -80,22 +89,27 @@ class RequestBatches:
         self._update_cached(scheduled)
         phase = self._phase(scheduled)
         self._drop_departed(scheduled, phase)
+        self._readers = []
         if phase is None:
             return None
         batch = self._prefill if phase.takes_chunk else self._decode
-        self._admit(batch, scheduled)
+        self._readers = self._admit(batch, scheduled)
         num_tokens = scheduled.total_num_scheduled_tokens
         samples = self._samples(scheduled, phase)
         drafted = scheduled.scheduled_spec_decode_tokens
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
         tokens = scheduled.num_scheduled_tokens
         counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
-        return StepWork(phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
+        return StepWork(
+            *(phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts, self._readers)
+        )
 
     def adapter_ids(self) -> set[int]:
-        """The adapters of the requests that are in a batch."""
+        """The adapters of the requests that are in a batch, or read beside one."""
         both = (self._prefill, self._decode)
-        return {number for batch in both for number in batch.lora_id_to_lora_request}
+        adapters = [r.lora_request for r in self._readers if r.lora_request is not None]
+        ids = {adapter.lora_int_id for adapter in adapters}
+        return ids.union(*(batch.lora_id_to_lora_request for batch in both))
 
     def record(self, work: StepWork, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the tokens sampled for each request to the requests of the step."""
@@ -187,9 +201,19 @@ class RequestBatches:
             for request_id in departed:
                 batch.remove_request(request_id)
 
-    def _admit(self, batch: InputBatch, scheduled: SchedulerOutput) -> None:
+    def _admit(self, batch: InputBatch, scheduled: SchedulerOutput) -> list[CachedRequestState]:
+        """Put the step's requests into ``batch``; returns those that only read in a decode step.
+
+        They have no row of the batch, so that no sampling state of theirs or of others moves.
+        """
+        readers = []
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests[request_id]
+            if batch is self._decode and is_prefill(
+                request.num_computed_tokens, request.num_tokens
+            ):
+                readers.append(request)
+                continue
             row = batch.req_id_to_index.get(request_id)
             if row is None:
                 batch.add_request(request)
@@ -197,6 +221,7 @@ class RequestBatches:
                 batch.num_computed_tokens_cpu[row] = request.num_computed_tokens
         batch.condense()
         batch.refresh_metadata()
+        return readers
 
     def _samples(self, scheduled: SchedulerOutput, phase: Phase) -> bool:
         if not phase.takes_chunk:

@@ -15,6 +15,7 @@ from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetada
 from rbln_backend.compiler.port import GraphSpec
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 
 
@@ -183,6 +184,25 @@ class DecodeRows(NamedTuple):
     token_ids: IntArray
     num_computed: IntArray
     block_rows: Sequence[IntArray]
+
+    def with_readers(self, readers: Sequence[CachedRequestState]) -> DecodeRows:
+        """These rows, and behind them one of each of ``readers``: its next known token."""
+        return DecodeRows(
+            np.append(self.token_ids, [r.get_token_id(r.num_computed_tokens) for r in readers]),
+            np.append(self.num_computed, [r.num_computed_tokens for r in readers]),
+            [
+                np.append(rows, _padded([r.block_ids[group] for r in readers], rows.shape[1]), 0)
+                for group, rows in enumerate(self.block_rows)
+            ],
+        )
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int) -> IntArray:
+    """[len(lists), width], the null block behind the last of each."""
+    whole = np.zeros((len(lists), width), dtype=np.int32)
+    for row, blocks in zip(whole, lists, strict=True):
+        row[: len(blocks)] = blocks
+    return whole
 
 
 class RowOrder(Protocol):

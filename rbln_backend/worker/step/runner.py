@@ -96,7 +96,7 @@ class StepRunner:
         self._adapters.fill(step.inputs, work)
         step.inputs.fill_mask(step_round.counts)
         self._stage.receive(step.inputs)
-        outputs = self._run(step, work.num_reqs, work.num_tokens)
+        outputs = self._run(step, work.num_rows, work.num_tokens)
         # The next stage orders its rows likewise.
         self._stage.hand_on(outputs)
         if work.phase is Phase.VERIFY:
@@ -132,6 +132,8 @@ class StepRunner:
             return
         tokens = batch.token_ids_cpu[_ROWS[:count], num_computed]
         rows = DecodeRows(tokens, num_computed, [table[:count] for table in tables])
+        if work.readers:
+            rows = rows.with_readers(work.readers)
         if work.phase is Phase.VERIFY:
             _fill_verify(inputs, work, rows)
             return
@@ -140,9 +142,10 @@ class StepRunner:
 
 def _fill_verify(inputs: StepInputs, work: StepWork, rows: DecodeRows) -> None:
     """The drafts of each request follow its latest token; rows stay as scheduled."""
-    counts = np.fromiter((1 + len(drafts) for drafts in work.drafts), dtype=np.int64)
+    counts = np.ones(work.num_rows, dtype=np.int64)
+    counts[: work.num_reqs] += np.fromiter(map(len, work.drafts), dtype=np.int64)
     tokens = np.zeros((len(counts), inputs.spec.query_len), dtype=np.int64)
     tokens[:, 0] = rows.token_ids
-    for row, drafts in zip(tokens, work.drafts, strict=True):
+    for row, drafts in zip(tokens, work.drafts, strict=False):
         row[1 : 1 + len(drafts)] = drafts
     inputs.fill_verify(tokens, counts, rows.num_computed, rows.block_rows)

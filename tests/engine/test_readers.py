@@ -1,0 +1,294 @@
+"""Prompts of the background are read in rows that would be padding, and have the bits of alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from rbln_backend.config import BACKGROUND_PRIORITY
+from rbln_backend.scheduler import background
+from tests.engine.conftest import Engine, Engines
+from tests.engine.oracle import AnyLength, Oracle
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_lora import LORA, Adapters, worker
+from tests.engine.test_prompts_together import KINDS, told
+from tests.engine.test_speculation import FEW, SUFFIX, Pair, results, texts_of
+
+pytestmark = pytest.mark.engine
+
+# One bucket: beside a stream three rows are to spare.
+ONE_BUCKET = {"decode_batch_bucket_min": 4}
+# As many log-probabilities as all: of equal ones another number shows others.
+STREAM = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=2)
+
+
+def params(**options: Any) -> SamplingParams:
+    given = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 2} | options
+    return SamplingParams(**given)
+
+
+SEEDED = params(temperature=0.9, seed=7)
+CHOOSY = params(
+    temperature=0.8,
+    seed=8,
+    presence_penalty=0.7,
+    frequency_penalty=0.3,
+    repetition_penalty=1.3,
+    logit_bias={20: 2.0},
+    min_tokens=3,
+)
+
+
+class Mixed:
+    """Streams and lines of the background in one engine, stepped by hand."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._core = engine, engine.llm.llm_engine
+        self._asked: dict[str, tuple[list[int], SamplingParams, Any]] = {}
+        self.done: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
+        """Names of lines begin with "line"."""
+        priority = BACKGROUND_PRIORITY if name.startswith("line") else 0
+        inputs = {"prompt_token_ids": prompt}
+        self._core.add_request(name, inputs, params, lora_request=lora, priority=priority)
+        self._asked[name] = (prompt, params, lora)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for output in self._core.step():
+                if output.finished:
+                    self.done[output.request_id] = output
+
+    def until(self, name: str) -> None:
+        while name not in self.done:
+            self.step()
+
+    def to_the_end(self) -> None:
+        while self._core.has_unfinished_requests():
+            self.step()
+
+    def abort(self, name: str) -> None:
+        self._core.abort_request([name], internal=False)
+        del self._asked[name]
+
+    def assert_bits_of_alone(self, plain: Engine | None = None) -> None:
+        """`plain`: another engine that tells them."""
+        plain = plain or self._engine
+        assert self._engine.used_blocks() == 0
+        assert self._engine.total("rbln_recompiles_after_warmup_total") == 0
+        for name, (prompt, params, lora) in self._asked.items():
+            plain.core.scheduler.reset_prefix_cache()
+            (alone,) = plain.llm.generate(
+                [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora
+            )
+            if told(alone) != told(self.done[name]):
+                pytest.fail(f"{name}: {told(self.done[name])[0]}, not {told(alone)[0]}")
+
+
+def chunks(engine: Engine) -> float:
+    return engine.total("rbln_bucket_steps_total", phase="prefill")
+
+
+def read(engine: Engine) -> float:
+    return engine.total("rbln_background_rows_total", kind="prompt")
+
+
+def start(engine: Engine) -> Mixed:
+    """One stream, whose prompt is read; nothing is hit."""
+    engine.core.scheduler.reset_prefix_cache()
+    mixed = Mixed(engine)
+    mixed.add("stream", make_prompts([20], seed=11)[0], STREAM)
+    mixed.step()
+    return mixed
+
+
+def assert_read_in_rows(engine: Engine, lines: list[SamplingParams]) -> None:
+    mixed, before, already = start(engine), chunks(engine), read(engine)
+    prompts = make_prompts([70, 33, 1, 45], seed=12)
+    for number, (prompt, wanted) in enumerate(zip(prompts, lines, strict=True)):
+        mixed.add(f"line-{number}", prompt, wanted)
+    steps = 0
+    while not mixed.done:
+        mixed.step()
+        steps += 1
+    mixed.to_the_end()
+    assert chunks(engine) == before, "a prompt took a step"
+    # The last token of a prompt is a row that decodes, but for who begins with it.
+    assert read(engine) - already == 69 + 32 + 1 + 44
+    mixed.assert_bits_of_alone()
+
+
+def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    assert_read_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+    mixed = start(engine)
+    for number, prompt in enumerate(make_prompts([70, 60, 50], seed=13)):
+        mixed.add(f"line-{number}", prompt, params())
+    for length in range(2, 60):
+        mixed.step()
+        (stream,) = (r for r in engine.core.scheduler.running if r.request_id.startswith("stream"))
+        assert stream.num_output_tokens == length, "each step has a token for it"
+    mixed.to_the_end()
+    mixed.assert_bits_of_alone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=() if a == "gemma3_text" else pytest.mark.wide) for a in KINDS]
+)
+def test_every_kind_of_attention(engines: Engines, arch: str, dtype: str) -> None:
+    engine = engines(arch, dtype=dtype, rbln=ONE_BUCKET)
+    assert_read_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+
+
+def test_grammars_do_not_move_while_a_prompt_is_read(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+
+    def grammar() -> SamplingParams:
+        # The engine writes into it what it chose.
+        return params(
+            structured_outputs=StructuredOutputsParams(json=schema), max_tokens=40, ignore_eos=False
+        )
+
+    mixed = start(engine)
+    mixed.add("other stream", make_prompts([9], seed=16)[0], grammar())
+    for number, prompt in enumerate(make_prompts([40, 30], seed=14)):
+        mixed.add(f"line-{number}", prompt, grammar())
+    mixed.to_the_end()
+    assert mixed.done["line-0"].outputs[0].text.startswith("[")
+    mixed.assert_bits_of_alone()
+
+
+def test_rows_of_several_adapters(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("llama", **LORA, rbln=ONE_BUCKET)
+    adapters = Adapters(engine, tmp_path)
+    one, two, three = (adapters(number, rank=4) for number in (1, 2, 3))
+    mixed, before = start(engine), chunks(engine)
+    prompts = make_prompts([40, 30, 35, 20], seed=15)
+    for number, (prompt, lora) in enumerate(zip(prompts, (one, two, three, None), strict=True)):
+        mixed.add(f"line-{number}", prompt, params(), lora)
+    mixed.to_the_end()
+    assert chunks(engine) == before
+    mixed.assert_bits_of_alone()
+    for number in worker(engine).list_loras():
+        worker(engine).remove_lora(number)
+
+
+def test_a_prefix_is_read_once(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, already = start(engine), read(engine)
+    (stem,) = make_prompts([48], seed=17)
+    for number, tail in enumerate(make_prompts([5, 6, 7], seed=18)):
+        mixed.add(f"line-{number}", stem + tail, params())
+    mixed.to_the_end()
+    assert [mixed.done[f"line-{n}"].num_cached_tokens for n in range(3)] == [0, 48, 48]
+    assert read(engine) - already == 48 + 4 + 5 + 6
+    mixed.assert_bits_of_alone()
+
+
+def test_chunks_take_the_prompt_of_which_most_is_left(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 20)
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, before = start(engine), chunks(engine)
+    for number, prompt in enumerate(make_prompts([50, 120], seed=19)):
+        mixed.add(f"line-{number}", prompt, params())
+    mixed.step(24)
+    assert chunks(engine) == before + 1
+    left = {
+        r.request_id[:6]: r.num_tokens - r.num_computed_tokens
+        for r in engine.core.scheduler.running
+        if r.priority == BACKGROUND_PRIORITY
+    }
+    # Each has read a token a step, and the long one a chunk of 64 besides.
+    assert 25 < left["line-0"] < 31
+    assert 30 < left["line-1"] < 38
+    mixed.to_the_end()
+    mixed.assert_bits_of_alone()
+
+
+def test_scores_of_prompts_come_from_chunks(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 10)
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, before, already = start(engine), chunks(engine), read(engine)
+    mixed.add("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))
+    mixed.to_the_end()
+    assert (chunks(engine), read(engine)) == (before + 1, already)
+    mixed.assert_bits_of_alone()
+
+
+def test_readers_are_preempted_parked_and_left(engines: Engines) -> None:
+    engine = engines(
+        "llama", rbln=ONE_BUCKET, num_gpu_blocks_override=22, enable_prefix_caching=False
+    )
+    mixed = start(engine)
+    prompts = make_prompts([60, 60, 60, 90, 12, 13], seed=21)
+    for number in range(3):
+        mixed.add(f"line-{number}", prompts[number], params())
+    mixed.step(30)
+    before = engine.total("rbln_background_preemptions_total")
+    # Blocks are few, and then rows.
+    mixed.add("stream 2", prompts[3], STREAM)
+    mixed.step(10)
+    assert engine.total("rbln_background_preemptions_total") > before
+    mixed.add("stream 3", prompts[4], params(max_tokens=30))
+    mixed.add("stream 4", prompts[5], params(max_tokens=30))
+    mixed.step(10)
+    mixed.abort("line-0")
+    mixed.to_the_end()
+    mixed.assert_bits_of_alone()
+
+
+def test_beside_steps_that_check_drafts(engines: Engines) -> None:
+    engine = engines("llama", speculative_config=SUFFIX, rbln=FEW)
+    plain = engines("llama", rbln=ONE_BUCKET)
+    prompts = make_prompts([20, 25, 50, 30, 40], seed=22)
+    names = ["stream 1", "stream 2", "line-0", "line-1", "line-2"]
+    wanted = [STREAM, STREAM, params(), SEEDED, CHOOSY]
+    oracle = Oracle(texts_of(prompts, results(plain, prompts, wanted)), 0.3)
+    mixed, before, already = Mixed(engine), chunks(engine), read(engine)
+    with Pair(plain, engine).asking(oracle, AnyLength(2)):
+        for request in zip(names, prompts, wanted, strict=True):
+            mixed.add(*request)
+        mixed.to_the_end()
+    assert engine.total("rbln_bucket_steps_total", phase="verify") > 20
+    assert chunks(engine) <= before + 2
+    assert read(engine) - already == 49 + 29 + 39
+    mixed.assert_bits_of_alone(plain)
+
+
+@pytest.mark.parametrize(("arch", "num_blocks", "seed"), [("llama", 30, 0), ("gemma3_text", 60, 1)])
+def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> None:
+    engine = engines(arch, num_gpu_blocks_override=num_blocks, rbln=ONE_BUCKET)
+    mixed, rng, already = Mixed(engine), random.Random(seed), read(engine)
+    names: list[str] = []
+    for number in range(40):
+        name = f"{rng.choice(['stream', 'line', 'line'])} {number}"
+        length = rng.choice([1, 2, 16, 17, 40, 64, 65, 130])
+        wanted = params(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=7,
+            max_tokens=rng.randrange(1, 60),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+        )
+        mixed.add(name, make_prompts([length], seed=number % 7)[0], wanted)
+        names.append(name)
+        mixed.step(rng.randrange(12))
+        running = [n for n in names if n not in mixed.done]
+        if running and rng.random() < 0.2:
+            mixed.abort(running[0])
+            names.remove(running[0])
+    mixed.to_the_end()
+    mixed.step()
+    assert read(engine) > already + 50
+    mixed.assert_bits_of_alone()
