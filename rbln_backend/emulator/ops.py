@@ -89,7 +89,8 @@ def quantized_linear(
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-# Rows of a weight of blocks, expanded: ids int64 [...] to float32 [..., K]; zeros where there is none.
+# Rows of a weight of blocks, expanded: ids int64 [...] to float32 [..., K], zeros where there is
+# none.
 @_op(
     "(Tensor ids, Tensor words, Tensor scales, Tensor? minima, int num_rows, str format) -> Tensor"
 )

@@ -1,19 +1,20 @@
 """The kernels' layout of weights of 4 and 8 bits: packing checkpoints' words, and the values.
 
 A weight [N, K] is words int32 [ceil(N/16), K * bits / 32, 16], scales [ceil(N/16), groups, 16] and,
-if it has zero points, these as uint8 of the same shape, or minima as the scales are: panels of 16 output columns as ``packing``
-has them. A word holds 32 / bits neighbours along K, the first in its lowest bits, which is how most
-formats pack or store them: packing moves words and changes none. Those of ``e4m3`` alone are taken
-apart: its panels are [K / 2, 16, 2] of bytes. What a field stands for:
+if it has zero points, these as uint8 of the same shape, or minima as the scales are: panels of 16
+output columns as ``packing`` has them. A word holds 32 / bits neighbours along K, the first in its
+lowest bits, which is how most formats pack or store them: packing moves words and changes none.
+Those of ``e4m3`` alone are taken apart: its panels are [K / 2, 16, 2] of bytes. What a field stands
+for:
 
 * ``int4``, ``int8``: its number less the zero point, or less 2**(bits - 1) where there is none;
 * ``e4m3``: the float of 8 bits that torch calls ``float8_e4m3fn``, whose NaN is read as 480;
 * ``e2m1``: a float of 4 bits, sign, two bits of exponent and one of mantissa, as the Open Compute
   Project's MX specification has it. Its scales are uint8, for 2**(scale - 127);
-* ``blocks4``, ``blocks8``: a number that its minimum is added to, of 4 bits without a sign, of 8 with
-  one; less 8, of 4 bits, where there are no minima. Of eight numbers of 4 bits the even ones lie in
-  their word's lower half and the odd ones in the upper (``block_words``). Groups are of 32, of
-  ``blocks8`` also of 16.
+* ``blocks4``, ``blocks8``: a number that its minimum is added to, of 4 bits without a sign, of 8
+  with one; less 8, of 4 bits, where there are no minima. Of eight numbers of 4 bits the even ones
+  lie in their word's lower half and the odd ones in the upper (``block_words``). Groups are of 32,
+  of ``blocks8`` also of 16.
 """
 
 from __future__ import annotations
@@ -92,11 +93,12 @@ def block_numbers(words: Tensor, bits: int) -> Tensor:
 def expand_blocks(numbers: Tensor, scales: Tensor, minima: Tensor | None, bits: int) -> Tensor:
     """Numbers [N, K] times scales [N, groups] plus minima, the same or none: float32 [N, K]."""
     by_group = numbers.float().unflatten(-1, (scales.shape[-1], -1))
+    factors = scales.float().unsqueeze(-1)
     if minima is None:
-        middle = 8.0 if bits == 4 else 0.0
-        return ((by_group - middle) * scales.float().unsqueeze(-1)).flatten(-2)
-    shifted = by_group * scales.float().unsqueeze(-1) + minima.float().unsqueeze(-1)
-    return shifted.flatten(-2)
+        found: Tensor = (by_group - (8.0 if bits == 4 else 0.0)) * factors
+    else:
+        found = by_group * factors + minima.float().unsqueeze(-1)
+    return found.flatten(-2)
 
 
 def unpack_fields(words: Tensor, bits: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.block_form import BlockForm
+from rbln_backend.checkpoints.block_form import BlockForm
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rbln_backend.checkpoints.block_form import BlockForm
 from rbln_backend.emulator.quantized_packing import block_words
 from rbln_backend.errors import CheckpointError
 from rbln_backend.gguf.blocks import as_form
 from rbln_backend.gguf.families import Family
 from rbln_backend.gguf.reader import GgufFile
 from rbln_backend.gguf.rope import FACTORS
-from rbln_backend.emulator.block_form import BlockForm
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 _WEIGHT = ".weight"

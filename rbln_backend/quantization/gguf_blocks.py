@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.checkpoints.block_form import BlockForm
 from rbln_backend.compiler.device import choose_device
 from rbln_backend.emulator.quantized_packing import pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.emulator.block_form import BlockForm
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import (
     LinearBase,
@@ -103,6 +103,7 @@ class RblnBlockMethod(QuantizeMethodBase):
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """The embedding is the head: a product with it is one with its packed rows."""
+        del layer
         return embed_tokens
 
     def _parts(self, layer: Any) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from rbln_backend.emulator.block_form import BlockForm
+from rbln_backend.checkpoints.block_form import BlockForm
 from rbln_backend.quantization.schemes import GGUF
 
 if TYPE_CHECKING:

@@ -39,8 +39,11 @@ FILES: dict[str, tuple[str, Kind, dict[str, Kind], dict[str, Any]]] = {
         "llama",
         Kind.Q4_0,
         {
-            **{"attn_v": Kind.Q6_K, "attn_q": Kind.Q4_K, "attn_k": Kind.Q4_K},
-            **{"ffn_up": Kind.Q5_K, "token_embd": Kind.Q6_K},
+            "attn_v": Kind.Q6_K,
+            "attn_q": Kind.Q4_K,
+            "attn_k": Kind.Q4_K,
+            "ffn_up": Kind.Q5_K,
+            "token_embd": Kind.Q6_K,
         },
         WIDE,
     ),

@@ -158,7 +158,9 @@ def test_equals_float64(
     assert_near(weight.product(x, bias), x, weight, bias)
     values = dequantize(*weight.parts, columns, weight.format)
     # A minimum is added after a rounding.
-    assert torch.allclose(values, weight.values.float(), rtol=0, atol=5e-7 if written.endswith("minima") else 0)
+    assert torch.allclose(
+        values, weight.values.float(), rtol=0, atol=5e-7 if written.endswith("minima") else 0
+    )
     args = (x, *weight.parts, bias, columns, weight.format)
     assert_near(fallback.quantized_linear(*args), x, weight, bias)
 
@@ -238,10 +240,7 @@ def test_experts_equal_plain_ones(
 ) -> None:
     count, hidden, inner, rows = 5, 128, 64, 9
     w13, w2 = (
-        [
-            Weight(written, columns, depth, smallest_group(written), dtype)
-            for _ in range(count)
-        ]
+        [Weight(written, columns, depth, smallest_group(written), dtype) for _ in range(count)]
         for written, columns, depth in ((first, 2 * inner, hidden), (second, hidden, inner))
     )
     x = torch.randn(rows, hidden).to(dtype)
@@ -282,7 +281,9 @@ def _stacked(
 def test_what_does_not_fit_is_refused() -> None:
     weight = Weight("int4", 32, 128, 64, torch.float32)
     x, parts = torch.randn(2, 128), (weight.words, weight.scales)
-    with pytest.raises(RuntimeError, match="format is 'int3', known are int4, int8, e4m3, e2m1, blocks4"):
+    with pytest.raises(
+        RuntimeError, match="format is 'int3', known are int4, int8, e4m3, e2m1, blocks4"
+    ):
         OPS.quantized_linear(x, *parts, None, None, 32, "int3")
     with pytest.raises(RuntimeError, match="not that of a packed int4 weight"):
         OPS.quantized_linear(x[:, :64].contiguous(), *parts, None, None, 32, "int4")

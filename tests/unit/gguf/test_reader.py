@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rbln_backend.emulator.block_form import BlockForm
+from rbln_backend.checkpoints.block_form import BlockForm
 from rbln_backend.emulator.quantized_packing import expand_blocks
 from rbln_backend.errors import CheckpointError
 from rbln_backend.gguf.blocks import as_form
