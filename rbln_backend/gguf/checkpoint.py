@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from rbln_backend.gguf.families import family_of
@@ -61,7 +62,8 @@ def _told(weights: Weights) -> str:
     """What became of the weights, by the types of their blocks."""
     file = weights.file
     dtype = str(file.dtype).removeprefix("torch.")
-    kept, expanded = set(), set()
+    kept: set[str | None] = set()
+    expanded: set[str | None] = set()
     for name, source in weights.names.items():
         is_kept = name.removesuffix(".weight") in weights.forms
         (kept if is_kept else expanded).add(file.type_name(source))
@@ -79,7 +81,7 @@ def _write_weights(weights: Weights, folder: Path, report: Report) -> None:
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             report(done, total)
             parts = weights.read(name)

@@ -76,7 +76,7 @@ class RblnBlockMethod(QuantizeMethodBase):
             set_weight_attrs(parameter, attributes)
             layer.register_parameter(name, parameter)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Bring words, scales and minima into the kernels' layout."""
         words = pack_words(getattr(layer, self.weights.format).data)
         del layer._parameters[self.weights.format]

@@ -22,7 +22,7 @@ class RblnGgufConfig(QuantizationConfig):
     """``quantization_config.layers`` has the form of each layer with blocks."""
 
     def __init__(self, layers: Mapping[str, BlockForm]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._layers = layers
 
     def get_name(self) -> str:  # type: ignore[override]
