@@ -87,17 +87,23 @@ class RblnBlockMethod(QuantizeMethodBase):
         for name, value in packed.items():
             layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [..., K] to [..., N] of its dtype."""
+    def apply(self, layer: Any, *args: Any, **given: Any) -> Tensor:
+        """x [..., K] to [..., N] of its dtype, with a bias if one is given."""
+        return self._multiply(layer, *args, **given)
+
+    def embedding(self, layer: Any, *args: Any, **given: Any) -> Tensor:
+        """Rows int64 [...] to [..., K] of the model's dtype."""
+        return self._look_up(layer, *args, **given)
+
+    def _multiply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
             x, *self._parts(layer), bias, self._rows, self.weights.format
         )
         return out
 
-    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
-        """Rows int64 [...] to [..., K] of the model's dtype."""
+    def _look_up(self, layer: Any, ids: Tensor) -> Tensor:
         rows: Tensor = torch.ops.rbln_emulator.block_rows(
-            input_, *self._parts(layer), self._rows, self.weights.format
+            ids, *self._parts(layer), self._rows, self.weights.format
         )
         return rows.to(self._dtype)
 
