@@ -23,7 +23,7 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     packed = fallback.pack_linear_weight(weight)
     blocks = (
         torch.randint(0, 2**31 - 1, (3, 8, 16), dtype=torch.int32),
-        *torch.rand(2, 3, 2, 16).half(),
+        *(torch.rand(2, 3, 2, 16) / 64).half(),
     )
     matrices = torch.randn(2, 33, 32).to(dtype)
     heads = torch.stack([fallback.pack_linear_weight(matrix) for matrix in matrices]), 33
