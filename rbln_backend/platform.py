@@ -152,7 +152,11 @@ class RblnPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
+        # Platforms are chosen before vLLM's configs can be imported.
+        from rbln_backend.quantization.gguf_config import register as register_gguf
+
         register_text_models()
+        register_gguf()
         inspect_models_here()
         speculate_here()
         if parser is not None:

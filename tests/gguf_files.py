@@ -30,7 +30,10 @@ ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
-F32 = gguf.GGMLQuantizationType.F32
+_KINDS = gguf.GGMLQuantizationType
+F32 = _KINDS.F32
+K_TYPES = (_KINDS.Q4_K, _KINDS.Q5_K, _KINDS.Q6_K)
+_TWO_SCALES = (_KINDS.Q4_1, _KINDS.Q5_1, _KINDS.Q4_K, _KINDS.Q5_K)
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
@@ -39,12 +42,15 @@ def write_gguf(
     path: Path,
     *,
     kind: gguf.GGMLQuantizationType = F32,
+    others: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     keys: Keys | None = None,
     extra: Mapping[str, Array] | None = None,
     part_tensors: int = 0,
 ) -> Path:
     """Write `checkpoint` as `path`, its matrices as `kind`, and return `path`.
 
+    `others` are kinds by what a tensor's name has in it; of the K types, which that package only
+    reads, blocks are random.
     `keys` are added or replace keys (None removes one), `extra` tensors are added. With
     `part_tensors`, the most that a part has, returns the first part instead.
     """
@@ -59,7 +65,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for hf_name, weight in model.named_parameters():
         values = _as_llama_cpp(hf_name, weight.detach().numpy(), config)
-        _add_tensor(writer, names.get_name(hf_name, (".weight", ".bias")), values, kind)
+        tensor = names.get_name(hf_name, (".weight", ".bias"))
+        own = next((other for part, other in (others or {}).items() if part in tensor), kind)
+        _add_tensor(writer, tensor, values, own)
     for tensor, values in (extra or {}).items():
         writer.add_tensor(tensor, values)
     writer.write_header_to_file()
@@ -86,8 +94,24 @@ def _add_tensor(
 ) -> None:
     if values.ndim == 1 or kind == F32:
         writer.add_tensor(name, np.ascontiguousarray(values))
+    elif kind in K_TYPES:
+        writer.add_tensor(name, random_blocks(kind, *values.shape, scale=1e-4), raw_dtype=kind)
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def random_blocks(
+    kind: gguf.GGMLQuantizationType, rows: int, columns: int, *, scale: float
+) -> Array:
+    """Random bytes are blocks of any kind, but for the scales, which could be no numbers."""
+    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(int(kind))
+    packed = rng.integers(0, 256, (rows, columns // elements, num_bytes), np.uint8)
+    half = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    starts = (0, 2) if kind in _TWO_SCALES else (208,) if kind == _KINDS.Q6_K else (0,)
+    for start in starts:
+        packed[..., start : start + 2] = half
+    return packed.reshape(rows, -1)
 
 
 def _as_llama_cpp(name: str, values: Array, config: Any) -> Array:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 # Raise it when conversion gives other files than before.
-_FORM = 1
+_FORM = 2
 _RECORD = "made_of.json"
 _BUILDING = "building-"
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
-from transformers import CONFIG_MAPPING, GenerationConfig
+from torch import Tensor
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from rbln_backend.gguf.families import family_of
 from rbln_backend.gguf.keys import ModelKeys
 from rbln_backend.gguf.reader import GgufFile
 from rbln_backend.gguf.tokenizer import make_tokenizer, special_tokens
-from rbln_backend.gguf.weights import Weights
+from rbln_backend.gguf.weights import EMBEDDING, HEAD, Weights
+from rbln_backend.quantization.schemes import GGUF
 
 _SHARD_BYTES = 2 << 30
 _INDEX = "model.safetensors.index.json"
@@ -37,15 +41,38 @@ def write_checkpoint(path: Path, folder: Path, report: Report = lambda _done, _t
     config = CONFIG_MAPPING[family.model_type](**fields, **tokens, dtype=file.dtype)
     weights = Weights.of(file, family, config)
     config.architectures = [weights.architecture]
+    if weights.forms:
+        config.quantization_config = _quantization(weights, config)
     tokenizer = make_tokenizer(file, config.max_position_embeddings)
     config.save_pretrained(folder)
     GenerationConfig(**tokens).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_weights(weights, folder, report)
+    return _told(weights)
+
+
+def _quantization(weights: Weights, config: PreTrainedConfig) -> dict[str, Any]:
+    layers = {name: asdict(form) for name, form in sorted(weights.forms.items())}
+    if config.tie_word_embeddings and EMBEDDING in layers:
+        layers[HEAD] = layers[EMBEDDING]
+    return {"quant_method": GGUF, "layers": layers}
+
+
+def _told(weights: Weights) -> str:
+    """What became of the weights, by the types of their blocks."""
+    file = weights.file
     dtype = str(file.dtype).removeprefix("torch.")
-    if not file.block_types:
-        return f"weights in {dtype}, as in the file"
-    return f"weights of {', '.join(file.block_types)} expanded to {dtype}"
+    kept: set[str | None] = set()
+    expanded: set[str | None] = set()
+    for name, source in weights.names.items():
+        is_kept = name.removesuffix(".weight") in weights.forms
+        (kept if is_kept else expanded).add(file.type_name(source))
+    parts = []
+    if kept:
+        parts.append(f"weights of {', '.join(sorted(filter(None, kept)))} kept packed")
+    if others := sorted(filter(None, expanded)):
+        parts.append(f"weights of {', '.join(others)} expanded to {dtype}")
+    return "; ".join(parts) or f"weights in {dtype}, as in the file"
 
 
 def _write_weights(weights: Weights, folder: Path, report: Report) -> None:
@@ -54,11 +81,12 @@ def _write_weights(weights: Weights, folder: Path, report: Report) -> None:
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name in names:
             report(done, total)
-            tensors[name] = weights.read(name)
-            places[name] = shard
+            parts = weights.read(name)
+            tensors |= parts
+            places |= dict.fromkeys(parts, shard)
             done += 1
         save_file(tensors, folder / shard, {"format": "pt"})
     size = sum(map(weights.num_bytes, weights.names))

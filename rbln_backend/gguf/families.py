@@ -55,6 +55,8 @@ class Family:
     permuted: bool = False
     """Whether rows of queries and keys lie in llama.cpp's rotary order."""
     norms_plus_one: bool = False
+    embeds_blocks: bool = True
+    """Whether vLLM's model lets its embedding be anything but a plain table."""
 
     def config(self, file: GgufFile, keys: ModelKeys) -> Config:
         """Return the fields of transformers' configuration. Raises `CheckpointError`."""
@@ -143,12 +145,19 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(model_type="qwen2", layer=_DENSE),
     "qwen3": Family(model_type="qwen3", layer={**_DENSE, **_HEAD_NORMS}),
     "phi3": Family(model_type="phi3", layer=_FUSED, extra=_phi3),
-    "gemma": Family(model_type="gemma", layer=_DENSE, extra=lambda *_: _GELU, norms_plus_one=True),
+    "gemma": Family(
+        model_type="gemma",
+        layer=_DENSE,
+        extra=lambda *_: _GELU,
+        norms_plus_one=True,
+        embeds_blocks=False,
+    ),
     "gemma2": Family(
         model_type="gemma2",
         layer={**_ATTENTION, **_MLP, **_FOUR_NORMS},
         extra=_gemma2,
         norms_plus_one=True,
+        embeds_blocks=False,
     ),
     "gemma3": Family(
         model_type="gemma3_text",

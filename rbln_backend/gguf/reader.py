@@ -19,6 +19,7 @@ from transformers.integrations.gguf.reader import (
 
 from rbln_backend.checkpoints.parts import parts_of
 from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.blocks import TYPES, BlockType, Parts
 from rbln_backend.gguf.five_bits import Q5_0, Q5_1, announce, expand_five_bits
 from rbln_backend.gguf.part import read_part
 
@@ -76,10 +77,25 @@ class GgufFile:
         """What the weights are written out as: the file's own type, bfloat16 for its blocks."""
         return self.header.dtype or torch.bfloat16
 
-    @property
-    def block_types(self) -> list[str]:
-        """The names of the quantised types in the file, e.g. Q4_K."""
-        return sorted({GGML_NAME[t] for t in self.header.ggml_types.values() if t in GGML_BLOCK})
+    def type_name(self, name: str) -> str | None:
+        """The type of a tensor's blocks, e.g. Q4_K; None without any."""
+        found = self.header.ggml_types[name]
+        return GGML_NAME[found] if found in GGML_BLOCK else None
+
+    def block_type(self, name: str) -> BlockType | None:
+        """How the tensor's blocks can be kept; None for one that has none or others."""
+        return TYPES.get(GGML_NAME.get(self.header.ggml_types[name], ""))
+
+    def split(self, name: str) -> Parts:
+        """A tensor [N, K] of blocks that can be kept: numbers int8, scales and perhaps minima."""
+        shape, stored, kind = self.shape(name), self.tensors[name], self.block_type(name)
+        assert kind is not None, name
+        elements, num_bytes = GGML_BLOCK[stored.ggml_type]
+        pieces = stored[...].reshape(-1, num_bytes).split(max(1, _PIECE // elements))
+        numbers, scales, minima = zip(*map(kind.split, pieces), strict=True)
+        joined = [torch.cat(part).reshape(shape[0], -1) for part in (numbers, scales)]
+        least = None if minima[0] is None else torch.cat(minima).reshape(shape[0], -1)
+        return joined[0], joined[1], least
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape in elements, outputs first."""

@@ -5,21 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from rbln_backend.checkpoints.block_form import BlockForm
+from rbln_backend.emulator.quantized_packing import block_words
 from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.blocks import as_form
 from rbln_backend.gguf.families import Family
 from rbln_backend.gguf.reader import GgufFile
 from rbln_backend.gguf.rope import FACTORS
 
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+_WEIGHT = ".weight"
 _WHOLE = {
-    "token_embd": "model.embed_tokens",
+    "token_embd": EMBEDDING,
     "output_norm": "model.norm",
-    "output": "lm_head",
+    "output": HEAD,
 }
+# What vLLM makes one layer has one form.
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _TOLD = 3
 
@@ -36,6 +44,8 @@ class Weights:
     """The model's names and the file's."""
     architecture: str
     """The model's class in transformers."""
+    forms: Mapping[str, BlockForm]
+    """Of the layers whose blocks are kept, by the model's names."""
 
     @classmethod
     def of(cls, file: GgufFile, family: Family, config: PreTrainedConfig) -> Weights:
@@ -51,23 +61,63 @@ class Weights:
         heads: dict[str, Any] = {}
         if family.permuted:
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-        return cls(file, family, heads, names, type(model).__name__)
+        forms = _forms(file, names, family)
+        return cls(file, family, heads, names, type(model).__name__, forms)
 
     def num_bytes(self, name: str) -> int:
         """What the tensor that the model calls `name` takes once it is written."""
-        shape = self.file.shape(self.names[name])
-        return torch.Size(shape).numel() * self.file.dtype.itemsize
+        elements = torch.Size(self.file.shape(self.names[name])).numel()
+        form = self.forms.get(name.removesuffix(_WEIGHT))
+        return elements * self.file.dtype.itemsize if form is None else form.num_bytes(elements)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return the tensor that the model calls `name`, in the dtype of all weights."""
-        source = self.names[name]
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """What is written of the tensor that the model calls `name`, by name.
+
+        The tensor in the dtype of all weights, or the parts of its blocks.
+        """
+        source, layer = self.names[name], name.removesuffix(_WEIGHT)
+        if layer in self.forms:
+            return {f"{layer}.{part}": value for part, value in self._packed(source, layer).items()}
         values = self.file.read(source)
         if self.family.norms_plus_one and source.endswith("norm.weight"):
             values = values - 1.0
+        return {name: self._in_order(source, values).to(self.file.dtype).contiguous()}
+
+    def _packed(self, source: str, layer: str) -> dict[str, torch.Tensor]:
+        """The blocks' parts; see `rbln_backend.quantization.gguf_blocks`."""
+        kind, form = self.file.block_type(source), self.forms[layer]
+        assert kind is not None, layer
+        numbers, scales, minima = as_form(self.file.split(source), kind.form, form)
+        found = {form.format: block_words(self._in_order(source, numbers), form.bits)}
+        found["scales"] = self._in_order(source, scales).contiguous()
+        if minima is not None:
+            found["minima"] = self._in_order(source, minima).contiguous()
+        return found
+
+    def _in_order(self, source: str, rows: torch.Tensor) -> torch.Tensor:
         found = _LAYER.match(source)
-        if found and (heads := self.heads.get(found[2])):
-            values = _in_order(values, heads)
-        return values.to(self.file.dtype).contiguous()
+        heads = self.heads.get(found[2]) if found else None
+        return _in_order(rows, heads) if heads else rows
+
+
+def _forms(file: GgufFile, names: Mapping[str, str], family: Family) -> dict[str, BlockForm]:
+    """By layer: what has blocks that can be kept, in the form of what vLLM joins it with."""
+    kinds = {
+        name.removesuffix(_WEIGHT): file.block_type(source)
+        for name, source in names.items()
+        if name.endswith(_WEIGHT) and len(file.shape(source)) == 2
+    }
+    if not family.embeds_blocks:
+        del kinds[EMBEDDING]
+    found: dict[str, BlockForm] = {}
+    for layer in kinds:
+        stem, _, last = layer.rpartition(".")
+        joined = next((parts for parts in _JOINED if last in parts), (last,))
+        parts = [kinds[f"{stem}.{part}" if stem else part] for part in joined]
+        forms = [part.form for part in parts if part is not None]
+        if len(forms) == len(parts):
+            found[layer] = reduce(BlockForm.joined, forms)
+    return found
 
 
 def _name(name: str, family: Family) -> str:

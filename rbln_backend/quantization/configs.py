@@ -17,10 +17,17 @@ from rbln_backend.quantization.byte_linear import RblnByteScheme
 from rbln_backend.quantization.compressed_tensors import RblnCompressedTensorsConfig
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
 from rbln_backend.quantization.fp8 import RblnFp8Config
+from rbln_backend.quantization.gguf_blocks import RblnBlockMethod
 from rbln_backend.quantization.gptq import RblnGptqConfig
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
 from rbln_backend.quantization.mxfp4 import RblnMxfp4Config
-from rbln_backend.quantization.schemes import AWQ, COMPRESSED_TENSORS, FP8, GPTQ, MXFP4
+from rbln_backend.quantization.schemes import (
+    AWQ,
+    COMPRESSED_TENSORS,
+    FP8,
+    GPTQ,
+    MXFP4,
+)
 from rbln_backend.vllm_compat.quantization import (
     PlatformEnum,
     register_linear_kernel,
@@ -34,7 +41,7 @@ _CONFIGS: Mapping[str, Any] = {
     FP8: RblnFp8Config,
     MXFP4: RblnMxfp4Config,
 }
-_HOLDERS = (RblnWna16LinearKernel, RblnByteScheme)
+_HOLDERS = (RblnWna16LinearKernel, RblnByteScheme, RblnBlockMethod)
 
 
 @cache
@@ -55,7 +62,7 @@ def _held_by(layer: nn.Module) -> Iterator[str]:
     if isinstance(method, RblnQuantizedMoEMethod):
         yield str(method)
         return
-    # The method holds the kernel, or the layer the scheme, which may have a kernel of its own.
+    # The method knows, or holds the kernel, or the layer the scheme, which may have a kernel.
     scheme = getattr(layer, "scheme", None)
-    holders = (getattr(method, "kernel", None), scheme, getattr(scheme, "kernel", None))
+    holders = (method, getattr(method, "kernel", None), scheme, getattr(scheme, "kernel", None))
     yield from (str(h.weights) for h in holders if isinstance(h, _HOLDERS))

@@ -14,7 +14,9 @@ from rbln_backend.quantization.weights import CHANNEL, Weights
 
 COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "auto_gptq"
 AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
-METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4)
+GGUF = "gguf_blocks"
+"""Of checkpoints that are made here of GGUF files."""
+METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, GGUF)
 """What vLLM calls the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"

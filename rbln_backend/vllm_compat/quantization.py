@@ -25,7 +25,10 @@ from vllm.model_executor.layers.quantization.auto_gptq import (
     AutoGPTQLinearMethod,
     get_moe_quant_method,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
     CompressedTensorsLinearMethod,
@@ -74,6 +77,7 @@ __all__ = [
     "ParallelLMHead",
     "PerTensorScaleParameter",
     "PlatformEnum",
+    "QuantizationConfig",
     "QuantizeMethodBase",
     "RoutedExperts",
     "UnquantizedLinearMethod",

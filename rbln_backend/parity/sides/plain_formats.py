@@ -98,6 +98,26 @@ def _awq(stored: _Stored) -> Tensor:
     return weight.t().contiguous()
 
 
+def _nibble_blocks(stored: _Stored, _: Mapping[str, Any]) -> Tensor:
+    """Numbers [N, K] from 0 to 15, even ones in their words' lower halves: see ``_scaled``."""
+    in_order = _fields(stored["blocks4"], 4).unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+    return _scaled(in_order if "minima" in stored else in_order - 8, stored)
+
+
+def _byte_blocks(stored: _Stored, _: Mapping[str, Any]) -> Tensor:
+    """Signed bytes [N, K]: see ``_scaled``."""
+    return _scaled(stored["blocks8"].view(torch.int8), stored)
+
+
+def _scaled(numbers: Tensor, stored: _Stored) -> Tensor:
+    """Times scales [N, groups], plus minima where there are some."""
+    scales = stored["scales"].float().unsqueeze(-1)
+    weight: Tensor = numbers.unflatten(1, (scales.shape[1], -1)) * scales
+    if "minima" in stored:
+        weight = weight + stored["minima"].float().unsqueeze(-1)
+    return weight.flatten(1)
+
+
 def _bytes(stored: _Stored, quantization: Mapping[str, Any]) -> Tensor:
     """Numbers [N, K] and one scale, one per row, or one per block."""
     weight = stored["weight"].float()
@@ -140,5 +160,7 @@ _BYTE_SCALES = ("weight_scale_inv", "weight_scale")
 _FORMS: Mapping[str, tuple[_Unpack, tuple[str, ...]]] = {
     "weight_packed": (_compressed, ("weight_scale", "weight_shape", "weight_zero_point")),
     "qweight": (_columns, ("scales", "qzeros", "g_idx")),
+    "blocks4": (_nibble_blocks, ("scales", "minima")),
+    "blocks8": (_byte_blocks, ("scales", "minima")),
     "weight": (_bytes, (*_BYTE_SCALES, "input_scale", "input_zero_point")),
 }

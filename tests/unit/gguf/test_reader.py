@@ -10,33 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rbln_backend.checkpoints.block_form import BlockForm
+from rbln_backend.emulator.quantized_packing import expand_blocks
 from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.blocks import as_form
 from rbln_backend.gguf.checkpoint import write_checkpoint
 from rbln_backend.gguf.reader import GgufFile
 from tests.checkpoints import CheckpointCache
-from tests.gguf_files import write_gguf
+from tests.gguf_files import random_blocks, write_gguf
 
 Kind = gguf.GGMLQuantizationType
 BLOCKS = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
-_TWO_SCALES = (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K)
 PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-
-
-def blocks_of(kind: Kind, rows: int, columns: int) -> np.ndarray:
-    """Random bytes are blocks of any kind, but for the scales, which could be no numbers."""
-    elements, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(int(kind))
-    packed = rng.integers(0, 256, (rows, columns // elements, num_bytes), np.uint8)
-    scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    starts = (0, 2) if kind in _TWO_SCALES else (208,) if kind == Kind.Q6_K else (0,)
-    for start in starts:
-        packed[..., start : start + 2] = scale
-    return packed.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_are_expanded(kind: Kind, tmp_path: Path) -> None:
-    packed = blocks_of(kind, 3, 512)
+    packed = random_blocks(kind, 3, 512, scale=0.01)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("token_embd.weight", packed, raw_dtype=kind)
     writer.add_tensor("row.weight", packed[0], raw_dtype=kind)
@@ -46,10 +36,16 @@ def test_blocks_are_expanded(kind: Kind, tmp_path: Path) -> None:
     writer.close()
     file = GgufFile.open(tmp_path / "m.gguf")
     wanted = torch.from_numpy(gguf.quants.dequantize(packed, kind).astype(np.float32))
-    assert (file.dtype, file.block_types) == (torch.bfloat16, [kind.name])
+    assert (file.dtype, file.type_name("row.weight")) == (torch.bfloat16, kind.name)
     assert file.shape("token_embd.weight") == (3, 512)
     assert torch.equal(file.read("token_embd.weight"), wanted.bfloat16())
     assert torch.equal(file.read("row.weight"), wanted[0])
+    kept = file.block_type("token_embd.weight")
+    assert kept is not None
+    bits, parts = kept.form.bits, file.split("token_embd.weight")
+    assert torch.equal(expand_blocks(*parts, bits), wanted)
+    widest = BlockForm(bits=8, group_size=16, has_minima=True, scales="float32")
+    assert torch.equal(expand_blocks(*as_form(parts, kept.form, widest), 8), wanted)
 
 
 @pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name)
@@ -74,7 +70,7 @@ def test_parts_are_one_file(checkpoints: CheckpointCache, tmp_path: Path) -> Non
     assert len(rest) > 1
     file = GgufFile.open(first)
     assert set(file.tensors) == set(whole.tensors)
-    assert file.block_types == ["Q8_0"]
+    assert file.type_name("token_embd.weight") == "Q8_0"
     for name in whole.tensors:
         stored, wanted = file.read(name).float(), whole.read(name)
         assert file.shape(name) == whole.shape(name)

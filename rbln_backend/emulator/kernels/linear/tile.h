@@ -23,11 +23,12 @@ inline constexpr int kTilePanels = kTileColumns / int(kPanel);
 // Few rows leave registers free for twice the columns: enough chains to keep the units busy.
 constexpr bool is_narrow_group(int rows) { return 2 * rows <= kMaxTileRows; }
 
-// How an element type is multiplied. `kStep` depth rows lie together in a panel and are multiplied
-// in `kProducts` products, each by one word of activations per row.
+// How an element type is multiplied. `kStep` depth rows lie together in a panel, in `kElements`, and
+// are multiplied in `kProducts` products, each by one word of activations per row.
 template <class T>
 struct Layout {
   static constexpr int kStep = 1;
+  static constexpr int64_t kElements = kPanel;
   static constexpr int kProducts = 1;
   // Columns [v * kLanes, ...) for product `product` of the step at `row`.
   static inline __attribute__((always_inline)) VecF columns(const T* row, int /*product*/, int v) {
@@ -42,6 +43,7 @@ struct Layout {
 // A word is two neighbours along the depth, on both sides, and the CPU multiplies pairs.
 struct PairLayout {
   static constexpr int kStep = 2;
+  static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 1;
   static VecF columns(const bf16* row, int /*product*/, int v) {
     return load_raw<VecF>(row + v * kLanes * 2);
@@ -55,6 +57,7 @@ struct PairLayout {
 // The neighbours' columns lie in the halves of a word, and are widened one after the other.
 struct HalvesLayout {
   static constexpr int kStep = 2;
+  static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
   static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
     // The second read goes to L1 again: holding the words would cost the tile its registers.
@@ -101,7 +104,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
       asm("" : "+r"(fetched[p]));
       fetched[p] += ahead.step;
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int product = 0; product < kProducts; ++product) {
       // Whichever is fewer, rows or columns, stays in registers.
       if constexpr (R < C) {
@@ -139,7 +142,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       asm("" : "+r"(row[p]));
-      row[p] += kStep * kPanel;
+      row[p] += Layout<T>::kElements;
     }
   }
 }

@@ -1,5 +1,5 @@
 // x W^T + bias over weights of 4 or 8 bits, read as they are packed; see tile.h and fields.h, and
-// e4m3.cpp for those that are expanded.
+// expanded.cpp for those that are expanded.
 //
 // As in linear.cpp, a few panels meet every row group, depth block by depth block, and fields are
 // taken from their words anew for each group: what that costs hides behind the multiplications. The
@@ -14,7 +14,7 @@
 #include "core/team.h"
 #include "linear/output.h"
 #include "quantized/amx.h"
-#include "quantized/e4m3.h"
+#include "quantized/expanded.h"
 #include "quantized/tile.h"
 #include "quantized/scales.h"
 
@@ -175,14 +175,16 @@ void run_any(const QuantizedLinearArgs& args) {
 
 void quantized_linear(const QuantizedLinearArgs& args) {
   if (args.plain.rows == 0 || args.plain.columns == 0) return;
-  const bool is_whole = args.plain.dtype != Dtype::f32 && args.weight.format != Format::e4m3;
+  const bool is_expanded = args.weight.format == Format::e4m3 || is_of_blocks(args.weight.format);
+  if (is_expanded) return expanded_linear(args);
+  const bool is_whole = args.plain.dtype != Dtype::f32;
   if (kMultipliesTiles && is_whole && args.plain.rows >= kTileRows)
     return quantized_linear_by_tiles(args);
   switch (args.weight.format) {
     case Format::int4: return run_any<Integers<4>>(args);
     case Format::int8: return run_any<Integers<8>>(args);
     case Format::e2m1: return run_any<E2m1>(args);
-    case Format::e4m3: return linear_e4m3(args);
+    default: return;
   }
 }
 

@@ -1,0 +1,122 @@
+// Products with weights whose numbers are expanded once, and what a Source of them has.
+//
+// kBits of a number in its panel; kChunk, depths whose products share a scale; kUnit, what numbers
+// that come out are to be multiplied by; kShifts, whether a chunk's sum of activations has a share
+// in its result; Number<T>, what numbers become for activations of type T; Packed<W>, as what they
+// can be multiplied where they are, with the same bits, or W; kBias<W>, what they come out plus; order, the order of their depths; and
+//
+// expand(panel, depths, to): the next `depths` of a panel, [depths][16]; as bf16 that is multiplied
+// in pairs [depths/2][16][2].
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/e4m3.h"
+#include "linear/activations.h"
+#include "quantized/quantized.h"
+
+namespace rbln {
+
+// Weights of e4m3 or of blocks.
+void expanded_linear(const QuantizedLinearArgs& args);
+
+// Whether activations of type T are multiplied in pairs.
+template <class T>
+inline constexpr bool kInPairs = kMultipliesPairs && std::is_same_v<T, bf16>;
+
+// e4m3, whose words are packed as a matrix of half the depth in half precision is (pack_weight):
+// panels [depth/2, 16, 2] of bytes, neighbours along the depth beside each other. A number becomes
+// half precision, 256 times smaller, which a load widens where the CPU converts it, else float.
+struct E4m3 {
+  static constexpr int kBits = 8;
+  static constexpr int64_t kChunk = chunk_of(Format::e4m3);
+  static constexpr float kUnit = kE4m3Unit;
+  static constexpr bool kShifts = false;
+  template <class W>
+  static constexpr float kBias = 0.0f;
+
+  using Halves = std::conditional_t<kWidensHalves, f16, float>;
+  template <class T>
+  using Number = std::conditional_t<kInPairs<T>, bf16, Halves>;
+  template <class W>
+  using Packed = W;
+
+  // Of each four depths the middle ones change places, so that a vector's even bytes go to where it
+  // was read, and its odd ones behind them.
+  static int64_t place(int64_t depth) {
+    return (depth & ~int64_t{3}) | (depth & 1) << 1 | (depth >> 1 & 1);
+  }
+
+  template <class W>
+  static VecF order(VecF depths) {
+    if constexpr (std::is_same_v<W, bf16>) return depths;
+    VecI places;
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) places[i] = int32_t(place(i));
+    return __builtin_shuffle(depths, places);
+  }
+
+  static void expand(const uint8_t* panel, int64_t depths, f16* to) {
+    using Words = VecTypes<2 * kLanes>::S;
+    // The sign's copy in the place of the exponent's highest bit, and the neighbour's bits, go.
+    const auto half = [](Words upper_byte) { return upper_byte >> 1 & int16_t(0xbf80); };
+    for (int64_t t = 0; t < depths; t += 4) {
+      for (int64_t i = 0; i < 2 * kPanel; i += 2 * kLanes) {
+        const auto bytes = load_raw<Words>(panel + t * kPanel + 2 * i);
+        store_raw(to + t * kPanel + i, half(bytes << 8));
+        store_raw(to + (t + 2) * kPanel + i, half(bytes));
+      }
+    }
+  }
+
+  static void expand(const uint8_t* panel, int64_t depths, float* to) {
+    alignas(64) f16 halves[4 * kPanel];
+    for (int64_t t = 0; t < depths; t += 4) {
+      expand(panel + t * kPanel, 4, halves);
+      for (int64_t i = 0; i < 4 * kPanel; i += kLanes) store(to + t * kPanel + i, load(halves + i));
+    }
+  }
+
+  static void expand(const uint8_t* panel, int64_t depths, bf16* to) {
+    alignas(64) f16 halves[kChunk * kPanel];
+    for (int64_t begin = 0; begin < depths; begin += kChunk) {
+      const int64_t count = std::min(kChunk, depths - begin);
+      expand(panel + begin * kPanel, count, halves);
+      for (int64_t t = 0; t < count; t += 2) {
+        const f16 *first = halves + place(t) * kPanel, *second = halves + place(t + 1) * kPanel;
+        for (int64_t c = 0; c < kPanel; c += kLanes)
+          store_raw(to + (begin + t) * kPanel + 2 * c,
+                    (VecU)load(first + c) >> 16 | ((VecU)load(second + c) & 0xffff0000u));
+      }
+    }
+  }
+};
+
+// The sums of the activations of each chunk and row, in the order of the depths: what minima and
+// numbers that come out too large are multiplied by.
+class ChunkSums {
+ public:
+  ChunkSums(int64_t rows, float* data) : rows_(rows), data_(data) {}
+
+  // Of `row` on at the `nth` chunk.
+  const float* at(int64_t nth, int64_t row) const { return data_ + nth * rows_ + row; }
+
+  template <class T, int64_t kChunk>
+  void add_up(const LinearArgs& args, int64_t row) const {
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    for (int64_t t = 0; t < args.depth; t += kChunk) {
+      VecF sums{};
+      for (int64_t i = 0; i < kChunk; i += kLanes) sums = sums + load(x + t + i);
+      float total = 0.0f;
+      for (int i = 0; i < kLanes; ++i) total += sums[i];
+      data_[t / kChunk * rows_ + row] = total;
+    }
+  }
+
+ private:
+  int64_t rows_;
+  float* data_;
+};
+
+}  // namespace rbln
