@@ -1,18 +1,22 @@
 """One GGUF file on ours, on vLLM's CPU backend and on llama.cpp: starts, first token, decode.
 
-``python -m benchmarks.same_file --save``. llama.cpp reads the file as it is, the others the
-checkpoint that ours makes of it, in bfloat16. Rounds, cells and starts are those of
-``benchmarks.compare``; see benchmarks/README.md. Invariant: one run gives all figures of a report.
+``python -m benchmarks.same_file --save``. llama.cpp reads the file as it is, ours the checkpoint
+that is made of it, vLLM, which reads no such files, the same in bfloat16. Rounds, cells and starts
+are those of ``benchmarks.compare``; see benchmarks/README.md. Invariant: one run gives all figures
+of a report.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+
+from safetensors.torch import save_file
 
 from benchmarks import compare_tables as tables
 from benchmarks.command import disturbance, machine_lines, positive, say
@@ -24,11 +28,14 @@ from benchmarks.machine import Machine
 from benchmarks.models import CACHE_ROOT, find_checkpoint
 from benchmarks.peers import peers_python
 from benchmarks.plans import plan_for
+from benchmarks.quantized_model import step_bytes
 from benchmarks.records import Failure, Header, Log, ModelRecord, StepRecord
-from benchmarks.sides import server_sides, step_sides
+from benchmarks.server_process import ServerSide
+from benchmarks.sides import StepSide, server_sides, step_sides
 from rbln_backend.checkpoints.catalogue import CATALOGUE
 from rbln_backend.checkpoints.download import download
 from rbln_backend.checkpoints.folders import checkpoint_of
+from rbln_backend.parity.sides.plain_weights import plain_checkpoint, read_weights
 
 _SIDES = ("ours", "vllm-cpu-all-cores", "llama.cpp")
 _PREFILL_TOKENS = (32, 128, 512)
@@ -78,12 +85,50 @@ def _file(model: str) -> Path:
     return kept
 
 
+def _expanded(packed: Path) -> Path:
+    """The checkpoint `packed` in bfloat16, which is kept."""
+    place = packed.with_name(f"{packed.name}-bfloat16")
+    if not place.exists():
+        with (
+            tempfile.TemporaryDirectory(prefix="building-", dir=CACHE_ROOT) as building,
+            plain_checkpoint(str(packed), None) as plain,
+        ):
+            shutil.copytree(packed, building, dirs_exist_ok=True, ignore=_weights)
+            shutil.copy(Path(plain) / "config.json", building)
+            tensors = read_weights(Path(plain))
+            save_file(
+                {name: tensor.bfloat16() for name, tensor in tensors.items()},
+                Path(building) / "model.safetensors",
+                {"format": "pt"},
+            )
+            shutil.copytree(building, place)
+    return place
+
+
+_weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
+
+
+def _steps_of(side: StepSide, folder: Path) -> StepSide:
+    return replace(side, arguments=lambda model: side.arguments(replace(model, text_model=folder)))
+
+
+def _serving(side: ServerSide, folder: Path) -> ServerSide:
+    return replace(
+        side,
+        note=f"{side.note}; {step_bytes(folder) / 1e6:.0f} MB of weights",
+        command=lambda serving: side.command(replace(serving, text_model=folder)),
+    )
+
+
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     peers_python()
     gguf = _file(args.model)
-    checkpoint = find_checkpoint(str(checkpoint_of(str(gguf), CACHE_ROOT)))
+    packed = checkpoint_of(str(gguf), CACHE_ROOT)
+    checkpoint = find_checkpoint(str(_expanded(packed)))
     stepped = {name: step_sides()[name] for name in _SIDES}
     served = {name: server_sides()[name] for name in _SIDES}
+    stepped["ours"] = _steps_of(stepped["ours"], packed)
+    served["ours"] = _serving(served["ours"], packed)
     log.add(
         header_of(
             command,
@@ -136,9 +181,10 @@ def _markdown(log: Log, header: Header, model: ModelRecord) -> str:
         *(f"- `{name}`: {note}." for name, note in header.sides.items()),
         "",
         f"{model.parameters / 1e6:.0f}M parameters. llama.cpp reads the file's own "
-        f"{Path(model.path).stat().st_size / 1e6:.0f} MB of blocks, the others "
+        f"{Path(model.path).stat().st_size / 1e6:.0f} MB of blocks, vLLM "
         f"{model.parameters * 2 / 1e6:.0f} MB of bfloat16. *Of limit* is the bfloat16 bytes over "
-        "the read bandwidth of the round, over the step, also for llama.cpp.",
+        "the read bandwidth of the round, over the step, for all three: who reads less may be "
+        "beyond it.",
         "",
     ]
     for title, make in (
