@@ -1,4 +1,4 @@
-"""Checkpoints that are made of GGUF files here, with blocks that stay packed.
+"""Checkpoints that are made of GGUF files here, with blocks that stay packed where ops take them.
 
 A weight [N, K] is stored as ``blocks4`` or ``blocks8``, words int32 [N, K * bits / 32] in the order
 that ``emulator.quantized_packing.block_words`` gives them, ``scales`` [N, K / group] and, where its
@@ -15,13 +15,18 @@ from torch import Tensor, nn
 
 from rbln_backend.checkpoints.block_form import BlockForm
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.emulator.quantized_packing import pack_scales, pack_words
+from rbln_backend.emulator.quantized_packing import (
+    block_numbers,
+    expand_blocks,
+    pack_scales,
+    pack_words,
+)
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import (
     LinearBase,
     ParallelLMHead,
     QuantizeMethodBase,
+    UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
     VocabParallelEmbedding,
     set_weight_attrs,
@@ -35,9 +40,8 @@ class RblnBlockMethod(QuantizeMethodBase):
     """Multiplies by packed blocks, and looks rows up in them."""
 
     def __init__(self, form: BlockForm, layer_name: str) -> None:
-        self.weights, self._name = form, layer_name
-        if choose_device(configured(get_current_vllm_config())) != "emulated":
-            raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {form}")
+        self._form, self._name = form, layer_name
+        self.weights = str(form)
 
     def create_weights(self, *args: Any, **given: Any) -> None:
         """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
@@ -56,7 +60,7 @@ class RblnBlockMethod(QuantizeMethodBase):
         **_: Any,
     ) -> None:
         del input_size, output_size
-        form, depth, rows = self.weights, input_size_per_partition, sum(output_partition_sizes)
+        form, depth, rows = self._form, input_size_per_partition, sum(output_partition_sizes)
         if depth % 32:
             raise UnsupportedModelError(
                 f"{self._name}: {depth} inputs of a rank end within a block of 32; use another "
@@ -78,11 +82,11 @@ class RblnBlockMethod(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bring words, scales and minima into the kernels' layout."""
-        words = pack_words(getattr(layer, self.weights.format).data)
-        del layer._parameters[self.weights.format]
+        words = pack_words(getattr(layer, self._form.format).data)
+        del layer._parameters[self._form.format]
         # vLLM's adapters look for a weight under one of the names that it knows.
         packed = {"qweight": words, "scales": pack_scales(layer.scales)}
-        if self.weights.has_minima:
+        if self._form.has_minima:
             packed["minima"] = pack_scales(layer.minima)
         for name, value in packed.items():
             layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
@@ -97,13 +101,13 @@ class RblnBlockMethod(QuantizeMethodBase):
 
     def _multiply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
-            x, *self._parts(layer), bias, self._rows, self.weights.format
+            x, *self._parts(layer), bias, self._rows, self._form.format
         )
         return out
 
     def _look_up(self, layer: Any, ids: Tensor) -> Tensor:
         rows: Tensor = torch.ops.rbln_emulator.block_rows(
-            ids, *self._parts(layer), self._rows, self.weights.format
+            ids, *self._parts(layer), self._rows, self._form.format
         )
         return rows.to(self._dtype)
 
@@ -113,7 +117,26 @@ class RblnBlockMethod(QuantizeMethodBase):
         return embed_tokens
 
     def _parts(self, layer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        return layer.qweight, layer.scales, layer.minima if self.weights.has_minima else None
+        return layer.qweight, layer.scales, layer.minima if self._form.has_minima else None
+
+
+class RblnExpandedMethod(RblnBlockMethod):
+    """Makes plain weights of blocks once they are loaded, where no op takes blocks."""
+
+    def __init__(self, form: BlockForm, layer_name: str) -> None:
+        super().__init__(form, layer_name)
+        self.weights = f"{form}, expanded when loaded"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Leave a layer as vLLM has it without a quantisation."""
+        parts = layer._parameters
+        words, scales = parts.pop(self._form.format), parts.pop("scales")
+        minima = parts.pop("minima", None)
+        numbers = block_numbers(words, self._form.bits)
+        weight = expand_blocks(numbers, scales, minima, self._form.bits).to(self._dtype)
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        is_table = isinstance(layer, VocabParallelEmbedding)
+        layer.quant_method = (UnquantizedEmbeddingMethod if is_table else UnquantizedLinearMethod)()
 
 
 def block_method(
@@ -134,5 +157,6 @@ def block_method(
     stem, dot, last = name.rpartition(".")
     form = layers.get(stem + dot + joined.get(last, [last])[0])
     if form is not None:
-        return RblnBlockMethod(form, name)
+        is_emulated = choose_device(configured(get_current_vllm_config())) == "emulated"
+        return (RblnBlockMethod if is_emulated else RblnExpandedMethod)(form, name)
     return None if is_table else UnquantizedLinearMethod()

@@ -43,6 +43,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.parameter import (
@@ -80,6 +81,7 @@ __all__ = [
     "QuantizationConfig",
     "QuantizeMethodBase",
     "RoutedExperts",
+    "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "VocabParallelEmbedding",
     "get_linear_quant_method",

@@ -8,11 +8,14 @@ from typing import Any
 import gguf
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from rbln_backend.gguf.checkpoint import write_checkpoint
 from rbln_backend.parity.sides.plain_weights import plain_checkpoint
+from tests.adapters import EVERY_LINEAR, HEAD, make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engines
+from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
 from tests.gguf_files import write_gguf
 from tests.reference import reference_generate
@@ -73,3 +76,43 @@ def test_packed_blocks_equal_transformers(
     engine = engines.fresh(checkpoint=folder, dtype="float32")
     outputs = engine.generate(prompts, GREEDY)
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["q4_0", "k"])
+def test_an_adapter_over_blocks_is_worth_its_merged_weights(
+    name: str, engines: Engines, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    folder = folder_of(name, checkpoints, tmp_path)
+    prompts = make_prompts([1, 17, 70], seed=4)
+    with plain_checkpoint(str(folder), None) as plain:
+        targets = (*EVERY_LINEAR, *HEAD)
+        adapter = make_adapter(Path(plain), tmp_path / "adapter", seed=3, targets=targets)
+        merged = merge(Path(plain), adapter, tmp_path / "merged")
+    engine = engines.fresh(checkpoint=folder, dtype="float32", enable_lora=True, max_lora_rank=8)
+    outputs = engine.llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        GREEDY,
+        use_tqdm=False,
+        lora_request=LoRARequest("adapter", 1, str(adapter)),
+    )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_generate(merged, prompt, NUM_TOKENS).token_ids
+        assert list(output.outputs[0].token_ids) == expected
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("name", ["tied", "k"])
+def test_ranks_share_blocks(
+    name: str,
+    options: dict[str, Any],
+    engines: Engines,
+    checkpoints: CheckpointCache,
+    tmp_path: Path,
+) -> None:
+    folder = folder_of(name, checkpoints, tmp_path)
+    engine = engines.fresh(checkpoint=folder, dtype="float32")
+    prompts = make_prompts([1, 17, 70], seed=5)
+    answers = run_ranks(folder, tmp_path, prompts, dtype="float32", **options)
+    assert_as_one_rank(engine, prompts, answers, 1e-4)
