@@ -113,10 +113,14 @@ def _steps_of(side: StepSide, folder: Path) -> StepSide:
 
 
 def _serving(side: ServerSide, folder: Path) -> ServerSide:
+    """`side` over `folder`, under the name that clients ask all sides for."""
     return replace(
         side,
         note=f"{side.note}; {step_bytes(folder) / 1e6:.0f} MB of weights",
-        command=lambda serving: side.command(replace(serving, text_model=folder)),
+        command=lambda serving: [
+            *side.command(replace(serving, text_model=folder)),
+            *("--served-model-name", str(serving.text_model)),
+        ],
     )
 
 
