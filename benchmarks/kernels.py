@@ -86,16 +86,23 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield _attention_case(dtype, batch, heads, group, size, start, length)
 
 
+def _new_tokens(
+    dtype: torch.dtype, batch: int, heads: int, group: int, size: int, length: int
+) -> tuple[Tensor, ...]:
+    """Queries [batch, heads, group, length, size], and keys and values with one for each group."""
+    return tuple(
+        torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
+        for n in (group, 1, 1)
+    )
+
+
 def _attention_case(
     dtype: torch.dtype, batch: int, heads: int, group: int, size: int, start: int, length: int
 ) -> Case:
     keys = start + length
     partitions = -(-keys // _BLOCK)
     cache = torch.randn(batch * partitions + 1, 2, heads, 1, _BLOCK, size).to(dtype)
-    q, k, v = (
-        torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
-        for n in (group, 1, 1)
-    )
+    q, k, v = _new_tokens(dtype, batch, heads, group, size, length)
     tables = (torch.randperm(batch * partitions) + 1).view(batch, partitions).int()
     starts = torch.full((batch, 1), start, dtype=torch.int32)
     scale = torch.tensor(size**-0.5)
@@ -130,10 +137,7 @@ def _window_case(
 ) -> Case:
     keys = window + length
     cache = torch.randn(batch + 1, 2, heads, 1, window, size).to(dtype)
-    q, k, v = (
-        torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
-        for n in (group, 1, 1)
-    )
+    q, k, v = _new_tokens(dtype, batch, heads, group, size, length)
     tables = (torch.randperm(batch) + 1).int()
     cached = torch.full((batch, 1), window, dtype=torch.int32)
     scale = torch.tensor(size**-0.5)

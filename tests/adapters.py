@@ -12,8 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from tests.expert_adapters import is_stack, merge_stacks, stack_experts
+from tests.reference import reference_generate
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -92,6 +95,22 @@ def merge(checkpoint: Path, adapter: Path, path: Path) -> Path:
         weights[weight] = (weights[weight].double() + scale * delta).float()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def assert_worth_merged_weights(
+    llm: LLM, adapter: Path, merged: Path, prompts: Sequence[list[int]], params: SamplingParams
+) -> None:
+    """Every greedy token with `adapter` is the one that transformers has for `merged`."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        params,
+        use_tqdm=False,
+        lora_request=LoRARequest("adapter", 1, str(adapter)),
+    )
+    assert params.max_tokens is not None
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = reference_generate(merged, prompt, params.max_tokens).token_ids
+        assert list(output.outputs[0].token_ids) == expected
 
 
 def _scale(config: dict[str, Any]) -> float:

@@ -8,11 +8,10 @@ from typing import Any
 import gguf
 import pytest
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
 from rbln_backend.gguf.checkpoint import write_checkpoint
 from rbln_backend.parity.sides.plain_weights import plain_checkpoint
-from tests.adapters import EVERY_LINEAR, HEAD, make_adapter, merge
+from tests.adapters import EVERY_LINEAR, HEAD, assert_worth_merged_weights, make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
@@ -90,15 +89,7 @@ def test_an_adapter_over_blocks_is_worth_its_merged_weights(
         adapter = make_adapter(Path(plain), tmp_path / "adapter", seed=3, targets=targets)
         merged = merge(Path(plain), adapter, tmp_path / "merged")
     engine = engines.fresh(checkpoint=folder, dtype="float32", enable_lora=True, max_lora_rank=8)
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        GREEDY,
-        use_tqdm=False,
-        lora_request=LoRARequest("adapter", 1, str(adapter)),
-    )
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference_generate(merged, prompt, NUM_TOKENS).token_ids
-        assert list(output.outputs[0].token_ids) == expected
+    assert_worth_merged_weights(engine.llm, adapter, merged, prompts, GREEDY)
 
 
 @pytest.mark.wide

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
-from tests.adapters import EVERY_LINEAR, HEAD, make_adapter, merge
+from tests.adapters import EVERY_LINEAR, HEAD, assert_worth_merged_weights, make_adapter, merge
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
@@ -189,15 +188,7 @@ def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
     merged = merge(checkpoint / "plain", adapter, tmp_path / "merged")
     engine = engines.fresh(checkpoint=checkpoint, enable_lora=True, max_loras=1, max_lora_rank=8)
     prompts = make_prompts(PROMPT_LENGTHS, seed=72)
-    outputs = engine.llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        GREEDY,
-        use_tqdm=False,
-        lora_request=LoRARequest("adapter", 1, str(adapter)),
-    )
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference_generate(merged, prompt, NUM_TOKENS).token_ids
-        assert list(output.outputs[0].token_ids) == expected
+    assert_worth_merged_weights(engine.llm, adapter, merged, prompts, GREEDY)
 
 
 @pytest.mark.wide
