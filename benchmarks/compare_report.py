@@ -28,10 +28,11 @@ highest in brackets. `~` marks loads cut off at the end of their time budget: th
 would give at the pace so far, or the rate so far where not every request had begun.
 
 *Of limit* is the least time over the measured one. The least time is the larger of bytes over read
-bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of float32 FMAs, or
-of AMX's bfloat16 tiles where there are any, both measured at
-the start of the round; *bound by* says which. Over HTTP it counts the decode step alone, against
-the inter-token latency."""
+bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of the unit that
+multiplies, both measured at the start of the round; *bound by* says which. Each model's section
+names the unit. Over HTTP it counts the decode step alone, against the inter-token latency."""
+
+_PRODUCTS = {"tiles": "bfloat16 tiles", "pairs": "bfloat16 pairs", "FMA": "float32 FMA"}
 
 
 def markdown(log: Log) -> str:
@@ -106,10 +107,9 @@ def _limits(log: Log, model: str) -> Iterable[str]:
     work = log.work(model)
     rates = [record.bytes_per_s / 1e9 for record in found]
     peaks = [record.flops_per_s / 1e9 for record in found]
-    products = "bfloat16 tiles" if found[0].unit == "tiles" else "float32 FMA"
     yield (
         f"A decode step reads {work.weight_bytes / 1e6:.1f} MB of weights. All cores read a buffer "
         f"of that size at {statistics.median(rates):.1f} GB/s ({min(rates):.1f} to "
-        f"{max(rates):.1f}) and reach {statistics.median(peaks):.0f} GFLOP/s of {products} "
-        f"({min(peaks):.0f} to {max(peaks):.0f})."
+        f"{max(rates):.1f}) and reach {statistics.median(peaks):.0f} GFLOP/s of "
+        f"{_PRODUCTS[found[0].unit]} ({min(peaks):.0f} to {max(peaks):.0f})."
     )

@@ -4,8 +4,9 @@
 
 Each row is the best of several passes over operands that are cold in the last-level cache where a
 model's would be. "limit" is the larger of bytes over the read bandwidth and FLOPs over the peak of
-all cores (float32 FMAs; for bfloat16 AMX's tiles where there are any), both measured in
-the same run; a fraction of 1 leaves nothing to gain, and one thread cannot reach it.
+all cores (of float32 FMAs; for bfloat16 of AMX's tiles or else of AVX-512's pairs, where there are
+any), both measured in the same run; a fraction of 1 leaves nothing to gain, and one thread cannot
+reach it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
-from benchmarks.limits import Limits
+from benchmarks.limits import Limits, bfloat16_peak
 from benchmarks.machine import fma_peak, read_bandwidth, tile_peak
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
@@ -210,22 +211,23 @@ def main() -> None:
     kernels = load_kernels(options.cache_root, "native")
     threads = torch.get_num_threads()
     plain = Limits(read_bandwidth(_COLD_BYTES), fma_peak(threads))
-    resident, streamed = tile_peak(threads), tile_peak(threads, _COLD_BYTES)
-    tiles = Limits(plain.bytes_per_s, resident, "tiles") if resident else plain
+    narrow = Limits(plain.bytes_per_s, *bfloat16_peak(threads))
     set_threads(options.threads)
     torch.set_num_threads(options.threads)
     print(
         f"{kernels.isa} kernels, {options.threads} threads: reads {plain.bytes_per_s / 1e9:.1f}"
         f" GB/s, FMA {plain.flops_per_s / 1e9:.0f} GFLOP/s"
     )
-    if resident and streamed:
-        print(f"tiles: {resident / 1e9:.0f} GFLOP/s, {streamed / 1e9:.0f} with weights from memory")
+    if narrow.unit != plain.unit:
+        print(f"{narrow.unit} of bfloat16: {narrow.flops_per_s / 1e9:.0f} GFLOP/s")
+    if streamed := tile_peak(threads, _COLD_BYTES):
+        print(f"tiles with weights from memory: {streamed / 1e9:.0f} GFLOP/s")
     columns = ("ours ms", "torch ms", "speedup", "GB/s", "GFLOP/s", "of limit")
     print(f"{'':42} {columns[0]:>9} {columns[1]:>9} {columns[2]:>7}", end="")
     print(f" {columns[3]:>8} {columns[4]:>8} {columns[5]:>7}")
     for name in options.dtype:
         print(name)
-        limits = tiles if name == "bfloat16" else plain
+        limits = narrow if name == "bfloat16" else plain
         for make in (linear_cases, attention_cases, window_cases, small_cases):
             for case in make(getattr(torch, name)):
                 if options.only in case.name:

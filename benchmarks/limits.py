@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.machine import fma_peak, read_bandwidth, tile_peak
+from benchmarks.machine import fma_peak, pair_peak, read_bandwidth, tile_peak
 
 _BYTES_PER_ELEMENT = 2  # bfloat16
 
@@ -23,7 +23,7 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
-    unit: str = "FMA"  # what multiplies: "FMA" of float32, or "tiles" of bfloat16
+    unit: str = "FMA"  # what multiplies: "FMA" of float32, or "pairs" or "tiles" of bfloat16
 
     def seconds(self, moved: int, flops: int) -> float:
         """Return the least time to read `moved` bytes and do `flops` operations."""
@@ -100,10 +100,18 @@ class ModelWork:
 
 
 def measure_limits(weight_bytes: int) -> Limits:
-    """Measure, in seconds, the bandwidth on a buffer of `weight_bytes` and the peak of products.
+    """Measure, in seconds, the bandwidth on a buffer of `weight_bytes` and `bfloat16_peak`."""
+    peak, unit = bfloat16_peak(len(os.sched_getaffinity(0)))
+    return Limits(read_bandwidth(weight_bytes), peak, unit)
 
-    The peak is that of bfloat16 by AMX's tiles where there are any, else of float32 FMAs.
+
+def bfloat16_peak(threads: int) -> tuple[float, str]:
+    """Return the FLOP/s of bfloat16 weights that `threads` cores reach, and by which unit.
+
+    AMX's tiles where there are any, else AVX-512's pairs where there are any, else float32 FMAs.
     """
-    cores = len(os.sched_getaffinity(0))
-    bandwidth, tiles = read_bandwidth(weight_bytes), tile_peak(cores)
-    return Limits(bandwidth, tiles, "tiles") if tiles else Limits(bandwidth, fma_peak(cores))
+    if tiles := tile_peak(threads):
+        return tiles, "tiles"
+    if pairs := pair_peak(threads):
+        return pairs, "pairs"
+    return fma_peak(threads), "FMA"

@@ -83,6 +83,11 @@ def fma_peak(threads: int) -> float:
     return _probe(threads, "fma")
 
 
+def pair_peak(threads: int) -> float | None:
+    """Return the FLOP/s of AVX-512's products of bfloat16 pairs; None where there are none."""
+    return _probe(threads, "pairs") or None
+
+
 def tile_peak(threads: int, weight_bytes: int = 0) -> float | None:
     """Return the FLOP/s of products of bfloat16 by AMX's tiles; None where there are none.
 

@@ -1,7 +1,7 @@
 // What all cores of a machine reach together: `probe fma` in FLOP/s, `probe read BYTES` in bytes/s,
-// `probe tiles` in FLOP/s of AMX's bf16 products over tiles that stay in their registers,
-// `probe tiles BYTES` of those whose weights come from a buffer. OMP_NUM_THREADS chooses the
-// threads. Prints one number, 0 where there are no tiles.
+// `probe pairs` in FLOP/s of AVX-512's products of bf16 pairs, `probe tiles` of AMX's bf16 products
+// over tiles that stay in their registers, `probe tiles BYTES` of those whose weights come from a
+// buffer. OMP_NUM_THREADS chooses the threads. Prints one number, 0 where there is no such product.
 #include <omp.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -35,9 +35,29 @@ static float multiply_add(long n) {
   return a[0];
 }
 
+#if defined(__AVX512BF16__)
+enum { PAIR_CHAINS = 16 };
+// By the instruction itself: as built-in functions, GCC 12 keeps the sums of so many in memory.
+static float multiply_pairs(long n) {
+  F a = {1}, b = a, c = a, d = a, e = a, f = a, g = a, h = a;
+  F i = a, j = a, k = a, l = a, m = a, o = a, p = a, q = a;
+  const F x = a * 0 + 0.999f, y = a * 0 + 0.001f;
+#define PAIRS(sum) __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+  while (n--) {
+    PAIRS(a) PAIRS(b) PAIRS(c) PAIRS(d) PAIRS(e) PAIRS(f) PAIRS(g) PAIRS(h)
+    PAIRS(i) PAIRS(j) PAIRS(k) PAIRS(l) PAIRS(m) PAIRS(o) PAIRS(p) PAIRS(q)
+  }
+  a = a + b + c + d + e + f + g + h + i + j + k + l + m + o + p + q;
+  return a[0];
+}
+#else
+enum { PAIR_CHAINS = 0 };
+static float multiply_pairs(long n) { return (float)(n * 0); }
+#endif
+
 // The best pass of the last half of 1.2 s: a core that was idle clocks higher for a moment than it
 // can while it computes a prompt.
-static double fma_rate(void) {
+static double chain_rate(float (*multiply)(long), double flops_per_turn) {
   const long n = 1000000;
   const double begin = omp_get_wtime();
   double best = 0;
@@ -45,9 +65,9 @@ static double fma_rate(void) {
     float sum = 0;
     const double start = omp_get_wtime();
 #pragma omp parallel reduction(+ : sum)
-    sum += multiply_add(n);
+    sum += multiply(n);
     const double now = omp_get_wtime();
-    const double rate = 20.0 * n * (BYTES / 4) * omp_get_max_threads() / (now - start);
+    const double rate = flops_per_turn * n * omp_get_max_threads() / (now - start);
     if (start > begin + 0.6 && rate > best && sum != 0) best = rate;
   }
   return best;
@@ -147,7 +167,9 @@ int main(int count, char** words) {
   double rate;
   if (strcmp(what, "tiles") == 0) rate = tile_rate(size);
   else if (strcmp(what, "read") == 0 && size > 0) rate = read_rate(size);
-  else if (strcmp(what, "fma") == 0 && count == 2) rate = fma_rate();
+  else if (strcmp(what, "fma") == 0 && count == 2) rate = chain_rate(multiply_add, 5.0 * BYTES);
+  else if (strcmp(what, "pairs") == 0 && count == 2)
+    rate = chain_rate(multiply_pairs, 1.0 * BYTES * PAIR_CHAINS);
   else return 2;
   printf("%f\n", rate);
 }

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import machine
 from benchmarks.compare_report import markdown
-from benchmarks.limits import Limits, ModelWork
+from benchmarks.limits import Limits, ModelWork, bfloat16_peak
 from benchmarks.machine import Machine
 from benchmarks.records import (
     Failure,
@@ -23,7 +23,7 @@ from benchmarks.records import (
 )
 from benchmarks.targets import verdicts
 from benchmarks.worker_protocol import timed_answer
-from rbln_backend.emulator.targets import why_no_tiles
+from rbln_backend.emulator.targets import cpu_features, why_no_tiles
 
 WORK = ModelWork(
     layers=2, heads=4, kv_heads=2, head_dim=8, layer_weights=10_000, head_weights=5_000
@@ -100,10 +100,35 @@ def test_the_side_that_takes_longer_binds() -> None:
     assert by_tiles.binding(large.moved, large.flops) == "tiles"
 
 
-def test_tiles_are_a_limit_where_the_processor_has_them() -> None:
-    peak = machine.tile_peak(1)
-    assert (peak is None) == bool(why_no_tiles())
-    assert peak is None or peak > machine.fma_peak(1)
+def test_the_limit_of_bfloat16_is_the_fastest_unit_that_the_processor_has() -> None:
+    peak, unit = bfloat16_peak(1)
+    has_pairs = "avx512_bf16" in cpu_features()
+    assert unit == ("pairs" if has_pairs else "FMA") if why_no_tiles() else "tiles"
+    if unit == "tiles" or (unit == "pairs" and "AMD" in machine.describe_machine().cpu):
+        # Zen does twice as many pairs as FMAs, and 1.3 times as many with its sums in memory.
+        assert peak > 1.5 * machine.fma_peak(1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"unit": "tiles"}, "2000 GFLOP/s of bfloat16 tiles (2000 to 2000)"),
+        ({"unit": "pairs"}, "2000 GFLOP/s of bfloat16 pairs (2000 to 2000)"),
+        ({}, "2000 GFLOP/s of float32 FMA (2000 to 2000)"),
+    ],
+    ids=["tiles", "pairs", "from before units"],
+)
+def test_a_report_names_the_unit_of_its_own_limits(
+    tmp_path: Path, fields: dict[str, str], text: str
+) -> None:
+    log = _log(tmp_path)
+    old = {"record": "LimitsRecord", "model": "n", "round": 1, "part": "steps"}
+    rates = {"bytes_per_s": 1e9, "flops_per_s": 2e12}
+    with log.path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(old | rates | fields) + "\n")
+    log = Log.read(log.path)
+    log.add(ModelRecord(model="n", path="p", parameters=1, work=asdict(WORK)))
+    assert text in markdown(log)
 
 
 def test_only_steps_that_gave_every_prompt_a_token_are_timed() -> None:
