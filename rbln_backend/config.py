@@ -206,8 +206,9 @@ class RblnConfig(BaseModel):
     """
     prefill_step_tokens: OptionalNumber = None
     """What a prefill step costs besides its tokens, in tokens: a prompt is cut into smaller chunks
-    where padding would cost more. Unset: 16 on the emulated device; on an NPU the largest chunk,
-    which cuts nothing.
+    where padding would cost more. Unset: on the emulated device 16, of a mixture of experts times
+    its experts for each that is chosen (128 with 4 of 32); on an NPU the largest chunk, which cuts
+    nothing.
     """
     prefill_prompts: Annotated[OptionalNumber, Env("VLLM_RBLN_PREFILL_PROMPTS")] = None
     """Prompts that one prefill step may compute, of those that fit into a chunk together; each

@@ -9,6 +9,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from rbln_backend.bucketing.chunk_plan import step_tokens_of
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.compilation import settle_compilation
 from rbln_backend.config import RblnConfig, Settled
@@ -42,7 +43,6 @@ DEFAULT_BLOCK_SIZE = 128
 # Fine enough that a shared prompt costs at most a handful of tokens again, coarse enough that
 # hashing and logging them does not show.
 DEFAULT_REUSE_UNIT = 16
-DEFAULT_STEP_TOKENS = 16
 DEFAULT_PREFILL_PROMPTS = 8
 
 # Follows schemas, regular expressions, grammars and the tags of tool calls, all of them compiled.
@@ -336,8 +336,15 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) 
     step_tokens = rbln.prefill_step_tokens
     if step_tokens is None:
         # Where an NPU's time goes in a step is not known here.
-        step_tokens = DEFAULT_STEP_TOKENS if npu is None else chunk
+        step_tokens = _emulated_step_tokens(vllm_config) if npu is None else chunk
     return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
+
+
+def _emulated_step_tokens(vllm_config: VllmConfig) -> int:
+    model = model_config(vllm_config)
+    if model is None:
+        return step_tokens_of(0, 0)
+    return step_tokens_of(model.get_num_experts(), model.get_num_experts_per_tok())
 
 
 def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:

@@ -17,6 +17,17 @@ from rbln_backend.errors import BucketError
 TOKENS_PER_PROMPT = 16
 """Of a chunk, for each prompt that it may hold: a row of the LM head is computed for each."""
 
+DENSE_STEP_TOKENS = 16
+
+
+def step_tokens_of(experts: int, chosen: int) -> int:
+    """Return what a step of the emulated device costs besides its tokens, in tokens.
+
+    A step reads the weights of all `experts`, a token is multiplied by those of the `chosen` ones
+    alone. 0 of either: the model is dense, or does not say.
+    """
+    return DENSE_STEP_TOKENS * (max(1, experts // chosen) if chosen else 1)
+
 
 def prompts_of(chunk: int, most: int) -> int:
     """Return how many prompts a chunk of so many tokens can hold, `most` where it is large."""

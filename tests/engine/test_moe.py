@@ -11,6 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.vllm_compat.surface import configured
 from tests.checkpoint_families import MIXTURES
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import (
@@ -102,6 +103,15 @@ def test_the_path_is_told(engines: Engines) -> None:
         "local": 8,
         "ranks": 1,
     }
+
+
+def test_a_step_costs_the_experts_that_a_token_does_not_choose(engines: Engines) -> None:
+    # Two of six are chosen, so that three times the weights are read for a product.
+    mixture, dense = engine_on(engines, *BY_DEFAULT[0]), engines("llama")
+    settled = [
+        configured(engine.core.vllm_config).prefill_step_tokens for engine in (mixture, dense)
+    ]
+    assert settled == [48, 16]
 
 
 ROUTING, ACTIVATION = "expert routing by token ids, to", "experts with another activation"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan, prompts_of, room_of
+from rbln_backend.bucketing.chunk_plan import ChunkPlan, prompts_of, room_of, step_tokens_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
 
@@ -95,6 +95,25 @@ def test_a_negative_cost_is_refused() -> None:
 def test_prompts_share_a_chunk_where_that_computes_less(left: list[int], count: int) -> None:
     assert ChunkPlan(HALVES, 16, prompts=8).together(left) == count
     assert ChunkPlan(HALVES, 16).together(left) == 1
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "step_tokens"),
+    [(32, 4, 128), (8, 3, 32), (0, 0, 16), (1, 1, 16), (0, 2, 16), (8, 0, 16)],
+)
+def test_a_step_costs_more_tokens_the_fewer_experts_a_token_chooses(
+    experts: int, chosen: int, step_tokens: int
+) -> None:
+    assert step_tokens_of(experts, chosen) == step_tokens
+
+
+def test_a_mixture_is_cut_less_and_shares_more() -> None:
+    dense, mixture = (
+        ChunkPlan(HALVES, step_tokens_of(experts, 4), prompts=8) for experts in (0, 32)
+    )
+    assert [chunks(dense, tokens) for tokens in (72, 150)] == [[64, 8], [128, 22]]
+    assert [chunks(mixture, tokens) for tokens in (72, 150)] == [[72], [150]]
+    assert (dense.together([32] * 5), mixture.together([32] * 5)) == (4, 5)
 
 
 @given(
