@@ -8,6 +8,7 @@
 #include "attention/query_rows.h"
 #include "core/e4m3.h"
 #include "core/transpose.h"
+#include "linear/activations.h"
 #include "linear/tile.h"
 
 namespace rbln {
@@ -91,12 +92,11 @@ class Attention {
   template <class Q>
   void load_queries() {
     for (int64_t g = 0; g < groups_.count; ++g) {
-      const int size = groups_.size(g);
-      float* target = s_.queries + groups_.begin(g) * args_.head_size;
-      for (int r = 0; r < size; ++r) {
-        const Q* q = rows_.query<Q>(groups_.begin(g) + r);
-        for (int64_t d = 0; d < args_.head_size; ++d) target[d * size + r] = to_float(q[d]);
-      }
+      const Q* queries[kMaxTileRows] = {};
+      for (int r = 0; r < groups_.size(g); ++r)
+        queries[r] = rows_.query<Q>(groups_.begin(g) + r);
+      interleave<1>(queries, groups_.size(g), args_.head_size, args_.head_size,
+                    s_.queries + groups_.begin(g) * args_.head_size);
     }
   }
 
