@@ -63,10 +63,6 @@ struct HalvesLayout {
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
   static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
-    // The second read goes to L1 again: holding the words would cost the tile its registers.
-    if (product == 1) {
-      asm("" : "+r"(row));
-    }
     const VecU words = load_raw<VecU>(row + v * kLanes * 2);
     return product == 0 ? (VecF)(words << 16) : high_halves(words);
   }
@@ -86,13 +82,16 @@ struct Ahead {
   int64_t step;
 };
 
+template <class T, int R, int P>
+using Sums = typename Layout<T>::Vec[R][P * kPanelVectors];
+
 // acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t), t in activation
 // words: one depth row each, or Layout<T>::kStep where a word holds several.
 template <class T, int R, int P>
 inline __attribute__((always_inline)) void multiply_panels(const T* const (&panels)[P],
                                                            const float* a, int64_t depths,
                                                            const Ahead<P>& ahead,
-                                                           typename Layout<T>::Vec (&acc)[R][P * kPanelVectors]) {
+                                                           Sums<T, R, P>& acc) {
   using Vec = Layout<T>::Vec;
   constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
   constexpr int C = P * kPanelVectors;
@@ -110,6 +109,9 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
     }
 #pragma GCC unroll 8
     for (int product = 0; product < kProducts; ++product) {
+      // Later products read from L1 again: holding the words would cost the tile its registers.
+#pragma GCC unroll 8
+      for (int p = 0; p < P && product > 0; ++p) asm("" : "+r"(row[p]));
       // Whichever is fewer, rows or columns, stays in registers.
       if constexpr (R < C) {
         Vec rows[R];

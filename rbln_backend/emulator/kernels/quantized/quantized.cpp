@@ -74,11 +74,12 @@ struct Item {
     return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
   }
 
-  // What chunks [begin, end) are multiplied with.
-  void read_groups(int64_t begin, int64_t end, Group<Tile, kItemPanels>* groups) const {
+  // What chunks [begin, end) of the item's panels from `nth` to `past` are multiplied with.
+  void read_groups(int nth, int past, int64_t begin, int64_t end,
+                   Group<Tile, kItemPanels>* groups) const {
     const int64_t first_row = begin / chunks_per_scale;
     for (int64_t row = first_row; row <= (end - 1) / chunks_per_scale; ++row)
-      for (int p = 0; p < kItemPanels; ++p)
+      for (int p = nth; p < past; ++p)
         groups[row - first_row].read(args.weight, (inside(panel + p) * scale_rows + row) * kPanel, p);
   }
 
@@ -116,22 +117,29 @@ struct Item {
                     totals);
   }
 
-  void run() const {
+  // All groups over the item's panels from `nth` to `past`, depth block by depth block.
+  void run_panels(int nth, int past) const {
     alignas(64) float totals[(kRowBlock + kMaxTileRows) * kItemPanels * kPanel];
     Group<Tile, kItemPanels> groups[kBlockChunks];
     const int64_t row0 = x.groups.begin(first);
     for (int64_t begin = 0; begin < x.count; begin += kBlockChunks) {
       const int64_t end = std::min(begin + kBlockChunks, x.count);
-      read_groups(begin, end, groups);
+      read_groups(nth, past, begin, end, groups);
       for (int64_t g = first; g < last; ++g) {
         float* partial = totals + (x.groups.begin(g) - row0) * kItemPanels * kPanel;
         with_rows(x.groups.size(g), [&]<int R>() {
           constexpr int P = tile_panels(R);
-          for (int64_t p = 0; p < kItemPanels; p += P)
+          for (int p = nth; p < past; p += P)
             tile<R, P>(g, p, begin, end, groups, partial + p * R * kPanel);
         });
       }
     }
+  }
+
+  // Several groups share a block while it is near; a lone one reads its panels from end to end.
+  void run() const {
+    const int together = last - first == 1 ? tile_panels(x.groups.size(first)) : kItemPanels;
+    for (int p = 0; p < kItemPanels; p += together) run_panels(p, p + together);
   }
 };
 

@@ -57,7 +57,7 @@ struct FloatTile {
   }
 
   static Vec start(const float* head, Vec offsets) { return broadcast(head[0]) * offsets; }
-  static Offset offset(int number) { return float(number); }
+  static Vec offsets(VecI numbers) { return __builtin_convertvector(numbers, Vec); }
   static Vec activation(float word) { return broadcast(word); }
 
   static inline __attribute__((always_inline)) Vec weights(const uint32_t* words, int product) {
@@ -126,7 +126,7 @@ struct ShortTile {
   // What the sums start from is one more product of pairs: minus the total of up to 64 numbers is
   // taken as its lower 7 bits and the others, and the offset once as it is and once times 2^7.
   static float head(int32_t total) { return pair(-total & 0x7f, -total >> 7); }
-  static Offset offset(int number) { return bit_cast<int32_t>(pair(number, number << 7)); }
+  static Vec offsets(VecI numbers) { return numbers | numbers << (16 + 7); }
   static Vec start(const float* head, Vec offsets) {
     return add_products(activation(head[0]), offsets, Vec{});
   }
@@ -152,9 +152,13 @@ struct Group {
   // Of panel `nth`, from `place` in the weight's scales.
   void read(const QuantizedWeight& weight, int64_t place, int nth) {
     read_scales(weight, place, Tile::F::kUnit, scales + nth * kPanel);
-    typename Tile::Offset* const to = offsets + nth * kPanel;
-    if (weight.zeros == nullptr) std::fill_n(to, kPanel, Tile::offset(Tile::F::kOffset));
-    else std::transform(weight.zeros + place, weight.zeros + place + kPanel, to, Tile::offset);
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    for (int64_t c = 0; c < kPanel; c += kLanes) {
+      VecI numbers = VecI{} + Tile::F::kOffset;
+      if (weight.zeros != nullptr)
+        numbers = __builtin_convertvector(load_raw<Bytes>(weight.zeros + place + c), VecI);
+      store_raw(offsets + nth * kPanel + c, Tile::offsets(numbers));
+    }
   }
 };
 
@@ -172,8 +176,6 @@ struct Layout<Packed<Tile>> {
   static constexpr int kProducts = Tile::kProducts;
   static inline __attribute__((always_inline)) Vec columns(const Packed<Tile>* row, int product,
                                                            int v) {
-    // Words are read again from L1 for every field: holding them would cost the sums' registers.
-    if (product > 0) asm("" : "+r"(row));
     return Tile::weights(&row[v * kLanes].fields, product);
   }
   static Vec activation(float word) { return Tile::activation(word); }
