@@ -208,7 +208,10 @@ inline VecI add_products(VecI a, VecI b, VecI sum) {
 #if defined(RBLN_AVX512) && defined(__AVX512VNNI__)
   return (VecI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
 #elif defined(RBLN_AVX512)
-  return sum + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+  // One by one: added up among themselves first, products would take the sums' registers.
+  sum = sum + (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+  keep_in_register(sum);
+  return sum;
 #elif defined(RBLN_AVX2)
   // Added where the sum is, as in accumulate().
   const VecI products = (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b);

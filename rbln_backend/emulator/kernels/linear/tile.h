@@ -24,9 +24,10 @@ inline constexpr int kTilePanels = kTileColumns / int(kPanel);
 constexpr bool is_narrow_group(int rows) { return 2 * rows <= kMaxTileRows; }
 
 // How an element type is multiplied. `kStep` depth rows lie together in a panel, in `kElements`, and
-// are multiplied in `kProducts` products, each by one word of activations per row.
+// are multiplied in `kProducts` products, each by one word of activations per row, into sums of Vec.
 template <class T>
 struct Layout {
+  using Vec = VecF;
   static constexpr int kStep = 1;
   static constexpr int64_t kElements = kPanel;
   static constexpr int kProducts = 1;
@@ -42,6 +43,7 @@ struct Layout {
 
 // A word is two neighbours along the depth, on both sides, and the CPU multiplies pairs.
 struct PairLayout {
+  using Vec = VecF;
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 1;
@@ -56,14 +58,11 @@ struct PairLayout {
 
 // The neighbours' columns lie in the halves of a word, and are widened one after the other.
 struct HalvesLayout {
+  using Vec = VecF;
   static constexpr int kStep = 2;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
   static inline __attribute__((always_inline)) VecF columns(const bf16* row, int product, int v) {
-    // The second read goes to L1 again: holding the words would cost the tile its registers.
-    if (product == 1) {
-      asm("" : "+r"(row));
-    }
     const VecU words = load_raw<VecU>(row + v * kLanes * 2);
     return product == 0 ? (VecF)(words << 16) : high_halves(words);
   }
@@ -83,13 +82,17 @@ struct Ahead {
   int64_t step;
 };
 
+template <class T, int R, int P>
+using Sums = typename Layout<T>::Vec[R][P * kPanelVectors];
+
 // acc[r][c] += sum over t of a[t * R + r] * (column c of the panels at depth t), t in activation
 // words: one depth row each, or Layout<T>::kStep where a word holds several.
 template <class T, int R, int P>
 inline __attribute__((always_inline)) void multiply_panels(const T* const (&panels)[P],
                                                            const float* a, int64_t depths,
                                                            const Ahead<P>& ahead,
-                                                           VecF (&acc)[R][P * kPanelVectors]) {
+                                                           Sums<T, R, P>& acc) {
+  using Vec = Layout<T>::Vec;
   constexpr int kStep = Layout<T>::kStep, kProducts = Layout<T>::kProducts;
   constexpr int C = P * kPanelVectors;
   const T* row[P];
@@ -104,11 +107,14 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
       asm("" : "+r"(fetched[p]));
       fetched[p] += ahead.step;
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int product = 0; product < kProducts; ++product) {
+      // Later products read from L1 again: holding the words would cost the tile its registers.
+#pragma GCC unroll 8
+      for (int p = 0; p < P && product > 0; ++p) asm("" : "+r"(row[p]));
       // Whichever is fewer, rows or columns, stays in registers.
       if constexpr (R < C) {
-        VecF rows[R];
+        Vec rows[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           rows[r] = Layout<T>::activation(a[product * R + r]);
@@ -116,14 +122,14 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
         }
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-          VecF column =
+          Vec column =
               Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
           if constexpr (R > 1) keep_in_register(column);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) acc[r][c] = Layout<T>::multiply(rows[r], column, acc[r][c]);
         }
       } else {
-        VecF columns[C];
+        Vec columns[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
           columns[c] = Layout<T>::columns(row[c / kPanelVectors], product, c % kPanelVectors);
@@ -131,7 +137,7 @@ inline __attribute__((always_inline)) void multiply_panels(const T* const (&pane
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const VecF factor = Layout<T>::activation(a[product * R + r]);
+          const Vec factor = Layout<T>::activation(a[product * R + r]);
 #pragma GCC unroll 8
           for (int c = 0; c < C; ++c)
             acc[r][c] = Layout<T>::multiply(factor, columns[c], acc[r][c]);

@@ -11,13 +11,12 @@
 #include "core/team.h"
 #include "linear/output.h"
 #include "quantized/tile.h"
-#include "quantized/scales.h"
 
 namespace rbln {
 namespace {
 
 constexpr int64_t kRowBlock = 256;        // rows whose totals one work item keeps
-constexpr int64_t kItemPanels = 2;
+constexpr int kItemPanels = 2;
 constexpr int64_t kBlockChunks = 8;       // chunks of a depth block: two panels of 8 KB each
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
@@ -35,7 +34,7 @@ constexpr int place_of(int depth) {
 // Activations as A's tiles: per group of 16 rows and chunk what its sums begin with and are divided
 // by, then the upper bytes, then the lower ones, [rows of the group][64] each.
 struct Activations {
-  static constexpr int64_t kRowBytes = 2 * sizeof(int32_t) + 2 * amx::kRowBytes;
+  static constexpr int64_t kRowBytes = 2 * sizeof(float) + 2 * amx::kRowBytes;
   int64_t rows, chunks;
   char* data;
 
@@ -51,8 +50,8 @@ struct Activations {
   uint8_t* lower(int64_t g, int64_t c) const {
     return reinterpret_cast<uint8_t*>(chunk(g, c) + kTileBytes);
   }
-  int32_t* heads(int64_t g, int64_t c) const {
-    return reinterpret_cast<int32_t*>(chunk(g, c) + 2 * kTileBytes);
+  float* heads(int64_t g, int64_t c) const {
+    return reinterpret_cast<float*>(chunk(g, c) + 2 * kTileBytes);
   }
 };
 
@@ -72,8 +71,8 @@ void arrange_group(const LinearArgs& args, const Activations& to, int64_t g) {
         upper[place_of<F>(t)] = int8_t(numbers.of[t] >> 8);
         lower[place_of<F>(t)] = uint8_t(numbers.of[t]);
       }
-      to.heads(g, c)[r] = -numbers.total;
-      to.heads(g, c)[amx::kRows + r] = bit_cast<int32_t>(numbers.back);
+      to.heads(g, c)[r] = ShortTile<F>::head(numbers.total);
+      to.heads(g, c)[amx::kRows + r] = numbers.back;
     }
   }
 }
@@ -112,13 +111,9 @@ struct Item {
     }
   }
 
-  void begin_scales(int64_t chunk, Group<ShortTile<F>, kItemPanels>& group) const {
-    for (int64_t p = 0; p < kItemPanels; ++p) {
-      const int64_t place = (inside(panel + p) * scale_rows() + scale_row(chunk)) * kPanel;
-      read_scales(args.weight, place, F::kUnit, group.scales + p * kPanel);
-      if (args.weight.zeros != nullptr)
-        std::copy_n(args.weight.zeros + place, kPanel, group.offsets + p * kPanel);
-    }
+  void begin_group(int64_t chunk, Group<ShortTile<F>, kItemPanels>& group) const {
+    for (int p = 0; p < kItemPanels; ++p)
+      group.read(args.weight, (inside(panel + p) * scale_rows() + scale_row(chunk)) * kPanel, p);
   }
 
   // One chunk of a group: what tile.h has as multiply_chunk.
@@ -138,7 +133,7 @@ struct Item {
       amx::store<p>(sums[0][0] + p * kPanel, kStride);
       amx::store<2 + p>(sums[1][0] + p * kPanel, kStride);
     });
-    const int32_t* heads = x.heads(g, chunk);
+    const float* heads = x.heads(g, chunk);
     for (int r = 0; r < x.size(g); ++r) {
       for (int64_t c = 0; c < kItemPanels * kPanel; c += kLanes) {
         const VecI start = ShortTile<F>::start(heads + r, load_raw<VecI>(group.offsets + c));
@@ -155,7 +150,6 @@ struct Item {
     alignas(64) float totals[kRowBlock * kItemPanels * kPanel];
     alignas(64) uint32_t tiles[kItemPanels][kBlockChunks * kTileBytes / sizeof(uint32_t)];
     Group<ShortTile<F>, kItemPanels> group;
-    std::fill_n(group.offsets, kItemPanels * kPanel, F::kOffset);
     std::fill_n(totals, (last - first) * amx::kRows * kItemPanels * kPanel, 0.0f);
     amx::Block block;
     for (int64_t begin = 0; begin < x.chunks; begin += kBlockChunks) {
@@ -163,7 +157,7 @@ struct Item {
       for (int64_t p = 0; p < kItemPanels; ++p) expand(inside(panel + p), begin, end, tiles[p]);
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t place = (chunk - begin) * kTileBytes / int64_t(sizeof(uint32_t));
-        if (chunk == begin || scale_row(chunk) != scale_row(chunk - 1)) begin_scales(chunk, group);
+        if (chunk == begin || scale_row(chunk) != scale_row(chunk - 1)) begin_group(chunk, group);
         for (int64_t g = first; g < last; ++g) {
           block.shape(x.size(g));
           multiply(g, chunk, {tiles[0] + place, tiles[1] + place}, group,

@@ -38,27 +38,23 @@ inline VecF pair_of_bytes(VecI words, int pair) {
 }
 
 template <>
-struct Layout<Nibbles> {
+struct Layout<Nibbles> : PairLayout {
   static constexpr int kStep = 8;
   static constexpr int64_t kElements = kStep * kPanel / 2;
   static constexpr int kProducts = 4;
   static inline __attribute__((always_inline)) VecF columns(const Nibbles* row, int product, int v) {
     return pair_of_nibbles(load_raw<VecU>(row + v * kLanes * 4), product);
   }
-  static VecF activation(float word) { return PairLayout::activation(word); }
-  static VecF multiply(VecF a, VecF b, VecF sum) { return dot_pairs(a, b, sum); }
 };
 
 template <>
-struct Layout<Bytes> {
+struct Layout<Bytes> : PairLayout {
   static constexpr int kStep = 4;
   static constexpr int64_t kElements = kStep * kPanel;
   static constexpr int kProducts = 2;
   static inline __attribute__((always_inline)) VecF columns(const Bytes* row, int product, int v) {
     return pair_of_bytes(load_raw<VecI>(row + v * kLanes * 4), product);
   }
-  static VecF activation(float word) { return PairLayout::activation(word); }
-  static VecF multiply(VecF a, VecF b, VecF sum) { return dot_pairs(a, b, sum); }
 };
 
 struct Blocks4 {

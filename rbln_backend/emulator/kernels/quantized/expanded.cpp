@@ -34,13 +34,21 @@ __attribute__((noinline)) void add_chunk(const W* const (&panels)[P], const floa
   constexpr int C = P * kPanelVectors;
   VecF acc[R][C] = {};
   multiply_panels<W, R, P>(panels, a, depths, ahead, acc);
+  // Read before totals are written, which to the compiler could be these.
+  VecF scale[C], shift[C];
+#pragma GCC unroll 8
+  for (int c = 0; c < C; ++c) {
+    scale[c] = load(scales + c * kLanes);
+    shift[c] = kShifts ? load(shifts + c * kLanes) : VecF{};
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
+    const VecF row_sum = kShifts ? broadcast(sums[r]) : VecF{};
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       float* total = totals + (r * C + c) * kLanes;
-      VecF sum = fma(load(scales + c * kLanes), acc[r][c], load(total));
-      if constexpr (kShifts) sum = fma(load(shifts + c * kLanes), broadcast(sums[r]), sum);
+      VecF sum = fma(scale[c], acc[r][c], load(total));
+      if constexpr (kShifts) sum = fma(shift[c], row_sum, sum);
       store(total, sum);
     }
   }

@@ -3,8 +3,8 @@
 // A decoder names kBits and kCount, the fields of a word; kChunk; kOffset, what its numbers are
 // stored plus; kUnit, what its numbers are to be multiplied by; and
 //
-// floats<F>(word): field F as float, times place(F).
-// pairs<P>(halves): fields P and P + kCount / 2 as unsigned numbers of 16 bits.
+// floats(word, field): that field as float, times place(field).
+// pairs(halves, pair): fields `pair` and `pair` + kCount / 2 as unsigned numbers of 16 bits.
 // quads<Q>(word): the fields Q, Q + kCount / 4, ... as unsigned numbers of 8 bits.
 #pragma once
 
@@ -35,18 +35,15 @@ struct Integers : Fields<kBits_, kBits_ == 4 ? Format::int4 : Format::int8> {
     return field == F::kCount - 1 ? 1.0f : float(1u << (field * kBits_));
   }
 
-  template <int kField>
-  static inline __attribute__((always_inline)) VecF floats(VecU word) {
-    constexpr bool is_last = kField == F::kCount - 1;
-    const VecU field =
-        is_last ? word >> (kField * kBits_) : word & (F::kMask << (kField * kBits_));
-    return __builtin_convertvector((VecI)field, VecF);
+  static inline __attribute__((always_inline)) VecF floats(VecU word, int field) {
+    const bool is_last = field == F::kCount - 1;
+    const VecU bits = is_last ? word >> (field * kBits_) : word & (F::kMask << (field * kBits_));
+    return __builtin_convertvector((VecI)bits, VecF);
   }
 
-  template <int kPair>
-  static inline __attribute__((always_inline)) VecI pairs(Halves halves) {
-    const Halves shifted = halves >> (kPair * kBits_);
-    constexpr bool is_last = kPair == F::kCount / 2 - 1;
+  static inline __attribute__((always_inline)) VecI pairs(Halves halves, int pair) {
+    const Halves shifted = halves >> (pair * kBits_);
+    const bool is_last = pair == F::kCount / 2 - 1;
     return (VecI)(is_last ? shifted : shifted & uint16_t(F::kMask));
   }
 
@@ -65,15 +62,13 @@ struct E2m1 : Fields<4, Format::e2m1> {
 
   static constexpr float place(int /*field*/) { return 1.0f; }
 
-  template <int kField>
-  static inline __attribute__((always_inline)) VecF floats(VecU word) {
-    const VecU index = select_bits(0xfu, word >> (kField * kBits), 0x80808000u);
+  static inline __attribute__((always_inline)) VecF floats(VecU word, int field) {
+    const VecU index = select_bits(0xfu, word >> (field * kBits), 0x80808000u);
     return __builtin_convertvector((VecI)look_up(kTable, index), VecF);
   }
 
-  template <int kPair>
-  static inline __attribute__((always_inline)) VecI pairs(Halves halves) {
-    const VecU shifted = (VecU)(halves >> (kPair * kBits));
+  static inline __attribute__((always_inline)) VecI pairs(Halves halves, int pair) {
+    const VecU shifted = (VecU)(halves >> (pair * kBits));
     return (VecI)look_up(kTable, select_bits(0x000f000fu, shifted, 0x80008000u));
   }
 

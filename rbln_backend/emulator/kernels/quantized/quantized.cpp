@@ -16,7 +16,6 @@
 #include "quantized/amx.h"
 #include "quantized/expanded.h"
 #include "quantized/tile.h"
-#include "quantized/scales.h"
 
 namespace rbln {
 namespace {
@@ -35,16 +34,16 @@ constexpr int tile_panels(int rows) {
   const int vectors = rows == 1 && kLanes > 4 ? 8 : std::max(narrow, kPanelVectors);
   return std::min(vectors, kLanes == 4 ? kPanelVectors : 8) / kPanelVectors;
 }
-constexpr int64_t kItemPanels = tile_panels(1);
+constexpr int kItemPanels = tile_panels(1);
 
 // Activations as the tiles read them: per row group and chunk [Tile::kWords][rows of the group].
 template <class Tile>
 struct Chunks {
   RowGroups groups;
   int64_t count;
-  typename Tile::Word* data;
+  float* data;
 
-  typename Tile::Word* of(int64_t g, int64_t chunk) const {
+  float* of(int64_t g, int64_t chunk) const {
     return data + (groups.begin(g) * count + chunk * groups.size(g)) * Tile::kWords;
   }
 };
@@ -75,62 +74,72 @@ struct Item {
     return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
   }
 
-  // What `panels` have at scale `row`.
-  template <int P>
-  void begin_group(const int64_t (&panels)[P], int64_t row, Group<Tile, P>& group) const {
-    for (int p = 0; p < P; ++p) {
-      const int64_t place = (panels[p] * scale_rows + row) * kPanel;
-      read_scales(args.weight, place, Tile::F::kUnit, group.scales + p * kPanel);
-      if (args.weight.zeros != nullptr)
-        std::copy_n(args.weight.zeros + place, kPanel, group.offsets + p * kPanel);
-    }
+  // What chunks [begin, end) of the item's panels from `nth` to `past` are multiplied with.
+  void read_groups(int nth, int past, int64_t begin, int64_t end,
+                   Group<Tile, kItemPanels>* groups) const {
+    const int64_t first_row = begin / chunks_per_scale;
+    for (int64_t row = first_row; row <= (end - 1) / chunks_per_scale; ++row)
+      for (int p = nth; p < past; ++p)
+        groups[row - first_row].read(args.weight, (inside(panel + p) * scale_rows + row) * kPanel, p);
   }
 
-  // One group and P panels over chunks [begin, end), the sums continued from and left in `totals`.
+  // One group and P panels from the item's `nth` on over chunks [begin, end), the sums continued from
+  // and left in `totals`.
   template <int R, int P>
-  void tile(int64_t g, int64_t at, int64_t begin, int64_t end, float* totals) const {
+  void tile(int64_t g, int64_t nth, int64_t begin, int64_t end,
+            const Group<Tile, kItemPanels>* groups, float* totals) const {
     constexpr int64_t kFields = Tile::F::kCount, kChunk = Tile::F::kChunk;
     constexpr int64_t kWords = kChunk / kFields * kPanel;
     if (begin == 0) std::fill_n(totals, R * P * kPanel, 0.0f);
-    // The words come from memory for the first group alone.
-    const int64_t ahead = g == first ? kAhead / int64_t(sizeof(uint32_t)) : 0;
-    int64_t panels[P];
-    const uint32_t* words[P];
+    const Packed<Tile>* words[P];
+    Ahead<P> ahead;
+    ahead.step = kPanel * sizeof(uint32_t);
     for (int p = 0; p < P; ++p) {
-      panels[p] = inside(at + p);
-      words[p] = args.weight.words + panels[p] * (args.plain.depth / kFields) * kPanel;
-      words[p] += begin * kWords;
+      words[p] = reinterpret_cast<const Packed<Tile>*>(args.weight.words) + begin * kWords;
+      words[p] += inside(panel + nth + p) * (args.plain.depth / kFields) * kPanel;
+      // The words come from memory for the first group alone.
+      ahead.address[p] = reinterpret_cast<const char*>(words[p]) + (g == first ? kAhead : 0);
     }
-    Group<Tile, P> group;
-    std::fill_n(group.offsets, P * kPanel, Tile::F::kOffset);
-    const typename Tile::Word* a = x.of(g, begin);
+    const float* a = x.of(g, begin);
     for (int64_t chunk = begin; chunk < end; ++chunk) {
-      if (chunk == begin || chunk % chunks_per_scale == 0)
-        begin_group<P>(panels, chunk / chunks_per_scale, group);
+      const auto& group = groups[chunk / chunks_per_scale - begin / chunks_per_scale];
       const int64_t depths = std::min(kChunk, args.plain.depth - chunk * kChunk);
-      multiply_chunk<Tile, R, P>(words, a, group, depths / kFields, ahead, totals);
+      multiply_chunk<Tile, R, P>(words, a, group.scales + nth * kPanel,
+                                 group.offsets + nth * kPanel, depths, ahead, totals);
       a += R * Tile::kWords;
-      for (int p = 0; p < P; ++p) words[p] += kWords;
+      for (int p = 0; p < P; ++p) {
+        words[p] += kWords;
+        ahead.address[p] += kWords * int64_t(sizeof(uint32_t));
+      }
     }
     if (end == x.count)
-      write_tile<T>(args.plain, x.groups.begin(g), R, at * kPanel, P * kPanelVectors, totals);
+      write_tile<T>(args.plain, x.groups.begin(g), R, (panel + nth) * kPanel, P * kPanelVectors,
+                    totals);
   }
 
-  void run() const {
+  // All groups over the item's panels from `nth` to `past`, depth block by depth block.
+  void run_panels(int nth, int past) const {
     alignas(64) float totals[(kRowBlock + kMaxTileRows) * kItemPanels * kPanel];
+    Group<Tile, kItemPanels> groups[kBlockChunks];
     const int64_t row0 = x.groups.begin(first);
-    const int64_t block = last - first == 1 ? x.count : kBlockChunks;
-    for (int64_t begin = 0; begin < x.count; begin += block) {
-      const int64_t end = std::min(begin + block, x.count);
+    for (int64_t begin = 0; begin < x.count; begin += kBlockChunks) {
+      const int64_t end = std::min(begin + kBlockChunks, x.count);
+      read_groups(nth, past, begin, end, groups);
       for (int64_t g = first; g < last; ++g) {
         float* partial = totals + (x.groups.begin(g) - row0) * kItemPanels * kPanel;
         with_rows(x.groups.size(g), [&]<int R>() {
           constexpr int P = tile_panels(R);
-          for (int64_t p = 0; p < kItemPanels; p += P)
-            tile<R, P>(g, panel + p, begin, end, partial + p * R * kPanel);
+          for (int p = nth; p < past; p += P)
+            tile<R, P>(g, p, begin, end, groups, partial + p * R * kPanel);
         });
       }
     }
+  }
+
+  // Several groups share a block while it is near; a lone one reads its panels from end to end.
+  void run() const {
+    const int together = last - first == 1 ? tile_panels(x.groups.size(first)) : kItemPanels;
+    for (int p = 0; p < kItemPanels; p += together) run_panels(p, p + together);
   }
 };
 
@@ -140,9 +149,8 @@ void run(const QuantizedLinearArgs& args) {
   constexpr int64_t kChunk = Tile::F::kChunk;
   const LinearArgs& plain = args.plain;
   const int64_t count = (plain.depth + kChunk - 1) / kChunk;
-  auto* const data = buffer.take(plain.rows * count * Tile::kWords);
-  const Chunks<Tile> x{RowGroups(plain.rows), count,
-                       reinterpret_cast<typename Tile::Word*>(data)};
+  float* const data = buffer.take(plain.rows * count * Tile::kWords);
+  const Chunks<Tile> x{RowGroups(plain.rows), count, data};
   const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int64_t block_groups = kRowBlock / kMaxTileRows;

@@ -18,8 +18,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "quantized/fields.h"
 #include "linear/tile.h"
+#include "quantized/fields.h"
+#include "quantized/scales.h"
 
 namespace rbln {
 
@@ -36,7 +37,7 @@ void load_chunk(const T* row, int64_t depth, int64_t chunk, float* values) {
 template <class Decoder>
 struct FloatTile {
   using F = Decoder;
-  using Word = float;
+  using Offset = float;
   using Vec = VecF;
   // Per chunk and row: minus the sum of the activations, and one word per depth.
   static constexpr int kHead = 1;
@@ -44,7 +45,7 @@ struct FloatTile {
   static constexpr int kProducts = F::kCount;  // per word of weights
 
   // The words of one row, `stride` apart, from its kChunk activations.
-  static void prepare(const float* values, Word* target, int64_t stride) {
+  static void prepare(const float* values, float* target, int64_t stride) {
     float total = 0.0f;
     for (int64_t t = 0; t < F::kChunk; t += F::kCount) {
       for (int f = 0; f < F::kCount; ++f) {
@@ -55,17 +56,17 @@ struct FloatTile {
     target[0] = -total;
   }
 
-  static Vec start(const Word* head, Vec offsets) { return broadcast(head[0]) * offsets; }
-  static Vec activation(Word word) { return broadcast(word); }
+  static Vec start(const float* head, Vec offsets) { return broadcast(head[0]) * offsets; }
+  static Vec offsets(VecI numbers) { return __builtin_convertvector(numbers, Vec); }
+  static Vec activation(float word) { return broadcast(word); }
 
-  template <int kProduct>
-  static inline __attribute__((always_inline)) Vec weights(const uint32_t* words) {
-    return F::template floats<kProduct>(load_raw<VecU>(words));
+  static inline __attribute__((always_inline)) Vec weights(const uint32_t* words, int product) {
+    return F::floats(load_raw<VecU>(words), product);
   }
 
   static Vec multiply(Vec a, Vec b, Vec sum) { return accumulate(a, b, sum); }
 
-  static VecF finish(const Word* /*head*/, int64_t /*stride*/, VecF scale, Vec sum, VecF total) {
+  static VecF finish(const float* /*head*/, int64_t /*stride*/, VecF scale, Vec sum, VecF total) {
     return fma(scale, sum, total);
   }
 };
@@ -100,54 +101,94 @@ struct WholeNumbers {
 template <class Decoder>
 struct ShortTile {
   using F = Decoder;
-  using Word = int32_t;
+  using Offset = int32_t;
   using Vec = VecI;
   // Per chunk and row: minus the sum of its numbers, what they were divided by, and pairs.
   static constexpr int kHead = 2;
   static constexpr int kWords = kHead + int(F::kChunk) / 2;
   static constexpr int kProducts = F::kCount / 2;
 
-  static void prepare(const float* values, Word* target, int64_t stride) {
+  static void prepare(const float* values, float* target, int64_t stride) {
     const WholeNumbers<F> numbers(values);
-    target[0] = -numbers.total;
-    target[stride] = bit_cast<int32_t>(numbers.back);
+    target[0] = head(numbers.total);
+    target[stride] = numbers.back;
     // A product takes two fields of a word, half of the word apart.
     for (int64_t p = 0; p < F::kChunk / 2; ++p) {
       const int64_t low = p / kProducts * F::kCount + p % kProducts;
-      target[(kHead + p) * stride] =
-          (numbers.of[low] & 0xffff) | int32_t(uint32_t(numbers.of[low + kProducts]) << 16);
+      target[(kHead + p) * stride] = pair(numbers.of[low], numbers.of[low + kProducts]);
     }
   }
 
-  static Vec start(const Word* head, Vec offsets) { return (Vec{} + head[0]) * offsets; }
-  static Vec activation(Word word) { return Vec{} + word; }
+  static float pair(int32_t first, int32_t second) {
+    return bit_cast<float>((first & 0xffff) | int32_t(uint32_t(second) << 16));
+  }
 
-  template <int kProduct>
-  static inline __attribute__((always_inline)) Vec weights(const uint32_t* words) {
-    return F::template pairs<kProduct>(load_raw<Halves>(words));
+  // What the sums start from is one more product of pairs: minus the total of up to 64 numbers is
+  // taken as its lower 7 bits and the others, and the offset once as it is and once times 2^7.
+  static float head(int32_t total) { return pair(-total & 0x7f, -total >> 7); }
+  static Vec offsets(VecI numbers) { return numbers | numbers << (16 + 7); }
+  static Vec start(const float* head, Vec offsets) {
+    return add_products(activation(head[0]), offsets, Vec{});
+  }
+  static Vec activation(float word) { return Vec{} + bit_cast<int32_t>(word); }
+
+  static inline __attribute__((always_inline)) Vec weights(const uint32_t* words, int product) {
+    return F::pairs(load_raw<Halves>(words), product);
   }
 
   static Vec multiply(Vec a, Vec b, Vec sum) { return add_products(a, b, sum); }
 
-  static VecF finish(const Word* head, int64_t stride, VecF scale, Vec sum, VecF total) {
-    const float back = bit_cast<float>(head[stride]);
-    return fma(scale * back, __builtin_convertvector(sum, VecF), total);
+  static VecF finish(const float* head, int64_t stride, VecF scale, Vec sum, VecF total) {
+    return fma(scale * head[stride], __builtin_convertvector(sum, VecF), total);
   }
 };
 
-// What the sums of P panels' columns are made with, until another group begins.
-template <class Tile, int P>
+// What chunks that share a scale are multiplied with, of kPanels panels.
+template <class Tile, int kPanels>
 struct Group {
-  alignas(64) float scales[P * kPanel];
-  alignas(64) typename Tile::Word offsets[P * kPanel];
+  alignas(64) float scales[kPanels * kPanel];
+  alignas(64) typename Tile::Offset offsets[kPanels * kPanel];
+
+  // Of panel `nth`, from `place` in the weight's scales.
+  void read(const QuantizedWeight& weight, int64_t place, int nth) {
+    read_scales(weight, place, Tile::F::kUnit, scales + nth * kPanel);
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    for (int64_t c = 0; c < kPanel; c += kLanes) {
+      VecI numbers = VecI{} + Tile::F::kOffset;
+      if (weight.zeros != nullptr)
+        numbers = __builtin_convertvector(load_raw<Bytes>(weight.zeros + place + c), VecI);
+      store_raw(offsets + nth * kPanel + c, Tile::offsets(numbers));
+    }
+  }
 };
 
-// One chunk of R rows and P panels: totals[r][c] += scale[c] * (products of row r and column c).
+// A word of a weight's fields, as a Tile multiplies them.
+template <class Tile>
+struct Packed {
+  uint32_t fields;
+};
+
+template <class Tile>
+struct Layout<Packed<Tile>> {
+  using Vec = Tile::Vec;
+  static constexpr int kStep = Tile::F::kCount;
+  static constexpr int64_t kElements = kPanel;
+  static constexpr int kProducts = Tile::kProducts;
+  static inline __attribute__((always_inline)) Vec columns(const Packed<Tile>* row, int product,
+                                                           int v) {
+    return Tile::weights(&row[v * kLanes].fields, product);
+  }
+  static Vec activation(float word) { return Tile::activation(word); }
+  static Vec multiply(Vec a, Vec b, Vec sum) { return Tile::multiply(a, b, sum); }
+};
+
+// One chunk of R rows and P panels: totals[r][c] += scale[c] * (products of row r and column c, whose
+// numbers are stored plus an offset).
 template <class Tile, int R, int P>
-__attribute__((noinline)) void multiply_chunk(const uint32_t* const (&panels)[P],
-                                              const typename Tile::Word* a,
-                                              const Group<Tile, P>& group, int64_t steps,
-                                              int64_t ahead, float* totals) {
+__attribute__((noinline)) void multiply_chunk(const Packed<Tile>* const (&panels)[P],
+                                              const float* a, const float* scales,
+                                              const typename Tile::Offset* offsets, int64_t depths,
+                                              const Ahead<P>& ahead, float* totals) {
   using Vec = Tile::Vec;
   constexpr int C = P * kPanelVectors;
   Vec acc[R][C];
@@ -155,66 +196,19 @@ __attribute__((noinline)) void multiply_chunk(const uint32_t* const (&panels)[P]
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c)
-      acc[r][c] = Tile::start(a + r, load_raw<Vec>(group.offsets + c * kLanes));
+      acc[r][c] = Tile::start(a + r, load_raw<Vec>(offsets + c * kLanes));
   }
-  const typename Tile::Word* const head = a;
-  a += Tile::kHead * R;
-  const uint32_t* words[P];
+  multiply_panels<Packed<Tile>, R, P>(panels, a + Tile::kHead * R, depths, ahead, acc);
+  // Read before totals are written, which to the compiler could be these.
+  VecF scale[C];
 #pragma GCC unroll 8
-  for (int p = 0; p < P; ++p) words[p] = panels[p];
-  for (int64_t s = 0; s < steps; ++s) {
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) __builtin_prefetch(words[p] + ahead);
-    const auto product = [&]<int kProduct>() __attribute__((always_inline)) {
-      // Words are read again from L1 for every field: holding them would cost the sums' registers.
-#pragma GCC unroll 8
-      for (int p = 0; p < P; ++p) asm("" : "+r"(words[p]));
-      const auto column = [&](int c) __attribute__((always_inline)) {
-        return Tile::template weights<kProduct>(words[c / kPanelVectors] +
-                                                c % kPanelVectors * kLanes);
-      };
-      if constexpr (R < C) {
-        Vec rows[R];
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          rows[r] = Tile::activation(a[kProduct * R + r]);
-          keep_in_register(rows[r]);
-        }
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          Vec value = column(c);
-          if constexpr (R > 1) keep_in_register(value);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) acc[r][c] = Tile::multiply(rows[r], value, acc[r][c]);
-        }
-      } else {
-        Vec columns[C];
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          columns[c] = column(c);
-          keep_in_register(columns[c]);
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const Vec factor = Tile::activation(a[kProduct * R + r]);
-#pragma GCC unroll 8
-          for (int c = 0; c < C; ++c) acc[r][c] = Tile::multiply(factor, columns[c], acc[r][c]);
-        }
-      }
-    };
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-      (product.template operator()<I>(), ...);
-    }(std::make_integer_sequence<int, Tile::kProducts>{});
-    a += Tile::kProducts * R;
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) words[p] += kPanel;
-  }
+  for (int c = 0; c < C; ++c) scale[c] = load(scales + c * kLanes);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       float* total = totals + (r * C + c) * kLanes;
-      store(total, Tile::finish(head + r, R, load(group.scales + c * kLanes), acc[r][c], load(total)));
+      store(total, Tile::finish(a + r, R, scale[c], acc[r][c], load(total)));
     }
   }
 }
