@@ -12,6 +12,7 @@ reach it.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 _COLD_BYTES = 192 << 20
 _SECONDS = 0.4
 _BLOCK = 128
+# Bits of a number, and numbers that share a scale.
+_PACKED = {
+    "int4": (4, 128),
+    "int8": (8, 2048),
+    "e4m3": (8, 128),
+    "e2m1": (4, 32),
+    "blocks4": (4, 32),
+    "blocks8": (8, 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,40 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
             size,
             2 * rows * columns * depth,
         )
+
+
+def packed_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """The same projection over packed weights; PyTorch's are of ``dtype``."""
+    columns, depth = 8192, 2048
+    theirs = torch.randn(columns, depth).to(dtype)
+    for name, (bits, group) in _PACKED.items():
+        scales = _scales(name, (columns // 16, depth // group, 16), dtype)
+        shape = (columns // 16, depth * bits // 32, 16)
+        size = 4 * math.prod(shape) + scales.nbytes
+        words = [_packed_words(name, shape) for _ in range(max(1, _COLD_BYTES // size))]
+        for rows in (1, 8, 32, 128):
+            x, ours = torch.randn(rows, depth).to(dtype), _cycle(words)
+            yield Case(
+                f"packed {name} M={rows} N={columns} K={depth}",
+                lambda x=x, w=ours, s=scales, n=name: OPS.quantized_linear(  # type: ignore[misc]
+                    x, next(w), s, None, None, columns, n
+                ),
+                lambda x=x: functional.linear(x, theirs),  # type: ignore[misc]
+                size,
+                2 * rows * columns * depth,
+            )
+
+
+def _packed_words(name: str, shape: tuple[int, ...]) -> Tensor:
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+    # No number of e4m3 that is larger than 2, and so no NaN.
+    return words & 0x3F3F3F3F if name == "e4m3" else words
+
+
+def _scales(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if name == "e2m1":
+        return torch.randint(120, 127, shape, dtype=torch.uint8)
+    return torch.rand(shape).to(torch.float16 if name.startswith("blocks") else dtype)
 
 
 def _cycle(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -190,6 +234,9 @@ def small_cases(dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
+_CASES = (linear_cases, packed_cases, attention_cases, window_cases, small_cases)
+
+
 def report(case: Case, limits: Limits) -> str:
     """Measure both sides of ``case``; one line of the table."""
     ours, theirs = best_seconds(case.ours), best_seconds(case.theirs)
@@ -228,7 +275,7 @@ def main() -> None:
     for name in options.dtype:
         print(name)
         limits = narrow if name == "bfloat16" else plain
-        for make in (linear_cases, attention_cases, window_cases, small_cases):
+        for make in _CASES:
             for case in make(getattr(torch, name)):
                 if options.only in case.name:
                     print("  " + report(case, limits), flush=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+# Zen 4 and Sapphire Rapids, and what came after them. Cooper Lake, without VBMI, runs as "avx512".
+_BF16 = _AVX512 | frozenset("avx512_bf16 avx512_vnni avx512vbmi".split())
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi")
 _AMX = frozenset(("amx_tile", "amx_bf16", "amx_int8"))
 
 # Linux's arch_prctl on x86-64, its request for a part of a thread's state, and the part (its
@@ -44,12 +47,8 @@ _TILES = "-DRBLN_AMX"
 NATIVE = Target("native", ("-march=native",))
 # The best first. Names are those by which a library calls its own instruction set.
 LEVELS = (
-    Target(
-        "amx_bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", _TILES),
-        _AVX512 | {"avx512_bf16"} | _AMX,
-    ),
-    Target("avx512_bf16", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    Target("amx_bf16", (*_BF16_FLAGS, _TILES), _BF16 | _AMX),
+    Target("avx512_bf16", _BF16_FLAGS, _BF16),
     Target("avx512", ("-march=x86-64-v4",), _AVX512),
     Target("avx2", ("-march=x86-64-v3",), _AVX2),
     Target("portable", ("-march=x86-64",)),

@@ -18,6 +18,7 @@
 #define __AVX512VL__ 1
 #ifdef STAND_IN_BF16
 #define __AVX512BF16__ 1
+#define __AVX512VBMI__ 1
 #endif
 
 // The kernels' asm statements without code, which pin a value to a register: there is none that
@@ -152,6 +153,19 @@ inline __m512i shuffle_bytes(__m512i entries, __m512i indices) {
   return whole;
 }
 
+// Where the mask has a bit, what the two tables have at the index' lower seven bits, else the index.
+inline __m512i look_up_bytes(__m512i first, __m512i indices, uint64_t mask, __m512i second) {
+  uint8_t table[128], bytes[64];
+  std::memcpy(table, &first, 64);
+  std::memcpy(table + 64, &second, 64);
+  std::memcpy(bytes, &indices, 64);
+  for (int i = 0; i < 64; ++i)
+    if (mask >> i & 1) bytes[i] = table[bytes[i] & 127];
+  __m512i whole;
+  std::memcpy(&whole, bytes, 64);
+  return whole;
+}
+
 }  // namespace stand_in
 
 #define _mm512_fmadd_ps stand_in::fmadd
@@ -172,3 +186,4 @@ inline __m512i shuffle_bytes(__m512i entries, __m512i indices) {
 #undef _mm512_cvtps_ph
 #define _mm512_cvtps_ph(value, rounding) stand_in::to_half<rounding>(value)
 #define _mm512_dpbf16_ps stand_in::dot_pairs
+#define _mm512_mask2_permutex2var_epi8 stand_in::look_up_bytes

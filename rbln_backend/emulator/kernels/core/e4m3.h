@@ -46,6 +46,40 @@ inline __attribute__((always_inline)) VecF e4m3_field(VecU word) {
   return (VecF)select_bits(0x80000000u, word << (24 - 8 * kField), (VecU)size);
 }
 
+// The bytes of bf16 for every number's size, kE4m3Unit times smaller; a NaN's are those of 480.
+struct E4m3Bytes {
+  alignas(64) uint8_t lower[128]{}, upper[128]{};
+
+  constexpr E4m3Bytes() {
+    for (int code = 1; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      // A denormal number's first bit goes to where a normal one's is left out.
+      if (exponent == 0)
+        for (exponent = 1; mantissa < 8; mantissa <<= 1) --exponent;
+      const int bits = (exponent + 112) << 7 | (mantissa & 7) << 4;
+      lower[code] = uint8_t(bits);
+      upper[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+inline constexpr E4m3Bytes kE4m3Bytes;
+
+#if defined(RBLN_AVX512)
+// Pairs of numbers as pairs of bf16, kE4m3Unit times smaller.
+inline VecF widen_pairs(const e4m3* source) {
+  using Bytes = VecTypes<4 * kLanes>::B;
+  Bytes twice;
+#pragma GCC unroll 64
+  for (int i = 0; i < 4 * kLanes; ++i) twice[i] = int8_t(i / 2);
+  const auto pairs = load_raw<VecTypes<kLanes / 2>::U>(source);
+  const VecU numbers = (VecU)__builtin_shuffle((Bytes)joined(pairs, pairs), twice);
+  const VecU sizes = look_up_in_turn(kE4m3Bytes.lower, kE4m3Bytes.upper, numbers);
+  return (VecF)select_bits(0x80008000u, numbers, sizes);
+}
+#else
+VecF widen_pairs(const e4m3* source);  // nothing calls it
+#endif
+
 // To the nearest, ties to even; what is larger than 448 becomes 448; a NaN stays one.
 inline void store(e4m3* target, VecF value) {
   const VecU sign = ((VecU)value >> 24) & 0x80u;

@@ -34,8 +34,9 @@ inline constexpr int kLanes = 8;
 inline constexpr int kLanes = 4;
 #endif
 
-// Whether the CPU multiplies bf16 pairs (dot_pairs).
-#if defined(RBLN_AVX512) && defined(__AVX512BF16__)
+// Whether the CPU multiplies bf16 pairs (dot_pairs), and looks bytes up in tables of 128, as all but
+// Cooper Lake do that multiply them.
+#if defined(RBLN_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define RBLN_BF16_DOT 1
 inline constexpr bool kMultipliesPairs = true;
 #else
@@ -194,13 +195,24 @@ inline VecU look_up(const uint8_t (&table)[16], VecU indices) {
 #endif
 }
 
-// sum + the products of the bf16 pairs in a and b.
 #if defined(RBLN_BF16_DOT)
+// sum + the products of the bf16 pairs in a and b.
 inline VecF dot_pairs(VecF a, VecF b, VecF sum) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
+
+// Byte by byte, its lower seven bits the index: even bytes in one table, odd ones in another.
+inline VecU look_up_in_turn(const uint8_t (&even)[128], const uint8_t (&odd)[128], VecU indices) {
+  constexpr __mmask64 kOdd = 0xaaaaaaaaaaaaaaaaull;
+  const auto half = [](const uint8_t* table) { return load_raw<__m512i>(table); };
+  const __m512i found = _mm512_mask2_permutex2var_epi8(half(odd), (__m512i)indices, kOdd,
+                                                       half(odd + 64));
+  return (VecU)_mm512_mask2_permutex2var_epi8(half(even), found, ~kOdd, half(even + 64));
+}
 #else
-VecF dot_pairs(VecF a, VecF b, VecF sum);  // nothing calls it
+// Nothing calls them.
+VecF dot_pairs(VecF a, VecF b, VecF sum);
+VecU look_up_in_turn(const uint8_t (&even)[128], const uint8_t (&odd)[128], VecU indices);
 #endif
 
 // Pairs of 16-bit numbers, multiplied and added to their sum.
