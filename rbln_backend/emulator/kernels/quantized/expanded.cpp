@@ -20,6 +20,7 @@ namespace {
 
 constexpr int64_t kBlockGroups = 16;      // row groups whose sums one work item keeps
 constexpr int64_t kItemPanels = 2 * kTilePanels;
+constexpr int64_t kGroupsInPlace = 2;     // that read numbers where they lie, if they can be
 constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group prefetches ahead
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
@@ -107,8 +108,8 @@ struct Item {
 
   void run() const {
     using Packed = Source::template Packed<W>;
-    // A lone group has nobody to share expanded numbers with.
-    if (std::is_same_v<Packed, W> || last - first > 1) run_over<W>();
+    // Too few groups to share them do not pay for writing numbers down.
+    if (std::is_same_v<Packed, W> || last - first > kGroupsInPlace) run_over<W>();
     else run_over<Packed>();
   }
 
