@@ -50,17 +50,17 @@ def sample(
         budget_seconds=budget_s,
     )
     with server.awake():
-        _settle(server)
+        settle(server)
         # Caches and pages of a server that slept are cold; nobody serves from there.
         send_load(server, replace(load, bodies=[first], concurrency=1))
         wall, own, everyone = time.perf_counter(), server.cpu_seconds(), busy_cpu_seconds()
-        client = _client_cpu_seconds()
+        client = client_cpu_seconds()
         answer = send_load(server, load)
         wall = time.perf_counter() - wall
         used = server.cpu_seconds().since(own)
-        client = _client_cpu_seconds() - client
+        client = client_cpu_seconds() - client
         everyone = busy_cpu_seconds() - everyone
-        _settle(server)
+        settle(server)
         pss = server.memory().pss
     return HttpRecord(
         model=subject.name,
@@ -99,7 +99,7 @@ def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
     return answer
 
 
-def _settle(server: ServerProcess) -> None:
+def settle(server: ServerProcess) -> None:
     """Wait until the server has next to nothing to do, but not for ever: some threads spin."""
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     while time.monotonic() < deadline:
@@ -110,7 +110,7 @@ def _settle(server: ServerProcess) -> None:
             return
 
 
-def _client_cpu_seconds() -> float:
+def client_cpu_seconds() -> float:
     """Return the CPU time of this process's children that have ended: the clients."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

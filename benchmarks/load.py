@@ -63,7 +63,10 @@ class RequestOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a load; `gaps` are the p50, p95 and p99 seconds between events of a stream."""
+    """What became of a load.
+
+    `gaps` are the p50, p95, p99 and longest seconds between events of a stream.
+    """
 
     seconds: float
     gaps: list[float]
@@ -166,7 +169,7 @@ async def run(load: Load) -> Outcome:
     )
     return Outcome(
         seconds=seconds,
-        gaps=[gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.95, 0.99)] if gaps else [],
+        gaps=[gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.95, 0.99, 1)] if gaps else [],
         requests=[stream.outcome() for stream in streams],
     )
 

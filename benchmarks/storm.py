@@ -8,10 +8,8 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.client_process import ClientProcess
 from benchmarks.command import Command, RunHeader, begin, machine_lines, positive, say
 from benchmarks.models import find_checkpoint
 from benchmarks.server_process import ServerProcess, Serving, free_port
@@ -113,33 +112,13 @@ def _sample(server: ServerProcess, args: argparse.Namespace, seed: str, clients:
         "budget_seconds": _BUDGET_S,
     }
     storm = {"port": port, "model": model, "clients": clients, "budget_seconds": _BUDGET_S}
-    storming = _start("benchmarks.storm_load", storm) if clients else None
-    outcome = _end(_start("benchmarks.load", load))
-    told = {} if storming is None else _end(storming)
+    storming = ClientProcess("benchmarks.storm_load", storm) if clients else None
+    outcome = ClientProcess("benchmarks.load", load).end()
+    told = {} if storming is None else storming.end()
     if not outcome["gaps"]:
         raise server.error("streamed nothing")
     say(f"  {seed}: p99 {outcome['gaps'][2] * 1e3:.2f} ms, {told.get('requests', 0)} large bodies")
     return Sample(outcome["gaps"][0] * 1e3, outcome["gaps"][2] * 1e3, outcome["seconds"], told)
-
-
-def _start(module: str, asked: dict[str, Any]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(asked) + "\n")
-    process.stdin.flush()
-    return process
-
-
-def _end(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what a client tells once its input has ended."""
-    told: dict[str, Any] = json.loads(process.communicate()[0])
-    return told
 
 
 def markdown(run: Run) -> str:
