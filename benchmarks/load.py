@@ -1,8 +1,9 @@
 """Load on an OpenAI-compatible server from a process of its own: ``python -m benchmarks.load``.
 
-Standard input is one JSON object, a `Load`; standard output one JSON object, an `Outcome`. Requests
-are `/v1/completions` streams, kept at `concurrency` at a time until all have been sent (a closed
-loop). Whatever is unfinished when the budget is spent is cut off by closing its connection.
+The first line of standard input is one JSON object, a `Load`; standard output one JSON object, an
+`Outcome`. Requests are `/v1/completions` streams, kept at `concurrency` at a time until all have
+been sent (a closed loop). Whatever is unfinished when the budget is spent is cut off by closing its
+connection.
 
 The client shares the machine with the server, so while a stream runs it only notes when how many
 events came; texts are read when the stream has ended.
@@ -179,7 +180,7 @@ def main() -> None:
     # Whoever reads outcomes alone, such as plot.py, has no uvloop.
     import uvloop
 
-    load = Load(**json.loads(sys.stdin.read()))
+    load = Load(**json.loads(sys.stdin.readline()))
     print(json.dumps(asdict(uvloop.run(run(load)))))
 
 

@@ -117,37 +117,12 @@ class TileAttention {
     for (int64_t i = 0; i < elements; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
   }
 
-  // Sixteen numbers as bf16, and one as its bits.
-  static Eight::U sixteen(const T* row) {
-    if constexpr (std::is_same_v<T, bf16>) {
-      return load_raw<Eight::U>(row);
-    } else {
-      bf16 numbers[16];
-      for (int i = 0; i < 16; i += kLanes) store(numbers + i, load(row + i));
-      return load_raw<Eight::U>(numbers);
-    }
-  }
-  static uint32_t bits(T number) { return bit_cast<uint32_t>(to_float(number)) >> 16; }
-
   // Eight keys at a time, the last one again where there are fewer; their values are fetched.
   void arrange_keys() {
     std::fill(tile_.keys + count_, tile_.keys + round_up(count_, 8), tile_.keys[count_ - 1]);
     for (int64_t i = 0; i < count_; i += 8) {
       for (int64_t k = i; k < std::min(i + 8, count_); ++k) fetch(value(k), args_.value_size);
-      const T* const* rows = tile_.keys + i;
-      uint32_t* target = keys(i / kPanel) + i % kPanel;
-      int64_t d = 0;
-      for (; d + 16 <= args_.head_size; d += 16) {
-        Eight::U block[8];
-        for (int k = 0; k < 8; ++k) block[k] = sixteen(rows[k] + d);
-        transpose(block);
-        for (int w = 0; w < 8; ++w) store_raw(target + (d / 2 + w) * kPanel, block[w]);
-      }
-      for (; d < args_.head_size; d += 2)
-        for (int k = 0; k < 8; ++k) {
-          const uint32_t second = d + 1 < args_.head_size ? bits(rows[k][d + 1]) : 0;
-          target[d / 2 * kPanel + k] = bits(rows[k][d]) | second << 16;
-        }
+      transpose_pairs(tile_.keys + i, args_.head_size, keys(i / kPanel) + i % kPanel);
     }
   }
 

@@ -17,21 +17,21 @@ namespace rbln {
 // to everything around them. Where they begin in a line costs or saves a few per cent.
 
 // scores[r * kRowStride + key] = scale * (query r . key) for P panels of keys.
-template <int R, int P>
+template <class W, int R, int P>
 __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const float* queries,
-                                                       const float* keys, float scale,
+                                                       const W* keys, float scale,
                                                        const char* ahead, int64_t panel_bytes,
                                                        int64_t element_bytes, float* scores) {
   VecF acc[R][P * kPanelVectors] = {};
-  const float* panels[P];
+  const W* panels[P];
   Ahead<P> fetch;
-  fetch.step = kPanel * element_bytes;
+  fetch.step = Layout<W>::kStep * kPanel * element_bytes;
 #pragma GCC unroll 8
   for (int p = 0; p < P; ++p) {
     panels[p] = keys + p * kPanel * depth;
     fetch.address[p] = ahead + p * panel_bytes;
   }
-  multiply_panels<float, R, P>(panels, queries, depth, fetch, acc);
+  multiply_panels<W, R, P>(panels, queries, depth, fetch, acc);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -74,9 +74,9 @@ class Attention {
  public:
   Attention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
       : args_(args), s_(scratch), keys_(keys), groups_(run.count * args.group),
+        depth_(round_up(args.head_size, Layout<W>::kStep)),
         width_(round_up(args.value_size, kTileColumns)), rows_(args, scratch, run, width_) {
-    s_.reserve(groups_.rows, width_, groups_.rows * args.head_size, kKeys * args.head_size,
-               kKeys * width_);
+    s_.reserve(groups_.rows, width_, groups_.rows * words(), kKeys * words(), kKeys * width_);
   }
 
   // Inlined, it asks for the thread's scratch again and again.
@@ -89,25 +89,44 @@ class Attention {
   }
 
  private:
+  // What keys are multiplied as: pairs of bf16 where they are those, and the CPU multiplies them.
+  using W = std::conditional_t<kMultipliesPairs && std::is_same_v<T, bf16>, bf16, float>;
+  static constexpr int kWordDepth = Activations<W>::kWordDepth;
+
+  // Of a row's query, and of a key in its panel.
+  int64_t words() const { return depth_ / kWordDepth; }
+
   template <class Q>
   void load_queries() {
     for (int64_t g = 0; g < groups_.count; ++g) {
       const Q* queries[kMaxTileRows] = {};
       for (int r = 0; r < groups_.size(g); ++r)
         queries[r] = rows_.query<Q>(groups_.begin(g) + r);
-      interleave<1>(queries, groups_.size(g), args_.head_size, args_.head_size,
-                    s_.queries + groups_.begin(g) * args_.head_size);
+      interleave<kWordDepth>(queries, groups_.size(g), args_.head_size, words(),
+                             s_.queries + groups_.begin(g) * words());
     }
   }
 
-  // Keys become f32 columns in panels; columns past the last key repeat it. Values are read where
-  // they lie if few rows use them; else, or where they lie apart or a row is not made of whole
-  // vectors, they are copied as f32.
-  void load_tile() {
+  // Keys become columns in panels; columns past the last key repeat it.
+  void load_keys() {
     keys_.locate(begin_, count_, tile_);
     std::fill(tile_.keys + count_, tile_.keys + kKeys, tile_.keys[count_ - 1]);
-    for (int64_t i = 0; i < count_; i += kPanel)
-      transpose_panel(tile_.keys + i, args_.head_size, s_.keys + i * args_.head_size);
+    for (int64_t i = 0; i < count_; i += kPanel) {
+      float* const panel = s_.keys + i * words();
+      if constexpr (std::is_same_v<W, bf16>) {
+        transpose_pairs(tile_.keys + i, args_.head_size, reinterpret_cast<uint32_t*>(panel));
+        transpose_pairs(tile_.keys + i + 8, args_.head_size,
+                        reinterpret_cast<uint32_t*>(panel) + 8);
+      } else {
+        transpose_panel(tile_.keys + i, args_.head_size, panel);
+      }
+    }
+  }
+
+  // Values are read where they lie if few rows use them; else, or where they lie apart or a row is
+  // not made of whole vectors, they are copied as f32.
+  void load_values() {
+    has_values_ = true;
     in_place_ = tile_.value_stride != 0 && width_ == args_.value_size &&
                 (groups_.count <= 2 || sizeof(T) == sizeof(float));
     if (in_place_) return;
@@ -124,7 +143,8 @@ class Attention {
     begin_ = begin;
     count_ = std::min(kKeys, keys - begin);
     rows_.move_to(begin_, count_);
-    load_tile();
+    load_keys();
+    has_values_ = false;
     for (int64_t g = 0; g < groups_.count; ++g) {
       const int64_t first = groups_.begin(g);
       if (rows_.are_blind(first, first + groups_.size(g) - 1)) continue;
@@ -136,6 +156,8 @@ class Attention {
   void attend_group(int64_t row0) {
     score<R>(row0);
     rows_.softmax(row0, R);
+    // The first scores have fetched them.
+    if (!has_values_) load_values();
     // Keys that every row sees, between what the first rows see alone and what the last ones do.
     const int64_t end = rows_.to(row0), start = std::min(rows_.from(row0 + R - 1), end);
     const bool staggered = rows_.from(row0) < start;
@@ -160,11 +182,12 @@ class Attention {
 
   template <int R, int P>
   void score_panels(int64_t row0, int64_t key) {
-    const int64_t depth = args_.head_size, stride = tile_.value_stride;
-    score_tile<R, P>(depth, s_.queries + row0 * depth, s_.keys + key * depth, args_.scale,
-                     reinterpret_cast<const char*>(tile_.fetch_values + key * stride),
-                     stride * kPanel * int64_t(sizeof(T)), int64_t(sizeof(T)),
-                     rows_.scores(row0) + key);
+    const int64_t stride = tile_.value_stride;
+    score_tile<W, R, P>(depth_, s_.queries + row0 * words(),
+                        reinterpret_cast<const W*>(s_.keys + key * words()), args_.scale,
+                        reinterpret_cast<const char*>(tile_.fetch_values + key * stride),
+                        stride * kPanel * int64_t(sizeof(T)), int64_t(sizeof(T)),
+                        rows_.scores(row0) + key);
   }
 
   // Adds the keys [begin, end) of the tile to the rows' sums, which it rescales before if asked.
@@ -198,11 +221,11 @@ class Attention {
   Scratch& s_;
   Keys& keys_;
   const RowGroups groups_;
-  const int64_t width_;
+  const int64_t depth_, width_;
   QueryRows rows_;
   int64_t begin_ = 0, count_ = 0;  // the keys of the tile
   KeyTile<T> tile_;
-  bool in_place_ = false;
+  bool has_values_ = false, in_place_ = false;  // of the tile
 };
 
 }  // namespace rbln

@@ -19,7 +19,7 @@ namespace rbln {
 inline constexpr int64_t kKeys = 64;       // key positions per tile
 inline constexpr int64_t kRowStride = kKeys + kLanes;  // of scores: zeros go between the rows
 // Query rows (tokens x group) an item aims at: what the keys and values of a tile are arranged for.
-inline constexpr int64_t kQueryRows = kMultipliesTiles ? 128 : 72;
+inline constexpr int64_t kQueryRows = kMultipliesTiles ? 128 : kMultipliesPairs ? 132 : 72;
 inline constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds worth less than waking the team
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }

@@ -43,6 +43,39 @@ inline float to_float(T value) {
   else return half_to_float(value.bits);
 }
 
+// Sixteen numbers as bf16.
+template <class T>
+inline Eight::U sixteen(const T* row) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return load_raw<Eight::U>(row);
+  } else {
+    bf16 numbers[16];
+    for (int i = 0; i < 16; i += kLanes) store(numbers + i, load(row + i));
+    return load_raw<Eight::U>(numbers);
+  }
+}
+
+// Eight key rows become columns of bf16 pairs: out[d / 2 * kPanel + key], d even; beyond an odd depth
+// there is zero. T has no number that bf16 has not.
+template <class T>
+void transpose_pairs(const T* const* rows, int64_t depth, uint32_t* out) {
+  const auto bits = [](T number) { return bit_cast<uint32_t>(to_float(number)) >> 16; };
+  int64_t d = 0;
+  for (; d + 16 <= depth; d += 16) {
+    Eight::U block[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) block[i] = sixteen(rows[i] + d);
+    transpose(block);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) store_raw(out + (d / 2 + i) * kPanel, block[i]);
+  }
+  for (; d < depth; d += 2)
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t second = d + 1 < depth ? bits(rows[i][d + 1]) : 0;
+      out[d / 2 * kPanel + i] = bits(rows[i][d]) | second << 16;
+    }
+}
+
 // Eight key rows become columns: out[d * kPanel + key], d in [first, depth).
 template <class T>
 void transpose_keys(const T* const* rows, int64_t depth, float* out, int64_t first = 0) {
