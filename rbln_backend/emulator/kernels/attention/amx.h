@@ -244,16 +244,19 @@ class TileAttention {
 
 #endif
 
-// Computes a run: by tiles where they multiply what it has.
+// Computes a run: by tiles or pairs of bf16 where they multiply what it has.
 template <class T, class Keys>
 void attend(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run) {
+  if constexpr (kMultipliesPairs && (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>)) {
+    if (args.dtype == Dtype::bf16) {
 #if defined(RBLN_TILES)
-  if constexpr (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>) {
-    if (args.dtype == Dtype::bf16)
       return TileAttention<T, Keys>(args, scratch, keys, run).compute();
-  }
+#else
+      return Attention<T, bf16, Keys>(args, scratch, keys, run).compute();
 #endif
-  Attention<T, Keys>(args, scratch, keys, run).compute();
+    }
+  }
+  Attention<T, float, Keys>(args, scratch, keys, run).compute();
 }
 
 }  // namespace rbln

@@ -67,9 +67,10 @@ inline void with_stored_type(const AttentionArgs& args, F&& f) {
   RBLN_DISPATCH(args.dtype, S, f.template operator()<S>());
 }
 
-// Over keys of type T; queries and results are of the arguments' own.
+// Over keys of type T, multiplied as type W, pairs of bf16 or floats; queries and results are of the
+// arguments' own.
 // `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), asked for ascending tiles.
-template <class T, class Keys>
+template <class T, class W, class Keys>
 class Attention {
  public:
   Attention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
@@ -89,8 +90,6 @@ class Attention {
   }
 
  private:
-  // What keys are multiplied as: pairs of bf16 where they are those, and the CPU multiplies them.
-  using W = std::conditional_t<kMultipliesPairs && std::is_same_v<T, bf16>, bf16, float>;
   static constexpr int kWordDepth = Activations<W>::kWordDepth;
 
   // Of a row's query, and of a key in its panel.

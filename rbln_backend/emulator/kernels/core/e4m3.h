@@ -46,7 +46,7 @@ inline __attribute__((always_inline)) VecF e4m3_field(VecU word) {
   return (VecF)select_bits(0x80000000u, word << (24 - 8 * kField), (VecU)size);
 }
 
-// The bytes of bf16 for every number's size, kE4m3Unit times smaller; a NaN's are those of 480.
+// The bytes of bf16 for every number's size, kE4m3Unit times smaller.
 struct E4m3Bytes {
   alignas(64) uint8_t lower[128]{}, upper[128]{};
 
@@ -56,7 +56,7 @@ struct E4m3Bytes {
       // A denormal number's first bit goes to where a normal one's is left out.
       if (exponent == 0)
         for (exponent = 1; mantissa < 8; mantissa <<= 1) --exponent;
-      const int bits = (exponent + 112) << 7 | (mantissa & 7) << 4;
+      const int bits = code == 127 ? 0x7fc0 : (exponent + 112) << 7 | (mantissa & 7) << 4;
       lower[code] = uint8_t(bits);
       upper[code] = uint8_t(bits >> 8);
     }
@@ -64,17 +64,34 @@ struct E4m3Bytes {
 };
 inline constexpr E4m3Bytes kE4m3Bytes;
 
-#if defined(RBLN_AVX512)
-// Pairs of numbers as pairs of bf16, kE4m3Unit times smaller.
-inline VecF widen_pairs(const e4m3* source) {
-  using Bytes = VecTypes<4 * kLanes>::B;
-  Bytes twice;
-#pragma GCC unroll 64
-  for (int i = 0; i < 4 * kLanes; ++i) twice[i] = int8_t(i / 2);
-  const auto pairs = load_raw<VecTypes<kLanes / 2>::U>(source);
-  const VecU numbers = (VecU)__builtin_shuffle((Bytes)joined(pairs, pairs), twice);
+#if defined(RBLN_BF16_DOT)
+// Two neighbours of `numbers`, each of which is there twice, become a pair of bf16, kE4m3Unit times
+// smaller.
+inline VecF bf16_pairs(VecU numbers) {
   const VecU sizes = look_up_in_turn(kE4m3Bytes.lower, kE4m3Bytes.upper, numbers);
   return (VecF)select_bits(0x80008000u, numbers, sizes);
+}
+
+// The bytes of eight words in this order.
+template <class Order>
+inline VecU shuffle_bytes(VecTypes<kLanes / 2>::U words, Order order) {
+  using Bytes = VecTypes<4 * kLanes>::B;
+  Bytes places;
+#pragma GCC unroll 64
+  for (int i = 0; i < 4 * kLanes; ++i) places[i] = int8_t(order(i));
+  return (VecU)__builtin_shuffle((Bytes)joined(words, words), places);
+}
+
+// 2 kLanes numbers in a row.
+inline VecF widen_pairs(const e4m3* source) {
+  const auto words = load_raw<VecTypes<kLanes / 2>::U>(source);
+  return bf16_pairs(shuffle_bytes(words, [](int i) { return i / 2; }));
+}
+
+// The first two numbers of each word, then the other two of each.
+inline VecF widen_pairs(VecTypes<kLanes / 2>::U words) {
+  return bf16_pairs(shuffle_bytes(
+      words, [](int i) { return i % 32 / 4 * 4 + i / 32 * 2 + i % 4 / 2; }));
 }
 #else
 VecF widen_pairs(const e4m3* source);  // nothing calls it
