@@ -56,8 +56,8 @@ class RequestOutcome:
 
     @property
     def itl(self) -> float | None:
-        """Seconds per token after the first."""
-        if self.first is None or self.last is None or self.tokens < 2:
+        """Seconds per token after the first; None of a text that came as one event."""
+        if self.first is None or self.last in (None, self.first) or self.tokens < 2:
             return None
         return (self.last - self.first) / (self.tokens - 1)
 
