@@ -24,7 +24,18 @@ class ClientProcess:
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
 
-    def end(self) -> dict[str, Any]:
-        """Close its input and return what it tells when it is done."""
-        told: dict[str, Any] = json.loads(self._process.communicate()[0])
+    def end(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Close its input and return what it tells when it is done.
+
+        Raises ``subprocess.SubprocessError`` if it fails, or is not done in time; then it is ended.
+        """
+        try:
+            answer = self._process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        told: dict[str, Any] = json.loads(answer)
         return told

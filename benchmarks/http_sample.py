@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
 import subprocess
-import sys
 import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from benchmarks.client_process import ClientProcess
 from benchmarks.compare_steps import Subject
 from benchmarks.load import CUT, Load
 from benchmarks.machine import busy_cpu_seconds
 from benchmarks.plans import OUTPUT_TOKENS, PROMPT_TOKENS
+from benchmarks.processes import CpuSeconds
 from benchmarks.records import HttpRecord
 from benchmarks.server_process import ServerProcess
 from benchmarks.text_checkpoint import prompt_text
@@ -53,13 +53,9 @@ def sample(
         settle(server)
         # Caches and pages of a server that slept are cold; nobody serves from there.
         send_load(server, replace(load, bodies=[first], concurrency=1))
-        wall, own, everyone = time.perf_counter(), server.cpu_seconds(), busy_cpu_seconds()
-        client = client_cpu_seconds()
+        meter = Meter(server)
         answer = send_load(server, load)
-        wall = time.perf_counter() - wall
-        used = server.cpu_seconds().since(own)
-        client = client_cpu_seconds() - client
-        everyone = busy_cpu_seconds() - everyone
+        used, other_busy_cores = meter.read()
         settle(server)
         pss = server.memory().pss
     return HttpRecord(
@@ -75,24 +71,34 @@ def sample(
         http_cpu_seconds=used.http,
         engine_cpu_seconds=used.engine,
         pss=pss,
-        other_busy_cores=max(0.0, everyone - used.http - used.engine - client) / wall,
+        other_busy_cores=other_busy_cores,
     )
+
+
+class Meter:
+    """CPU time from when it is made."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._began, self._own = time.perf_counter(), server.cpu_seconds()
+        self._everyone, self._clients = busy_cpu_seconds(), _client_cpu_seconds()
+
+    def read(self) -> tuple[CpuSeconds, float]:
+        """The server's, and the cores that others kept busy, clients that have ended left out."""
+        wall = time.perf_counter() - self._began
+        used = self._server.cpu_seconds().since(self._own)
+        clients = _client_cpu_seconds() - self._clients
+        others = busy_cpu_seconds() - self._everyone - used.http - used.engine - clients
+        return used, max(0.0, others) / wall
 
 
 def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
     """Run the client process; returns an `Outcome` as a dictionary."""
+    client = ClientProcess("benchmarks.load", asdict(load))
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.load"],
-            input=json.dumps(asdict(load)),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=load.budget_seconds + _CLIENT_GRACE_S,
-        )
+        answer = client.end(load.budget_seconds + _CLIENT_GRACE_S)
     except subprocess.SubprocessError as error:
         raise server.error(f"broke the client: {error}") from error
-    answer: dict[str, Any] = json.loads(done.stdout)
     errors = [r["error"] for r in answer["requests"] if r["error"] not in (None, CUT)]
     if errors:
         raise server.error(f"answered {len(errors)} requests with errors, such as {errors[0]!r}")
@@ -110,7 +116,7 @@ def settle(server: ServerProcess) -> None:
             return
 
 
-def client_cpu_seconds() -> float:
+def _client_cpu_seconds() -> float:
     """Return the CPU time of this process's children that have ended: the clients."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -31,9 +31,8 @@ from benchmarks.command import (
     say,
     spread,
 )
-from benchmarks.http_sample import client_cpu_seconds, send_load, settle
+from benchmarks.http_sample import Meter, send_load, settle
 from benchmarks.load import Load
-from benchmarks.machine import busy_cpu_seconds
 from benchmarks.models import find_checkpoint
 from benchmarks.server_process import ServerProcess, ServerSide, Serving, free_port
 from benchmarks.sides import server_sides
@@ -138,17 +137,13 @@ def _sample(server: ServerProcess, number: int, tokens: int, *, beside: bool) ->
         settle(server)
         # Caches and pages of a server that slept are cold; nobody serves from there.
         send_load(server, warm)
-        wall, own, everyone = time.perf_counter(), server.cpu_seconds(), busy_cpu_seconds()
-        client = client_cpu_seconds()
+        meter = Meter(server)
         streaming = ClientProcess("benchmarks.load", asdict(stream)) if beside else None
         if streaming is not None:
             time.sleep(_BEFORE_S)
         asked = send_load(server, prompt)["requests"][0]
         told: dict[str, Any] = {"gaps": []} if streaming is None else streaming.end()
-        wall = time.perf_counter() - wall
-        used = server.cpu_seconds().since(own)
-        client = client_cpu_seconds() - client
-        everyone = busy_cpu_seconds() - everyone
+        _, other_busy_cores = meter.read()
     if asked["first"] is None or (beside and not told["gaps"]):
         raise server.error("streamed nothing")
     sample = Sample(
@@ -156,7 +151,7 @@ def _sample(server: ServerProcess, number: int, tokens: int, *, beside: bool) ->
         side=server.side.name,
         first=asked["first"] - asked["sent"],
         gaps=told["gaps"],
-        other_busy_cores=max(0.0, everyone - used.http - used.engine - client) / wall,
+        other_busy_cores=other_busy_cores,
     )
     gaps = f", the stream's longest gap {1000 * told['gaps'][3]:.0f} ms" if beside else ""
     say(f"  round {number} {sample.side}: first token after {sample.first:.2f} s{gaps}")

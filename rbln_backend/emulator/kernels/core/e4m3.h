@@ -94,7 +94,9 @@ inline VecF widen_pairs(VecTypes<kLanes / 2>::U words) {
       words, [](int i) { return i % 32 / 4 * 4 + i / 32 * 2 + i % 4 / 2; }));
 }
 #else
-VecF widen_pairs(const e4m3* source);  // nothing calls it
+// Nothing calls them.
+VecF widen_pairs(const e4m3* source);
+VecF widen_pairs(VecTypes<8>::U words);
 #endif
 
 // To the nearest, ties to even; what is larger than 448 becomes 448; a NaN stays one.

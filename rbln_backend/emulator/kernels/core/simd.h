@@ -210,9 +210,7 @@ inline VecU look_up_in_turn(const uint8_t (&even)[128], const uint8_t (&odd)[128
   return (VecU)_mm512_mask2_permutex2var_epi8(half(even), found, ~kOdd, half(even + 64));
 }
 #else
-// Nothing calls them.
-VecF dot_pairs(VecF a, VecF b, VecF sum);
-VecU look_up_in_turn(const uint8_t (&even)[128], const uint8_t (&odd)[128], VecU indices);
+VecF dot_pairs(VecF a, VecF b, VecF sum);  // nothing calls it
 #endif
 
 // Pairs of 16-bit numbers, multiplied and added to their sum.

@@ -61,7 +61,6 @@ template <class T>
 void transpose_pairs(const T* const* rows, int64_t depth, uint32_t* out) {
   const auto bits = [](T number) { return bit_cast<uint32_t>(to_float(number)) >> 16; };
   int64_t d = 0;
-#if defined(RBLN_BF16_DOT)
   // Words of four bytes are turned, and their numbers looked up after.
   for (; std::is_same_v<T, e4m3> && d + 32 <= depth; d += 32) {
     Eight::U block[8];
@@ -76,7 +75,6 @@ void transpose_pairs(const T* const* rows, int64_t depth, uint32_t* out) {
       store_raw(out + (d / 2 + 2 * i + 1) * kPanel, pairs[1]);
     }
   }
-#endif
   for (; d + 16 <= depth; d += 16) {
     Eight::U block[8];
 #pragma GCC unroll 8

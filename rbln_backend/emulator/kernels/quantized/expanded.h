@@ -9,7 +9,6 @@
 // in pairs [depths/2][16][2].
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "core/e4m3.h"
