@@ -37,6 +37,7 @@ serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; AR
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytest
+	$(scripts)/install_test_tools.sh
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 lint: dev ## ruff, mypy --strict and the import contracts

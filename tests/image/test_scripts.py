@@ -15,6 +15,7 @@ import pytest
 
 from server.service import local_url
 from tests.architecture.source_tree import ROOT
+from tests.debian_tools import debian_tool
 from tests.server.certificates import make_authority
 from tests.server.scripted import ScriptedLauncher, running
 
@@ -224,3 +225,33 @@ def test_the_server_says_where_programs_beside_it_reach_it(
     address: tuple[object, ...], url: str
 ) -> None:
     assert local_url("http", address) == url
+
+
+def test_users_are_warned_of_missing_test_tools_and_may_go_on() -> None:
+    done = subprocess.run(
+        ["/bin/bash", "-s"],
+        input=(SCRIPTS / "install_test_tools.sh").read_text(encoding="utf-8"),
+        env={"PATH": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        check=True,
+        user=65534 if os.geteuid() == 0 else None,
+    )
+    assert "prometheus" in done.stderr and "chromium-driver" in done.stderr
+    assert "skipped" in done.stderr and "as root" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("user", "outcome"), [(0, pytest.fail.Exception), (1000, pytest.skip.Exception)]
+)
+def test_a_missing_tool_fails_tests_of_root_and_skips_those_of_users(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    user: int,
+    outcome: type[BaseException],
+) -> None:
+    (tmp_path / "apt-get").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(outcome, match="no-such-tool is not installed"):
+        debian_tool("no-such-tool")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 
 from deploy.kubernetes.generate import CHART
+from tests.debian_tools import debian_tool
 
 CONFIG = CHART.parents[1] / "nginx" / "nginx.conf"
 
@@ -33,8 +33,7 @@ class Nginx:
         # Its workers, which are another user's where root starts it, pass through.
         folder.mkdir(0o711)
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "access.log"
-        command = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-        assert command, "nginx is missing: run deploy/scripts/install_test_tools.sh as root"
+        command = debian_tool("nginx")
         text = CONFIG.read_text(encoding="utf-8")
         for old, new in zip((8001, 8002), replicas, strict=True):
             text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")

@@ -5,7 +5,6 @@ Needs Debian's prometheus: deploy/scripts/install_test_tools.sh.
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -17,15 +16,10 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.debian_tools import debian_tool
+
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 _START_S = 60.0
-
-
-def tool(name: str) -> str:
-    """Return the path of a Debian tool that these tests need."""
-    found = shutil.which(name)
-    assert found, f"{name} is missing: run deploy/scripts/install_test_tools.sh as root"
-    return found
 
 
 class Prometheus:
@@ -47,7 +41,7 @@ class Prometheus:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        command = [tool("prometheus"), f"--config.file={folder / 'prometheus.yml'}"]
+        command = [debian_tool("prometheus"), f"--config.file={folder / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
         self._log = folder / "prometheus.log"
         with self._log.open("wb") as log:

@@ -13,7 +13,8 @@ import yaml
 from deploy.grafana.generate import DASHBOARDS, stale
 from deploy.grafana.panel import COLUMNS
 from tests.architecture.source_tree import ROOT
-from tests.operators.prometheus_process import FOLDER, read_rules, tool
+from tests.debian_tools import debian_tool
+from tests.operators.prometheus_process import FOLDER, read_rules
 
 SCENARIOS = Path(__file__).with_name("alerts.test.yml")
 RUNBOOKS = ROOT / "docs" / "runbooks"
@@ -59,7 +60,7 @@ def test_titles_are_told_apart() -> None:
 )
 def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [tool("promtool"), *arguments], capture_output=True, text=True, check=False
+        [debian_tool("promtool"), *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -18,7 +18,8 @@ from rbln_backend.reporting.stats import METRICS
 from server.observability.declarations import SERVER_METRICS
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
-from tests.operators.prometheus_process import read_rules, tool
+from tests.debian_tools import debian_tool
+from tests.operators.prometheus_process import read_rules
 from tests.operators.promql_names import names_of
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
@@ -160,7 +161,7 @@ def test_every_panel_shows_what_the_load_made(loaded: Scene) -> None:
 def test_our_metrics_follow_the_naming_rules(loaded: Scene) -> None:
     lines = loaded.server.client.get("/metrics").text.splitlines(keepends=True)
     ours = "".join(x for x in lines if x.startswith(("rbln_", "# HELP rbln_", "# TYPE rbln_")))
-    command = [tool("promtool"), "check", "metrics"]
+    command = [debian_tool("promtool"), "check", "metrics"]
     done = subprocess.run(command, input=ours, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

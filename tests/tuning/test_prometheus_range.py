@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from server.tuning.prometheus_range import read_range
-from tests.operators.prometheus_process import Prometheus, tool
+from tests.debian_tools import debian_tool
+from tests.operators.prometheus_process import Prometheus
 
 STEP_S, SAMPLES = 15, 9
 # Between two samples: 30 steps of 3 rows in bucket 4, 10 more that check drafts, and 10 chunks of
@@ -47,7 +48,14 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, 
     text = folder / "metrics.txt"
     text.write_text("\n".join(lines) + "\n# EOF\n")
     data = folder / "prometheus" / "data"
-    command = [tool("promtool"), "tsdb", "create-blocks-from", "openmetrics", str(text), str(data)]
+    command = [
+        debian_tool("promtool"),
+        "tsdb",
+        "create-blocks-from",
+        "openmetrics",
+        str(text),
+        str(data),
+    ]
     data.parent.mkdir()
     subprocess.run(command, check=True, capture_output=True)
     with Prometheus(folder / "prometheus", {}) as running:

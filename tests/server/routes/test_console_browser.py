@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.reporting.progress import ProgressWriter
 from server.frontend import LaunchError
 from tests.checkpoints import CheckpointCache
+from tests.debian_tools import debian_tool
 from tests.server.real_server import RealServer
 from tests.server.scripted import ScriptedLauncher, running
 
@@ -44,8 +44,7 @@ _PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    assert chromium and driver, "chromium is missing: run deploy/scripts/install_test_tools.sh"
+    chromium, driver = debian_tool("chromium"), debian_tool("chromedriver")
     options = ChromeOptions()
     options.binary_location = chromium
     profile = tmp_path_factory.mktemp("profile")
