@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from server.setting_groups import (
+from server.setting_groups.http import (
     AccessSettings,
     AdapterSettings,
     AdmissionSettings,
     ConnectionSettings,
-    LifeSettings,
     ListenSettings,
     SchemaSettings,
-    StorageSettings,
 )
+from server.setting_groups.life import LifeSettings
+from server.setting_groups.storage import StorageSettings
 
 ENV_PREFIX = "RBLN_SERVE_"
 # What vLLM's users have set already.

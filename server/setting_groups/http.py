@@ -1,72 +1,19 @@
-"""The HTTP server's settings by concern: what each is, its default, what it may be.
-
-`server.settings` joins the groups into one frozen object and reads it. A list is given as a JSON
-array or separated by commas; a flag of a list may be repeated.
-"""
+"""Settings of connections, keys and requests."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, SecretStr
-from pydantic_settings import NoDecode
+from pydantic import BaseModel, Field, SecretStr
 
-
-def _split(value: object) -> object:
-    """Return the items of a list as it stands in a flag or a variable."""
-    if isinstance(value, list | tuple):
-        return [item for part in value for item in _items(part)]
-    return _items(value)
-
-
-def _items(value: object, *, keep_empty: bool = False) -> list[object]:
-    if not isinstance(value, str):
-        return [value]
-    if value.lstrip().startswith("["):
-        try:
-            return list(json.loads(value))
-        except ValueError:
-            pass
-    return [item.strip() for item in value.split(",") if keep_empty or item.strip()]
-
-
-def _secrets(value: object) -> object:
-    """Return the secrets of a list; an empty one is what a script's unset variable leaves."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    secrets = [item for part in parts for item in _items(part, keep_empty=True)]
-    if not secrets or not all(_revealed(secret).strip() for secret in secrets):
-        raise ValueError("an empty value; leave flag and variable out to have none")
-    return secrets
-
-
-def _revealed(secret: object) -> str:
-    return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
-
-
-def _named(value: object) -> object:
-    """Refuse the empty path, which would be the folder that the server was started in."""
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("an empty path; leave flag and variable out to have none")
-    return value
-
-
-Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-VolatileLines = Annotated[
-    tuple[Literal["billing", "clock"], ...], NoDecode, BeforeValidator(_split)
-]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
-OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
-
-
-def _in_words(value: object) -> object:
-    """Return the wish behind a number of Python's `ssl`, which is how vLLM's flag has it."""
-    return {"0": "none", "1": "optional", "2": "required"}.get(str(value), value)
-
-
-CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValidator(_in_words)]
+from server.setting_groups.values import (
+    CertificateWish,
+    OptionalPath,
+    Secrets,
+    VolatileLines,
+    Words,
+)
 
 
 class ListenSettings(BaseModel):
@@ -316,83 +263,3 @@ class AdapterSettings(BaseModel):
         description="Further names that an adapter's base_model_name_or_path may end with; `*` is "
         "any. MODEL's own and its served names always may.",
     )
-
-
-class StorageSettings(BaseModel):
-    """What clients leave here: files, batches, responses."""
-
-    data_dir: OptionalPath = Field(
-        None,
-        description="Directory for files, batches and responses, this server's alone. Unset: "
-        "/v1/files, /v1/batches and /v1/messages/batches answer 501, and no response is kept.",
-    )
-    max_file_bytes: int = Field(
-        200 * 1024 * 1024, ge=1024, description="Largest file that may be uploaded, in bytes."
-    )
-    upload_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that a client may take to upload a file."
-    )
-    max_stored_bytes: int = Field(
-        20 * 1024 * 1024 * 1024,
-        ge=1024,
-        description="Bytes that all files and stored responses may have together.",
-    )
-    max_files_per_key: int = Field(
-        1000, ge=1, description="Most files of one API key; without keys, of all clients."
-    )
-    max_batch_lines: int = Field(50_000, ge=1, description="Most lines of one batch.")
-    max_batches_per_key: int = Field(
-        100, ge=1, description="Most batches of one API key that are not at their end."
-    )
-    file_retention_s: int = Field(
-        30 * 24 * 3600,
-        ge=0,
-        description="Seconds after which files are deleted, and batches that ended forgotten, "
-        "unless a client asked for another time. 0: never.",
-    )
-    max_responses_per_key: int = Field(
-        10_000, ge=1, description="Most responses that are kept for one API key."
-    )
-    response_retention_s: int = Field(
-        30 * 24 * 3600,
-        ge=0,
-        description="Seconds after which a response is forgotten, and nobody has continued it. "
-        "0: never.",
-    )
-    min_free_bytes: int = Field(
-        1024 * 1024 * 1024,
-        ge=0,
-        description="Bytes that stay free on the disk of --data-dir; uploads get 507, batches "
-        "wait.",
-    )
-
-
-class LifeSettings(BaseModel):
-    """Start, stop, failure, logs."""
-
-    drain_timeout_s: float = Field(
-        25.0, ge=0, description="Seconds that in-flight requests get to finish after SIGTERM."
-    )
-    death_linger_s: float = Field(
-        2.0,
-        ge=0,
-        description="Seconds to answer 503 with the reason after the engine died or could not "
-        "start, before exiting.",
-    )
-    step_timeout_s: float = Field(
-        120.0,
-        ge=0,
-        description="Seconds without a finished step, while there is work, after which the engine "
-        "counts as hung and the process ends. 0: never.",
-    )
-    run_root: OptionalPath = Field(
-        None, description="Where the run directory is made; unset takes the system's."
-    )
-    engine_start: Literal["forkserver", "spawn"] = Field(
-        "forkserver",
-        description="How the engine process starts; `spawn` is slower and needs no fork server.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe messages of the server's own log."
-    )
-    log_format: Literal["text", "json"] = Field("text", description="Form of the server's log.")

@@ -1,0 +1,1 @@
+"""The HTTP server's settings by concern; `server.settings` joins them into one frozen object."""

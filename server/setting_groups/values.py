@@ -1,0 +1,67 @@
+"""Types of settings: lists, secrets, paths, words.
+
+A list is given as a JSON array or separated by commas; a flag of a list may be repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, SecretStr
+from pydantic_settings import NoDecode
+
+
+def _split(value: object) -> object:
+    """Return the items of a list as it stands in a flag or a variable."""
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in _items(part)]
+    return _items(value)
+
+
+def _items(value: object, *, keep_empty: bool = False) -> list[object]:
+    if not isinstance(value, str):
+        return [value]
+    if value.lstrip().startswith("["):
+        try:
+            return list(json.loads(value))
+        except ValueError:
+            pass
+    return [item.strip() for item in value.split(",") if keep_empty or item.strip()]
+
+
+def _secrets(value: object) -> object:
+    """Return the secrets of a list; an empty one is what a script's unset variable leaves."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    secrets = [item for part in parts for item in _items(part, keep_empty=True)]
+    if not secrets or not all(_revealed(secret).strip() for secret in secrets):
+        raise ValueError("an empty value; leave flag and variable out to have none")
+    return secrets
+
+
+def _revealed(secret: object) -> str:
+    return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
+
+
+def _named(value: object) -> object:
+    """Refuse the empty path, which would be the folder that the server was started in."""
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("an empty path; leave flag and variable out to have none")
+    return value
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+VolatileLines = Annotated[
+    tuple[Literal["billing", "clock"], ...], NoDecode, BeforeValidator(_split)
+]
+Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
+
+
+def _in_words(value: object) -> object:
+    """Return the wish behind a number of Python's `ssl`, which is how vLLM's flag has it."""
+    return {"0": "none", "1": "optional", "2": "required"}.get(str(value), value)
+
+
+CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValidator(_in_words)]
