@@ -86,7 +86,7 @@ clean: ## Remove the environment and everything built
 	rm -rf *.egg-info deploy/vllm-metadata/*.egg-info
 
 $(python):
-	@python=$$(PYTHON=$(PYTHON) $(scripts)/find_python.sh) && "$$python" -m venv $(VENV)
+	@PYTHON=$(PYTHON) $(scripts)/create_venv.sh $(VENV)
 
 $(stamps)/torch: requirements/torch.txt $(scripts)/install_locked.sh | $(python)
 	$(scripts)/install_locked.sh $(VENV) requirements/torch.txt

@@ -4,7 +4,6 @@ set -euo pipefail
 
 venv=$1
 scripts=$(dirname "$0")
-python=$("$scripts/find_python.sh")
-"$python" -m venv "$venv"
+"$scripts/create_venv.sh" "$venv"
 # An image keeps no downloads.
 PIP_NO_CACHE_DIR=1 "$scripts/install_locked.sh" "$@"

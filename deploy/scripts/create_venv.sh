@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# create_venv.sh VENV: creates a virtual environment of Python 3.11 with pip. $PYTHON may name the Python.
+set -euo pipefail
+
+venv=$1
+scripts=$(dirname "$0")
+python=$("$scripts/find_python.sh")
+if "$python" -c 'import ensurepip' 2>/dev/null; then
+    "$python" -m venv "$venv"
+else
+    # A failed download leaves no environment behind, so that the next call starts again.
+    trap 'rm -rf "$venv"' ERR
+    "$python" -m venv --without-pip "$venv"
+    "$python" "$scripts/fetch_pip.py" "$venv" "$scripts/../../requirements/pip.txt"
+fi
