@@ -81,7 +81,8 @@ def create_app(
             yield
 
     kept = Kept(settings, lifecycle, admission, metrics.decode_times)
-    access = Access(settings)
+    access = Access(settings, kept.owner_salt)
+    kept.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     advice = BucketAdvice(run_dir)
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)

@@ -239,9 +239,7 @@ class Feeder:
             return InsideAnswer(
                 error.row.status, "", error.body(anthropic=Endpoint(batch.endpoint).anthropic)
             )
-        return await ask(
-            self._app, batch.endpoint, body, Insider(batch.owner or None, (Tier.FLEX,))
-        )
+        return await ask(self._app, batch.endpoint, body, Insider(batch.owner, (Tier.FLEX,)))
 
     async def _cut(self, batch: Batch, status: Status) -> None:
         """End a batch before its end: what runs is put back, and what has not run says why."""

@@ -25,6 +25,7 @@ from server.host.regular_files import read_regular
 from server.host.tasks import aside, while_running
 from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
+from server.storage.owners import NO_KEY, owner_of_digest
 from server.tiers.tier import EVERY_TIER, Tier, Tiers, tiers_of
 
 logger = logging.getLogger(__name__)
@@ -53,31 +54,44 @@ _THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"se
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the name that metrics and logs show, the SHA-256 of the key itself, its tiers."""
+    """One key: the name that metrics and logs show, the SHA-256 of the key itself, its tiers.
+
+    `owner` is the owner of what requests with this key store.
+    """
 
     name: str
     digest: bytes
+    owner: str
     tiers: Tiers = EVERY_TIER
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the name of the key, None without one, whether it may see and do everything, and
-    the service tiers that it may use.
+    """The holder of a request's key.
+
+    `key` is the key's name, None without one; `owner` is the owner of what the request stores;
+    an admin may see and do everything; `tiers` are the service tiers that it may use.
     """
 
     key: str | None
     is_admin: bool
     tiers: Tiers = EVERY_TIER
+    owner: str = NO_KEY
 
 
 class KeyRing:
     """The keys of one kind, those of the settings and those of a file that may change."""
 
-    def __init__(self, kind: str, given: Sequence[SecretStr], file: Path | None) -> None:
-        """`kind` names unnamed keys. Raises `SettingsError` when the file is wrong."""
+    def __init__(
+        self, kind: str, given: Sequence[SecretStr], file: Path | None, salt: bytes
+    ) -> None:
+        """`kind` names unnamed keys, `salt` is that of their owners.
+
+        Raises `SettingsError` when the file is wrong.
+        """
         self._given = [
-            _key(secret.get_secret_value(), kind, number) for number, secret in enumerate(given, 1)
+            _key(secret.get_secret_value(), kind, number, salt)
+            for number, secret in enumerate(given, 1)
         ]
         self._file = file
         self._watch = FileWatch([file] if file is not None else [])
@@ -94,6 +108,14 @@ class KeyRing:
                 if hmac.compare_digest(key.digest, digest):
                     found = key
         return found
+
+    def name_of(self, owner: str) -> str | None:
+        """Return the name of a key whose data has this owner, None when there is no such key."""
+        return next((key.name for key in self._keys if key.owner == owner), None)
+
+    def owners(self) -> dict[str, str]:
+        """Return the owners of the keys by name; of one name twice, the first key's."""
+        return {key.name: key.owner for key in reversed(self._keys)}
 
     async def follow(self) -> None:
         """Take the file's keys in again whenever it changes; never returns."""
@@ -129,10 +151,10 @@ class KeyRing:
 class Access:
     """Decides from a request's head whether its route is open to it."""
 
-    def __init__(self, settings: ServerSettings) -> None:
-        """Raises `SettingsError` when a key file is wrong."""
-        self._api = KeyRing("api", settings.api_key, settings.api_key_file)
-        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file)
+    def __init__(self, settings: ServerSettings, salt: bytes = b"") -> None:
+        """`salt` is that of the stored owners. Raises `SettingsError` when a key file is wrong."""
+        self._api = KeyRing("api", settings.api_key, settings.api_key_file, salt)
+        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file, salt)
         self._open_metrics = settings.open_metrics
         self._unguarded = settings.allow_unguarded_changes
         self._listens_locally = settings.listens_locally
@@ -154,10 +176,12 @@ class Access:
             return Caller(None, is_admin=False)
         digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
         if (admin := self._admin.find(digests)) is not None:
-            return Caller(admin.name, is_admin=True, tiers=admin.tiers)
+            return Caller(admin.name, is_admin=True, tiers=admin.tiers, owner=admin.owner)
         api, local = self._api.find(digests), _is_local(scope)
         trusted = not self._admin and self._listens_locally and local
-        caller = Caller(None, trusted) if api is None else Caller(api.name, trusted, api.tiers)
+        caller = Caller(None, trusted)
+        if api is not None:
+            caller = Caller(api.name, trusted, api.tiers, api.owner)
         if api is None and self._wants_key(needed):
             raise _unauthenticated(bool(digests))
         if needed in _CHANGES and not caller.is_admin:
@@ -166,6 +190,18 @@ class Access:
             if not self._unguarded or (needed is Scope.ADMIN and not local):
                 raise PermissionDeniedError(_UNGUARDED)
         return caller
+
+    def name_of(self, owner: str) -> str | None:
+        """Return the name that metrics show for what an owner stored, None for that of no key."""
+        if owner == NO_KEY:
+            return None
+        found = self._api.name_of(owner) or self._admin.name_of(owner)
+        # A named key that was removed owns by its name, which holds no colon.
+        return found or ("removed" if ":" in owner else owner)
+
+    def owners(self) -> dict[str, str]:
+        """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2` and so on."""
+        return self._admin.owners() | self._api.owners()
 
     def _wants_key(self, needed: Scope) -> bool:
         if needed in _CHANGES and self._admin:
@@ -184,7 +220,7 @@ def _unauthenticated(offered: bool) -> AuthenticationError:
     return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
-def _key(text: str, kind: str, number: int) -> Key:
+def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
     """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
     text = text.strip()
     name, equals, rest = text.partition("=")
@@ -194,7 +230,8 @@ def _key(text: str, kind: str, number: int) -> Key:
         if not rest:
             raise SettingsError(f"{where}: the key of the name {name!r} is empty")
         return _limited(where, named, _digest(rest))
-    return Key(f"{kind}-{number}", _digest(text))
+    digest = _digest(text)
+    return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest))
 
 
 def _is_base64(text: str) -> bool:
@@ -226,7 +263,7 @@ def _named(text: str) -> tuple[str, str | None] | None:
 def _limited(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
     name, tiers = named
     try:
-        return Key(name, digest, EVERY_TIER if tiers is None else tiers_of(tiers))
+        return Key(name, digest, name, EVERY_TIER if tiers is None else tiers_of(tiers))
     except ValueError:
         known = ", ".join(tier.value for tier in Tier)
         raise SettingsError(

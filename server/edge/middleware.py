@@ -208,11 +208,12 @@ class GateMiddleware:
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if record.insider is not None:
-            record.key, record.tiers = record.insider.key, record.insider.tiers
+            record.owner, record.tiers = record.insider.owner, record.insider.tiers
+            record.key = self._access.name_of(record.owner)
         else:
             caller = self._access.admit(record.route, scope)
             record.key, record.is_admin = caller.key, caller.is_admin
-            record.tiers = caller.tiers
+            record.owner, record.tiers = caller.owner, caller.tiers
         if not record.route.gated:
             await self._app(scope, receive, send)
             return

@@ -29,13 +29,13 @@ INSIDER = "insider"
 
 @dataclass(frozen=True, slots=True)
 class Insider:
-    """The service itself, for whoever left the work here.
+    """The service itself, for the owner of stored work.
 
-    `key` is the name of his key, `tiers` are those that the work may run in; `permitted` work takes
-    a permit of admission, as if he had asked himself. `stamp` are fields that its answer has.
+    `tiers` are those that the work may run in; `permitted` work takes a permit of admission, as a
+    client's request does. `stamp` are fields that its answer has.
     """
 
-    key: str | None
+    owner: str
     tiers: Tiers
     permitted: bool = False
     stamp: JsonObject = field(default_factory=dict)
@@ -45,9 +45,10 @@ class Insider:
 class RequestRecord:
     """One request from its head to the last byte of its answer.
 
-    `started` is on `time.perf_counter`'s clock. `key` names who asked, None without keys; an
-    admin may see more. `insider` is there where the service asks itself. `tiers` are those that the
-    request may run in, and `tier` the one that it does, once its body was read.
+    `started` is on `time.perf_counter`'s clock. `key` is the name of the API key, None without
+    keys; `owner` is the owner of what the request stores; an admin may see more. `insider` is set
+    for requests of the service itself. `tiers` are those that the request may run in, and `tier`
+    the one that it does, once its body was read.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
     sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
     `complete` once its last byte was sent. Every request that
@@ -64,6 +65,7 @@ class RequestRecord:
     status: int = 0
     outcome: str | None = None
     key: str | None = None
+    owner: str = ""
     is_admin: bool = False
     insider: Insider | None = None
     tiers: Tiers = EVERY_TIER
@@ -80,11 +82,6 @@ class RequestRecord:
     prefix_meter: PrefixMeter | None = None
     drafts: DraftWishes = field(default_factory=DraftWishes)
     prediction_meter: PredictionMeter | None = None
-
-    @property
-    def owner(self) -> str:
-        """Who owns what the request leaves here: the name of its key, empty without keys."""
-        return self.key or ""
 
     def tokens(self) -> tuple[int, int]:
         """Return how many prompt and completion tokens the engine has worked on for it."""

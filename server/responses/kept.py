@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
@@ -35,6 +35,16 @@ class Kept:
             self._store = Store(settings)
             self.batches = BatchService(self._store, settings, lifecycle, admission, decode_times)
             self.responses = ResponseService(self._store, settings, lifecycle, admission)
+
+    @property
+    def owner_salt(self) -> bytes:
+        """The salt of stored owners; empty where nothing is stored."""
+        return b"" if self._store is None else self._store.owner_salt
+
+    def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
+        """Settle what earlier versions stored for unnamed keys; see `Store.settle_owners`."""
+        if self._store is not None:
+            self._store.settle_owners(owners, adopt=adopt)
 
     def require_batches(self) -> BatchService:
         """Return what is behind the routes of files and batches. Raises `NotEnabledError`."""

@@ -127,7 +127,7 @@ class Runner:
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
-        insider = Insider(response.owner or None, tiers, permitted=True, stamp=stamp)
+        insider = Insider(response.owner, tiers, permitted=True, stamp=stamp)
 
         def take(chunk: bytes) -> None:
             if (frame := chunk.decode()).startswith(_EVENT):

@@ -135,7 +135,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
 
 def owner_of(request: Request) -> str:
-    """Return who owns what a request leaves: the name of its key, empty without keys."""
+    """Return the owner of what a request stores."""
     return record_of(request.scope).owner
 
 

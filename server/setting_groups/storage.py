@@ -15,6 +15,12 @@ class StorageSettings(BaseModel):
         description="Directory for files, batches and responses, this server's alone. Unset: "
         "/v1/files, /v1/batches and /v1/messages/batches answer 501, and no response is kept.",
     )
+    adopt_unnamed_key_data: bool = Field(
+        False,
+        description="At start, give the data that earlier versions stored for unnamed keys by "
+        "position (api-1, admin-2) to the keys that have these positions now. Use it only if their "
+        "order has not changed.",
+    )
     max_file_bytes: int = Field(
         200 * 1024 * 1024, ge=1024, description="Largest file that may be uploaded, in bytes."
     )

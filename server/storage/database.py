@@ -13,57 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.settings import SettingsError
+from server.storage.schema import MIGRATIONS, VERSION
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
-
-_FILES_AND_BATCHES = """
-CREATE TABLE files (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, name TEXT NOT NULL,
-    bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
-) WITHOUT ROWID;
-CREATE INDEX files_by_owner ON files (owner, created_at, id);
-CREATE TABLE batches (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, endpoint TEXT NOT NULL, input_file TEXT NOT NULL,
-    status TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL,
-    keep_s INTEGER NOT NULL, metadata TEXT NOT NULL, moments TEXT NOT NULL, errors TEXT NOT NULL,
-    output_file TEXT, error_file TEXT, model TEXT, idempotency TEXT, asked TEXT NOT NULL,
-    total INTEGER NOT NULL, completed INTEGER NOT NULL, failed INTEGER NOT NULL,
-    output_bytes INTEGER NOT NULL, error_bytes INTEGER NOT NULL,
-    input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX batches_by_owner ON batches (owner, created_at, id);
-CREATE UNIQUE INDEX batches_once ON batches (owner, idempotency) WHERE idempotency IS NOT NULL;
-CREATE TABLE lines (
-    batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, place INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, shared TEXT NOT NULL, done INTEGER NOT NULL,
-    PRIMARY KEY (batch, number)
-) WITHOUT ROWID;
-CREATE UNIQUE INDEX lines_by_name ON lines (batch, custom_id);
-CREATE INDEX lines_to_do ON lines (batch, shared, number) WHERE NOT done;
-"""
-_RESPONSES = """
-CREATE TABLE responses (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL,
-    created_at INTEGER NOT NULL, expires_at INTEGER,
-    background INTEGER NOT NULL, streams INTEGER NOT NULL, tier TEXT NOT NULL,
-    tries INTEGER NOT NULL, request BLOB, input BLOB NOT NULL, answer BLOB NOT NULL,
-    bytes INTEGER NOT NULL
-);
-CREATE INDEX responses_by_owner ON responses (owner);
-CREATE INDEX responses_by_size ON responses (bytes);
-CREATE INDEX responses_by_previous ON responses (previous) WHERE previous IS NOT NULL;
-CREATE INDEX responses_by_status ON responses (status, created_at);
-CREATE INDEX responses_by_end ON responses (expires_at) WHERE expires_at IS NOT NULL;
-CREATE TABLE response_events (
-    response TEXT NOT NULL, number INTEGER NOT NULL, frame TEXT NOT NULL,
-    PRIMARY KEY (response, number)
-) WITHOUT ROWID;
-"""
-_LINES_NEVER_RUN = "ALTER TABLE batches ADD COLUMN never_run INTEGER NOT NULL DEFAULT 0;"
-_STEPS = (_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN)
-"""What makes a database of each version one of the next."""
-VERSION = len(_STEPS)
 
 
 class Database:
@@ -84,6 +37,10 @@ class Database:
     async def run(self, work: Work[T]) -> T:
         """Do `work` in one transaction; what it raises undoes it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work)
+
+    def run_now(self, work: Work[T]) -> T:
+        """Do `work` in one transaction and wait for it; for the start, before there are clients."""
+        return self._thread.submit(self._do, work).result()
 
     def _do(self, work: Work[T]) -> T:
         with self._connection:
@@ -125,5 +82,5 @@ def _bring_up_to_date(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
         raise SettingsError(f"it has version {version}, and this server knows {VERSION}")
-    for number, step in enumerate(_STEPS[version:], version + 1):
+    for number, step in enumerate(MIGRATIONS[version:], version + 1):
         connection.executescript(f"BEGIN; {step} PRAGMA user_version = {number}; COMMIT;")

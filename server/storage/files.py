@@ -37,7 +37,7 @@ class FileObject(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file; `owner` is the name of a key, empty without keys."""
+    """One file; `owner`: see `server.storage.owners`."""
 
     id: str
     owner: str

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from functools import partial
+
 from server.settings import ServerSettings
 from server.storage.database import Database
 from server.storage.folder import DataFolder
+from server.storage.owners import adopt_positions, count_unattributed, read_salt
+
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -17,9 +24,22 @@ class Store:
         self.max_bytes = settings.max_stored_bytes
         try:
             self.database = Database(self.folder.database)
+            self.owner_salt = self.database.run_now(read_salt)
         except Exception:
             self.folder.close()
             raise
+
+    def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
+        """Give data that earlier versions stored by position to its owner by name, or log it."""
+        if adopt and (moved := self.database.run_now(partial(adopt_positions, owners=owners))):
+            logger.info("--adopt-unnamed-key-data: %d stored objects have a key again", moved)
+        for position, count in self.database.run_now(count_unattributed).items():
+            logger.warning(
+                "%d stored objects belong to no key: an earlier version stored them for %s, an "
+                "unnamed key known by its position alone. If the order of unnamed keys has not "
+                "changed since, start once with --adopt-unnamed-key-data.",
+                *(count, position),
+            )
 
     def close(self) -> None:
         """Finish what was given to it, and let another server have it."""

@@ -55,10 +55,10 @@ class DraftedLLM(MeteredLLM):
 
 
 def _owner(record: RequestRecord | None, prompt: Any) -> str | None:
-    """Return whose texts are drafts for whom: the key's name, and the salt of the prefix cache."""
-    key = None if record is None else record.key
+    """Return the owner within which texts are drafts: the key's, and the prefix cache's salt."""
+    owner = None if record is None else record.owner or None
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-    return key if salt is None else json.dumps([key, salt])
+    return owner if salt is None else json.dumps([owner, salt])
 
 
 def _counts(predicted: list[int], states: list[RequestState]) -> tuple[int, int]:

@@ -167,7 +167,7 @@ def test_where_a_key_may_stand(headers: dict[str, str], expected: str) -> None:
 
 
 def ring(*given: str, file: Path | None = None) -> KeyRing:
-    return KeyRing("api", [SecretStr(text) for text in given], file)
+    return KeyRing("api", [SecretStr(text) for text in given], file, b"salt")
 
 
 def name_of(keys: KeyRing, key: str) -> str | None:

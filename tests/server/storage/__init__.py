@@ -1,0 +1,1 @@
+"""Files, the database and owners of what is stored."""
