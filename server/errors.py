@@ -317,10 +317,10 @@ class InternalError(ServerError):
 
 REJECTIONS = (
     *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
-    "queue_timeout",
+    *("queue_timeout", "background"),
 )
 """What work is refused for: permits, vLLM's two limits, the grammar gate's queue, that
-of large bodies, vLLM without saying which, time in queue."""
+of large bodies, vLLM without saying which, time in queue, responses in the background."""
 
 _INVALID, _LIMIT, _AWAY = "invalid_request_error", "rate_limit_error", "service_unavailable"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from server.host.job_counts import JobCounts
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
+    from server.storage.quotas import Reservation
     from server.structured_outputs.gate import GrammarGate
 
 JsonObject = dict[str, Any]
@@ -107,7 +108,7 @@ class Keeping:
     """What a request of the Responses API says about being kept.
 
     `store` None: it says nothing. `previous` is the response that it continues, `items` are those
-    of its own input, a JSON array. `kept` is what was made of it.
+    of its own input, a JSON array. `kept` is what was made of it, in the place of `reservation`.
     """
 
     store: bool | None
@@ -116,6 +117,7 @@ class Keeping:
     stream: bool
     items: bytes
     kept: bool = False
+    reservation: Reservation | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from server.frontend import Endpoint
 from server.request.record import Insider
 from server.storage.database import Database
 from server.storage.files import FileStore
+from server.storage.quotas import StorageQuotas
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,12 @@ class Feeder:
         results: ResultFiles,
         rules: LineRules,
         spare: SpareRows,
+        quotas: StorageQuotas,
     ) -> None:
         """`rules` are those of any endpoint."""
+        self.full = False
+        """Whether lines wait because nothing more may be stored."""
+        self._quotas = quotas
         self._database = database
         self._files = files
         self._results = results
@@ -202,6 +207,9 @@ class Feeder:
     async def _start_lines(self, batch: Batch) -> None:
         free = self._spare.limit() - self.running
         if free <= 0 or self._results.full:
+            return
+        self.full = not await self._database.run(self._quotas.has_room)
+        if self.full:
             return
         busy = [number for batch_id, number in self._running if batch_id == batch.id]
         for line in await self._database.run(

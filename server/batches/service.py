@@ -27,7 +27,7 @@ from server.frontend import Endpoint
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
-from server.storage.files import INPUT, FileStore, Page, Quotas
+from server.storage.files import INPUT, FileStore, Page
 from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -62,18 +62,17 @@ class BatchService:
         self._folder, self._database = store.folder, store.database
         self._keep_s = settings.file_retention_s
         self._max_open = settings.max_batches_per_key
-        quotas = Quotas(
-            settings.max_file_bytes,
-            store.max_bytes,
-            settings.max_files_per_key,
-            settings.file_retention_s,
+        self.files = FileStore(
+            *(self._database, self._folder, store.quotas),
+            *(settings.max_file_bytes, settings.file_retention_s),
         )
-        self.files = FileStore(self._database, self._folder, quotas)
         self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
         self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
-        self._feeder = Feeder(self._database, self.files, self._results, rules, self._spare)
+        self._feeder = Feeder(
+            self._database, self.files, self._results, rules, self._spare, store.quotas
+        )
         self._seen = Seen()
 
     @property
@@ -90,7 +89,7 @@ class BatchService:
             "rbln_stored_files": seen.files,
             "rbln_stored_bytes": seen.stored_bytes,
             "rbln_storage_free_bytes": seen.free_bytes,
-            "rbln_storage_full": self._results.full,
+            "rbln_storage_full": self._results.full or self._feeder.full,
         }
 
     def take_tally(self) -> Tally:

@@ -40,6 +40,16 @@ def in_daemon_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+async def to_its_end(work: Coroutine[object, object, T]) -> T:
+    """Run `work` to its end, also where the waiting task is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
 async def aside(work: Callable[[], T]) -> T:
     """Run `work`, which may block for ever, beside the event loop and the process's exit.
 

@@ -93,7 +93,9 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "Bytes that the disk of --data-dir has above the floor of --min-free-bytes.",
     ),
     MetricDecl(
-        "rbln_storage_full", "gauge", "1 while answers of batches wait for room on the disk."
+        "rbln_storage_full",
+        "gauge",
+        "1 while lines of batches, or their answers, wait for room on the disk or in the quota.",
     ),
     MetricDecl(
         "rbln_http_connection_refusals_total",

@@ -102,12 +102,15 @@ class Keeper:
             return False
         if record.insider is not None and not keeping.store:
             return False
+        reservation = self._service.reservation(record.owner)
+        record.on_end.append(reservation.release)
         try:
-            await self._service.require_room(record.owner)
+            await self._service.reserve(reservation, len(keeping.items))
         except StorageFullError:
             if keeping.store or keeping.background:
                 raise
             return False
+        keeping.reservation = reservation
         return True
 
 

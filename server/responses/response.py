@@ -65,6 +65,11 @@ class Response:
         """Whether it is still to be made."""
         return self.status in OPEN
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes of `bytes` that are replaced when the answer is complete."""
+        return len(self.request or b"") + len(self.answer)
+
     def shown(self) -> JsonObject:
         """Return it as a client sees it."""
         answer: JsonObject = from_json(self.answer)

@@ -1,16 +1,20 @@
-"""Makes responses that nobody waits for: each is a request that the service asks itself.
+"""Makes responses in the background: each is a request that the service sends itself.
 
-Invariants: one is made at most once at a time; whatever ends this process, one that is open is
-made again at the next start, or failed there with the reason (`server.responses.table.unfinished`).
+A response that waits is a row of the database; in memory are its id, and its events where a client
+follows them. Invariants: one is made at most once at a time; whatever ends this process, one that
+is open is made again at the next start, or failed there with the reason
+(`server.responses.table.unfinished`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from dataclasses import dataclass, field
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass
 from functools import partial
+from weakref import WeakValueDictionary
 
 from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp
@@ -24,7 +28,9 @@ from server.request.record import Insider
 from server.responses import table
 from server.responses.events import EventLog
 from server.responses.response import Response
-from server.storage.database import Database
+from server.responses.table import Waiting
+from server.responses.turns import FairQueue
+from server.storage.database import Database, T, Work
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -32,6 +38,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _FLUSH_S = 0.25
 _PAUSE_S = 0.5
+_DISK_PAUSE_S = 5.0
 _OK = 200
 _COMES_BACK = (429, 503)
 """Not now: it is asked again."""
@@ -40,9 +47,9 @@ _EVENT = "event: response."
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    response: Response
-    log: EventLog = field(default_factory=EventLog)
-    task: asyncio.Task[None] | None = None
+    owner: str
+    log: EventLog
+    task: asyncio.Task[None]
 
 
 class Runner:
@@ -52,27 +59,29 @@ class Runner:
         self._database = database
         self._lifecycle = lifecycle
         self._admission = admission
+        self._waiting: dict[str, Waiting] = {}
+        self._queue = FairQueue()
         self._runs: dict[str, _Run] = {}
-        self._waiting: deque[_Run] = deque()
+        # Of responses that wait, those that are followed.
+        self._logs: WeakValueDictionary[str, EventLog] = WeakValueDictionary()
         self._wake = asyncio.Event()
 
-    def add(self, response: Response) -> EventLog:
-        """Make a response that is kept already when its turn comes; returns its events."""
-        run = _Run(response)
-        self._runs[response.id] = run
-        self._waiting.append(run)
+    def add(self, waiting: Waiting) -> None:
+        """Make a response that is stored already when its turn comes."""
+        self._waiting[waiting.id] = waiting
+        self._queue.add(waiting)
         self._wake.set()
-        return run.log
 
     def log_of(self, response_id: str) -> EventLog | None:
-        """Return the events of one that waits or is being made."""
-        run = self._runs.get(response_id)
-        return None if run is None else run.log
+        """Return the events of a response that waits or is being made, None of another."""
+        if (run := self._runs.get(response_id)) is not None:
+            return run.log
+        return self._log_of(response_id) if response_id in self._waiting else None
 
     async def run(self, app: ASGIApp) -> None:
         """Work until cancelled."""
-        for response in await self._database.run(table.unfinished):
-            self.add(response)
+        for waiting in await self._database.run(table.unfinished):
+            self.add(waiting)
         try:
             while True:
                 self._wake.clear()
@@ -83,47 +92,57 @@ class Runner:
                     continue
         finally:
             for run in self._runs.values():
-                if run.task is not None:
-                    run.task.cancel()
+                run.task.cancel()
 
     async def stop(self, response_id: str) -> None:
         """Make it no more; its request in the engine is aborted."""
-        run = self._runs.pop(response_id, None)
-        if run is None:
-            return
-        if run.task is None:
-            self._waiting.remove(run)
-        else:
+        if (waiting := self._waiting.pop(response_id, None)) is not None:
+            self._queue.remove(waiting)
+            self._log_of(response_id).end()
+        elif (run := self._runs.pop(response_id, None)) is not None:
             run.task.cancel()
             await asyncio.wait({run.task})
-        run.log.end()
+            run.log.end()
+
+    def _log_of(self, response_id: str) -> EventLog:
+        log = self._logs.get(response_id) or EventLog()
+        self._logs[response_id] = log
+        return log
 
     def _start(self, app: ASGIApp) -> None:
         rows = self._admission.rows[-1] if self._lifecycle.phase is Phase.READY else 0
-        while self._waiting and len(self._runs) - len(self._waiting) < rows:
-            run = self._waiting.popleft()
-            run.task = asyncio.create_task(self._make(app, run))
+        while len(self._runs) < rows:
+            running = Counter(run.owner for run in self._runs.values())
+            if (turn := self._queue.take(running)) is None:
+                return
+            del self._waiting[turn.id]
+            log = self._log_of(turn.id)
+            task = asyncio.create_task(self._make(app, turn.id, log))
+            self._runs[turn.id] = _Run(turn.owner, log, task)
 
-    async def _make(self, app: ASGIApp, run: _Run) -> None:
-        identity = run.response.id
-        try:
-            await self._database.run(partial(table.begin, response_id=identity))
-            async with while_running(self._flushing(run)):
-                answer = await self._ask(app, run)
-            changes = _outcome(run, answer)
-        except Exception:
-            logger.exception("%s could not be made", identity)
-            changes = table.failure("Internal error.")
-        if run.response.streams and changes["status"] == "failed":
-            run.log.add(_failed_frame(run, changes))
-        await self._flush(run)
-        await self._database.run(partial(table.end, response_id=identity, changes=changes))
-        run.log.end()
+    async def _make(self, app: ASGIApp, identity: str, log: EventLog) -> None:
+        response = await self._store(partial(table.begin, response_id=identity))
+        if response is not None:
+            await self._make_begun(app, response, log)
+        log.end()
         self._runs.pop(identity, None)
         self._wake.set()
 
-    async def _ask(self, app: ASGIApp, run: _Run) -> InsideAnswer:
-        response = run.response
+    async def _make_begun(self, app: ASGIApp, response: Response, log: EventLog) -> None:
+        identity = response.id
+        try:
+            async with while_running(self._flushing(identity, log)):
+                answer = await self._ask(app, response, log)
+            changes = _outcome(response, log, answer)
+        except Exception:
+            logger.exception("%s could not be made", identity)
+            changes = table.failure("Internal error.")
+        if response.streams and changes["status"] == "failed":
+            log.add(_failed_frame(response, log, changes))
+        await self._flush(identity, log)
+        await self._store(partial(table.end, response_id=identity, changes=changes))
+
+    async def _ask(self, app: ASGIApp, response: Response, log: EventLog) -> InsideAnswer:
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
@@ -131,7 +150,7 @@ class Runner:
 
         def take(chunk: bytes) -> None:
             if (frame := chunk.decode()).startswith(_EVENT):
-                run.log.add(frame)
+                log.add(frame)
 
         while True:
             answer = await ask(app, Endpoint.RESPONSES.value, response.request, insider, take)
@@ -139,38 +158,46 @@ class Runner:
                 return answer
             await asyncio.sleep(_PAUSE_S)
 
-    async def _flushing(self, run: _Run) -> None:
+    async def _flushing(self, response_id: str, log: EventLog) -> None:
         while True:
             await asyncio.sleep(_FLUSH_S)
-            await self._flush(run)
+            await self._flush(response_id, log)
 
-    async def _flush(self, run: _Run) -> None:
-        """Put what was shown on the disk."""
-        log = run.log
+    async def _flush(self, response_id: str, log: EventLog) -> None:
+        """Store the events that were shown."""
         if new := log.frames[log.stored :]:
             work = partial(table.add_events, begin_at=log.stored, frames=new)
-            await self._database.run(partial(work, response_id=run.response.id))
+            await self._store(partial(work, response_id=response_id))
             log.stored += len(new)
 
+    async def _store(self, work: Work[T]) -> T:
+        """Do `work` in the database; waits for as long as the disk takes no writes."""
+        while True:
+            try:
+                return await self._database.run(work)
+            except (sqlite3.Error, OSError) as error:
+                logger.error("responses in the background wait for the disk: %s", error)
+                await asyncio.sleep(_DISK_PAUSE_S)
 
-def _outcome(run: _Run, answer: InsideAnswer) -> JsonObject:
+
+def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> JsonObject:
     """Return what the request's answer makes of the response."""
     if answer.status != _OK:
         return table.failure(from_json(answer.body)["error"]["message"])
-    if not run.response.streams:
+    if not response.streams:
         return dict(from_json(answer.body))
-    last = data_of(run.log.frames[-1]) if run.log.frames else {}
-    response = last.get("response") or {}
-    if response.get("status") in ("completed", "incomplete"):
-        return dict(response)
+    last = data_of(log.frames[-1]) if log.frames else {}
+    shown = last.get("response") or {}
+    if shown.get("status") in ("completed", "incomplete"):
+        return dict(shown)
     return table.failure("The answer was cut off.")
 
 
-def _failed_frame(run: _Run, changes: JsonObject) -> str:
+def _failed_frame(response: Response, log: EventLog, changes: JsonObject) -> str:
     kind = "response.failed"
     data = {
         "type": kind,
-        "sequence_number": len(run.log.frames),
-        "response": run.response.shown() | changes,
+        "sequence_number": len(log.frames),
+        "response": response.shown() | changes,
     }
     return named_frame(kind, to_json(data))

@@ -13,12 +13,13 @@ from starlette.types import ASGIApp
 from server.admission import Admission
 from server.errors import InvalidValueError
 from server.frontend import JsonObject, Keeping
-from server.host.tasks import while_running
+from server.host.tasks import to_its_end, while_running
 from server.lifecycle import Lifecycle
 from server.responses import table
 from server.responses.response import Response, made, queued
 from server.responses.runner import Runner
 from server.settings import ServerSettings
+from server.storage.quotas import Reservation
 from server.storage.store import Store
 from server.tiers.tier import Tier
 
@@ -36,7 +37,10 @@ class ResponseService:
         self._store = store
         self._database = store.database
         self._keep_s = settings.response_retention_s
-        self._limits = table.Limits(settings.max_responses_per_key, store.max_bytes)
+        self._quotas = store.quotas
+        self._background = table.BackgroundLimits(
+            settings.max_background_per_key, settings.max_background
+        )
         self._runner = Runner(store.database, lifecycle, admission)
         self._counts: Mapping[str, int] = {}
 
@@ -51,10 +55,15 @@ class ResponseService:
         async with while_running(self._runner.run(app)), while_running(self._look_around()):
             yield
 
-    async def require_room(self, owner: str) -> None:
-        """Raise `StorageFullError` where an owner may keep no more."""
-        self._store.folder.require(0)
-        await self._database.run(partial(table.require_room, owner=owner, limits=self._limits))
+    def reservation(self, owner: str) -> Reservation:
+        """Return the reservation of one response, which does not hold a place yet."""
+        return Reservation(self._quotas, owner, "responses")
+
+    async def reserve(self, reservation: Reservation, size: int) -> None:
+        """Hold a place for a response of at least `size` bytes. Raises `StorageFullError`."""
+        await asyncio.to_thread(self._store.folder.require, size)
+        reserve = partial(self._quotas.reserve, reservation=reservation, size=size)
+        await self._database.run(reserve)
 
     async def conversation(self, owner: str, last: str) -> bytes:
         """Return all turns up to `last` as a JSON array of items.
@@ -65,17 +74,28 @@ class ResponseService:
 
     async def keep(self, owner: str, keeping: Keeping, answer: JsonObject) -> None:
         """Keep a response that is complete. Raises `StorageFullError`."""
-        await self._insert(
-            made(owner, keeping.previous, keeping.items, answer, keep_s=self._keep_s)
-        )
+        assert keeping.reservation is not None
+        response = made(owner, keeping.previous, keeping.items, answer, keep_s=self._keep_s)
+        await asyncio.to_thread(self._store.folder.require, response.bytes)
+        insert = partial(table.insert, response=response, reservation=keeping.reservation)
+        await self._database.run(insert)
 
     async def begin(self, owner: str, keeping: Keeping, raw: bytes, tier: Tier) -> Response:
-        """Have the response made that the body `raw` asks for. Raises `StorageFullError`."""
+        """Queue the response that the body `raw` asks for.
+
+        Raises `StorageFullError`, and `OverloadedError` where too many wait or run.
+        """
         make = partial(queued, owner, keeping.previous, keeping.items, raw, tier, self._keep_s)
         response = await asyncio.to_thread(make)
-        await self._insert(response)
-        self._runner.add(response)
+        await to_its_end(self._queue(response, keeping))
         return response
+
+    async def _queue(self, response: Response, keeping: Keeping) -> None:
+        assert keeping.reservation is not None
+        queue = partial(table.queue, response=response, limits=self._background)
+        await asyncio.to_thread(self._store.folder.require, response.bytes)
+        await self._database.run(partial(queue, reservation=keeping.reservation))
+        self._runner.add(table.Waiting(response.id, response.owner))
 
     async def get(self, owner: str, response_id: str) -> Response:
         """Return a response. Raises `NotFoundError`."""
@@ -119,10 +139,6 @@ class ResponseService:
         await self.get(owner, response_id)
         await self._runner.stop(response_id)
         await self._database.run(partial(table.delete, owner=owner, response_id=response_id))
-
-    async def _insert(self, response: Response) -> None:
-        self._store.folder.require(response.bytes)
-        await self._database.run(partial(table.insert, response=response))
 
     async def _look_around(self) -> None:
         while True:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from pydantic_core import from_json, to_json
 
-from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
+from server.errors import InvalidValueError, NotFoundError, OverloadedError, describe
 from server.frontend import JsonObject
 from server.responses.response import OPEN, Response
-from server.storage.database import stored_bytes
+from server.storage.quotas import Reservation
 
 MAX_TURNS = 1000
 """Of a conversation."""
@@ -23,34 +23,49 @@ _PREVIOUS = "previous_response_id"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """How many responses an owner may have, and how many bytes all that is stored."""
+class BackgroundLimits:
+    """Most responses that wait or run in the background, of one owner and of all."""
 
     per_owner: int
-    stored_bytes: int
+    total: int
 
 
-def require_room(db: sqlite3.Connection, owner: str, limits: Limits) -> None:
-    """Raise `StorageFullError` where an owner may have no more."""
-    (count,) = db.execute("SELECT count(*) FROM responses WHERE owner = ?", (owner,)).fetchone()
-    if count >= limits.per_owner:
-        raise StorageFullError(
-            f"There are {count} responses of this key, and at most {limits.per_owner} may be "
-            "(--max-responses-per-key); delete some, or send 'store': false."
-        )
-    stored = stored_bytes(db)
-    if stored >= limits.stored_bytes:
-        raise StorageFullError(
-            f"All that is stored may have {limits.stored_bytes} bytes (--max-stored-bytes), and "
-            f"{stored} are taken; delete some, or send 'store': false."
-        )
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """A response in the background that waits for its turn."""
+
+    id: str
+    owner: str
 
 
-def insert(db: sqlite3.Connection, response: Response) -> None:
-    """Keep a new one."""
+def insert(db: sqlite3.Connection, response: Response, reservation: Reservation) -> None:
+    """Store a new response in the place that is reserved for it. Raises `StorageFullError`."""
+    reservation.quotas.settle(db, reservation, response.bytes)
     marks = ", ".join("?" * len(_COLUMNS))
     values = [getattr(response, name) for name in _COLUMNS]
     db.execute(f"INSERT INTO responses ({', '.join(_COLUMNS)}) VALUES ({marks})", values)
+
+
+def queue(
+    db: sqlite3.Connection, response: Response, reservation: Reservation, limits: BackgroundLimits
+) -> None:
+    """Store a response that is still to be made. Raises `StorageFullError`, `OverloadedError`."""
+    (of_owner,) = db.execute(
+        f"SELECT count(*) FROM responses WHERE owner = ? AND {_OPEN}", (response.owner,)
+    ).fetchone()
+    (total,) = db.execute(f"SELECT count(*) FROM responses WHERE {_OPEN}").fetchone()
+    for count, of, most, flag in (
+        (of_owner, " of this key", limits.per_owner, "--max-background-per-key"),
+        (total, "", limits.total, "--max-background"),
+    ):
+        if count >= most:
+            raise OverloadedError(
+                f"'background': {count} responses{of} wait or run in the background; at most "
+                f"{most} are allowed ({flag}).",
+                rejection="background",
+                param="background",
+            )
+    insert(db, response, reservation)
 
 
 def get(
@@ -93,22 +108,31 @@ def conversation(db: sqlite3.Connection, owner: str, last: str) -> bytes:
     return to_json(items)
 
 
-def begin(db: sqlite3.Connection, response_id: str) -> None:
-    """It is being made, once more."""
+def begin(db: sqlite3.Connection, response_id: str) -> Response | None:
+    """Note that a response is being made, and return it; None where it is no longer open."""
     db.execute(
         "UPDATE responses SET status = 'in_progress', tries = tries + 1 WHERE id = ? AND " + _OPEN,
         (response_id,),
     )
+    # Its items are in the request as well.
+    columns = ", ".join(name for name in _COLUMNS if name != "input")
+    row = db.execute(
+        f"SELECT {columns}, x'' AS input FROM responses WHERE id = ? AND {_OPEN}", (response_id,)
+    ).fetchone()
+    return None if row is None else Response.of(row)
 
 
 def add_events(
     db: sqlite3.Connection, response_id: str, begin_at: int, frames: Sequence[str]
 ) -> None:
     """Keep events by their numbers; for one that is there already, nothing."""
-    db.executemany(
-        "INSERT OR IGNORE INTO response_events VALUES (?, ?, ?)",
-        [(response_id, begin_at + place, frame) for place, frame in enumerate(frames)],
-    )
+    size = 0
+    for number, frame in enumerate(frames, begin_at):
+        added = db.execute(
+            "INSERT OR IGNORE INTO response_events VALUES (?, ?, ?)", (response_id, number, frame)
+        )
+        size += len(frame.encode()) * added.rowcount
+    db.execute("UPDATE responses SET bytes = bytes + ? WHERE id = ?", (size, response_id))
 
 
 def events(db: sqlite3.Connection, response_id: str, after: int) -> list[str]:
@@ -129,8 +153,9 @@ def end(db: sqlite3.Connection, response_id: str, changes: JsonObject) -> Respon
     if response.is_open:
         answer = to_json(from_json(response.answer) | changes)
         db.execute(
-            "UPDATE responses SET status = ?, answer = ?, request = NULL, bytes = ? WHERE id = ?",
-            (changes["status"], answer, len(response.input) + len(answer), response_id),
+            "UPDATE responses SET status = ?, answer = ?, request = NULL, bytes = bytes + ? "
+            "WHERE id = ?",
+            (changes["status"], answer, len(answer) - response.unfinished_bytes, response_id),
         )
     return Response.of(
         db.execute("SELECT * FROM responses WHERE id = ?", (response_id,)).fetchone()
@@ -143,20 +168,23 @@ def delete(db: sqlite3.Connection, owner: str, response_id: str) -> None:
     _forget(db, [response_id])
 
 
-def unfinished(db: sqlite3.Connection) -> list[Response]:
-    """Return what is to be made after a start, the oldest first; end what cannot be.
+def unfinished(db: sqlite3.Connection) -> list[Waiting]:
+    """Return the responses to make after a start, the oldest first; end those that cannot be.
 
-    Events that somebody has seen cannot be made again.
+    Events that a client may have seen cannot be made again.
     """
-    rows = db.execute(f"SELECT * FROM responses WHERE {_OPEN} ORDER BY created_at, id").fetchall()
+    rows = db.execute(
+        "SELECT id, owner, tries, EXISTS (SELECT 1 FROM response_events WHERE response = id) "
+        f"FROM responses WHERE {_OPEN} ORDER BY created_at, rowid"
+    ).fetchall()
     again = []
-    for response in map(Response.of, rows):
-        if events(db, response.id, -1):
-            end(db, response.id, failure("The server ended while this was streamed."))
-        elif response.tries >= _TRIES:
-            end(db, response.id, failure(f"The server ended {_TRIES} times while this was made."))
+    for identity, owner, tries, was_seen in rows:
+        if was_seen:
+            end(db, identity, failure("The server ended while this was streamed."))
+        elif tries >= _TRIES:
+            end(db, identity, failure(f"The server ended {_TRIES} times while this was made."))
         else:
-            again.append(response)
+            again.append(Waiting(identity, owner))
     return again
 
 

@@ -48,6 +48,15 @@ class StorageSettings(BaseModel):
     max_responses_per_key: int = Field(
         10_000, ge=1, description="Most responses that are kept for one API key."
     )
+    max_background_per_key: int = Field(
+        100,
+        ge=1,
+        description="Most responses of one API key that wait or run in the background; more get "
+        "429.",
+    )
+    max_background: int = Field(
+        1000, ge=1, description="Most responses of all keys that wait or run in the background."
+    )
     response_retention_s: int = Field(
         30 * 24 * 3600,
         ge=0,

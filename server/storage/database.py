@@ -52,15 +52,6 @@ class Database:
         self._thread.shutdown()
 
 
-def stored_bytes(connection: sqlite3.Connection) -> int:
-    """Return the bytes of all files and responses: what `--max-stored-bytes` bounds."""
-    (size,) = connection.execute(
-        "SELECT (SELECT coalesce(sum(bytes), 0) FROM files)"
-        " + (SELECT coalesce(sum(bytes), 0) FROM responses)"
-    ).fetchone()
-    return int(size)
-
-
 def _open(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level="IMMEDIATE")
     try:

@@ -11,15 +11,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol
+from typing import Any, BinaryIO, Literal, NotRequired, Protocol
 
 from typing_extensions import TypedDict
 
-from server.errors import BodyTooLargeError, NotFoundError, StorageFullError, describe
-from server.storage.database import Database, stored_bytes
+from server.errors import BodyTooLargeError, NotFoundError, describe
+from server.host.tasks import to_its_end
+from server.storage.database import Database
 from server.storage.folder import DataFolder
+from server.storage.quotas import Reservation, StorageQuotas, usage_of
 
 INPUT, OUTPUT = "batch", "batch_output"
+_PIECE_BYTES = 4 << 20
+"""Bytes of an upload that are reserved at once, where there is room for so many."""
 
 
 class FileObject(TypedDict):
@@ -64,16 +68,6 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Quotas:
-    """Limits in bytes, files for each owner, and seconds (0: for ever)."""
-
-    file_bytes: int
-    stored_bytes: int
-    files_per_key: int
-    keep_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class Page:
     """Which part of a list is asked for."""
 
@@ -96,10 +90,20 @@ class Source(Protocol):
 class FileStore:
     """Every file of the data folder. Raises `NotFoundError` for those of other owners as well."""
 
-    def __init__(self, database: Database, folder: DataFolder, quotas: Quotas) -> None:
+    def __init__(
+        self,
+        database: Database,
+        folder: DataFolder,
+        quotas: StorageQuotas,
+        max_file_bytes: int,
+        keep_s: int,
+    ) -> None:
+        """`keep_s` is the time until a file expires, 0 for never."""
         self._database = database
         self._folder = folder
-        self.quotas = quotas
+        self._quotas = quotas
+        self._max_file_bytes = max_file_bytes
+        self._keep_s = keep_s
 
     async def create(
         self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
@@ -108,25 +112,24 @@ class FileStore:
 
         Raises what both raise, `BodyTooLargeError` and `StorageFullError`.
         """
-        await self._database.run(partial(self._require_place, owner=owner))
+        reservation = Reservation(self._quotas, owner, "files")
         file_id = new_id("file-")
         part = self._folder.parts / file_id
         try:
-            size = await self._write(part, source.chunks())
+            await self._database.run(partial(self._quotas.reserve, reservation=reservation))
+            size = await self._write(part, source.chunks(), reservation)
             purpose, keep_s = check(source.fields)
             now = int(time.time())
-            kept = self.quotas.keep_s if keep_s is None else keep_s
+            kept = self._keep_s if keep_s is None else keep_s
             file = StoredFile(
                 *(file_id, owner, purpose, source.name or "", size),
                 *(now, now + kept if kept else None),
             )
-            # First the content: a name without one would be an error for whoever reads it.
-            await asyncio.to_thread(self._folder.keep, part, file_id)
-            await self._database.run(partial(insert, file=file))
-        except BaseException:
-            for path in (part, self._folder.files / file_id):
-                path.unlink(missing_ok=True)
-            raise
+            # Half of it done would be a row without its content, or content without its row.
+            await to_its_end(self._keep(part, file, reservation))
+        finally:
+            reservation.release()
+            await asyncio.to_thread(part.unlink, missing_ok=True)
         return file
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
@@ -164,40 +167,48 @@ class FileStore:
 
     async def usage(self) -> tuple[int, int]:
         """Return the number of files and their bytes."""
-        return await self._database.run(_usage)
+        return await self._database.run(partial(usage_of, kind="files"))
 
-    def _require_place(self, connection: sqlite3.Connection, owner: str) -> None:
-        (count,) = connection.execute(
-            "SELECT count(*) FROM files WHERE owner = ?", (owner,)
-        ).fetchone()
-        if count >= self.quotas.files_per_key:
-            raise StorageFullError(
-                f"There are {count} files of this key, and at most {self.quotas.files_per_key} "
-                "may be (--max-files-per-key); delete some."
-            )
-
-    async def _write(self, part: Path, chunks: AsyncIterator[bytes]) -> int:
-        stored = await self._database.run(stored_bytes)
-        room = self.quotas.stored_bytes - stored
+    async def _write(
+        self, part: Path, chunks: AsyncIterator[bytes], reservation: Reservation
+    ) -> int:
+        """Write a part as its bytes are reserved; return its size."""
         size = 0
         with part.open("xb") as file:
             async for chunk in chunks:
                 size += len(chunk)
-                if size > self.quotas.file_bytes:
+                if size > self._max_file_bytes:
                     raise BodyTooLargeError(
                         "The file is larger than the limit of "
-                        f"{self.quotas.file_bytes} bytes (--max-file-bytes)."
+                        f"{self._max_file_bytes} bytes (--max-file-bytes)."
                     )
-                if size > room:
-                    raise StorageFullError(
-                        f"All that is stored may have {self.quotas.stored_bytes} bytes "
-                        f"(--max-stored-bytes), and {stored} are taken; delete some."
-                    )
-                self._folder.require(len(chunk))
-                await asyncio.to_thread(file.write, chunk)
+                if size > reservation.size:
+                    least = size - reservation.size
+                    extend = partial(self._quotas.extend, reservation=reservation, least=least)
+                    await self._database.run(partial(extend, most=_PIECE_BYTES))
+                await asyncio.to_thread(self._append, file, chunk)
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
         return size
+
+    def _append(self, file: BinaryIO, chunk: bytes) -> None:
+        self._folder.require(len(chunk))
+        file.write(chunk)
+
+    async def _keep(self, part: Path, file: StoredFile, reservation: Reservation) -> None:
+        """Make a part a file. First the content: a row without one would be an error to read."""
+        try:
+            await asyncio.to_thread(self._folder.keep, part, file.id)
+            await self._database.run(partial(self._insert, file=file, reservation=reservation))
+        except Exception:
+            await asyncio.to_thread((self._folder.files / file.id).unlink, missing_ok=True)
+            raise
+
+    def _insert(
+        self, connection: sqlite3.Connection, file: StoredFile, reservation: Reservation
+    ) -> None:
+        self._quotas.settle(connection, reservation, file.bytes)
+        insert(connection, file)
 
 
 def new_id(prefix: str) -> str:
@@ -282,10 +293,3 @@ def _expire(connection: sqlite3.Connection) -> list[str]:
 
 def _ids(connection: sqlite3.Connection) -> list[str]:
     return [row[0] for row in connection.execute("SELECT id FROM files")]
-
-
-def _usage(connection: sqlite3.Connection) -> tuple[int, int]:
-    count, size = connection.execute(
-        "SELECT count(*), coalesce(sum(bytes), 0) FROM files"
-    ).fetchone()
-    return int(count), int(size)

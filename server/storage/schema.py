@@ -58,6 +58,46 @@ UPDATE files SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 UPDATE batches SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 UPDATE responses SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 """
-MIGRATIONS = (_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST)
+# Quotas are checked for every object and piece of an upload: sums over all rows would not do.
+_USAGE = """
+CREATE TABLE usage (
+    owner TEXT NOT NULL, kind TEXT NOT NULL, objects INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    PRIMARY KEY (owner, kind)
+) WITHOUT ROWID;
+CREATE INDEX batches_open ON batches (created_at, id)
+    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
+CREATE INDEX responses_open ON responses (owner, created_at)
+    WHERE status IN ('queued', 'in_progress');
+UPDATE responses SET bytes = bytes + coalesce((SELECT sum(length(CAST(frame AS BLOB)))
+    FROM response_events WHERE response = responses.id), 0);
+""" + "".join(
+    f"""
+INSERT INTO usage SELECT owner, '{table}', count(*), sum(bytes) FROM {table} GROUP BY owner;
+CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
+    INSERT INTO usage SELECT NEW.owner, '{table}', 0, 0 WHERE NOT EXISTS
+        (SELECT 1 FROM usage WHERE owner = NEW.owner AND kind = '{table}');
+    UPDATE usage SET objects = objects + 1, bytes = bytes + NEW.bytes
+        WHERE owner = NEW.owner AND kind = '{table}';
+END;
+CREATE TRIGGER {table}_removed AFTER DELETE ON {table} BEGIN
+    UPDATE usage SET objects = objects - 1, bytes = bytes - OLD.bytes
+        WHERE owner = OLD.owner AND kind = '{table}';
+END;
+CREATE TRIGGER {table}_grown AFTER UPDATE OF bytes ON {table} BEGIN
+    UPDATE usage SET bytes = bytes + NEW.bytes - OLD.bytes
+        WHERE owner = NEW.owner AND kind = '{table}';
+END;
+CREATE TRIGGER {table}_moved AFTER UPDATE OF owner ON {table} BEGIN
+    UPDATE usage SET objects = objects - 1, bytes = bytes - OLD.bytes
+        WHERE owner = OLD.owner AND kind = '{table}';
+    INSERT INTO usage SELECT NEW.owner, '{table}', 0, 0 WHERE NOT EXISTS
+        (SELECT 1 FROM usage WHERE owner = NEW.owner AND kind = '{table}');
+    UPDATE usage SET objects = objects + 1, bytes = bytes + NEW.bytes
+        WHERE owner = NEW.owner AND kind = '{table}';
+END;
+"""
+    for table in ("files", "responses")
+)
+MIGRATIONS = (_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE)
 """Statements that make a database of each version one of the next."""
 VERSION = len(MIGRATIONS)

@@ -10,18 +10,19 @@ from server.settings import ServerSettings
 from server.storage.database import Database
 from server.storage.folder import DataFolder
 from server.storage.owners import adopt_positions, count_unattributed, read_salt
+from server.storage.quotas import StorageQuotas
 
 logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The data folder, open; `max_bytes` are those that all that is stored may have."""
+    """The open data folder, its database and the quotas of what is stored."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Opens `--data-dir`. Raises `SettingsError`."""
         assert settings.data_dir is not None
         self.folder = DataFolder(settings.data_dir, settings.min_free_bytes)
-        self.max_bytes = settings.max_stored_bytes
+        self.quotas = StorageQuotas(settings)
         try:
             self.database = Database(self.folder.database)
             self.owner_salt = self.database.run_now(read_salt)

@@ -17,6 +17,7 @@ from server.responses import table
 from server.responses.response import made
 from server.settings import ServerSettings
 from server.storage.database import Work
+from server.storage.quotas import Reservation
 from server.storage.store import Store
 from tests.server.batches.test_durability import Service
 from tests.server.scripted import Running, running
@@ -151,7 +152,8 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
     def keep(name: str, previous: str | None, expires_at: int) -> Work[None]:
         answer = {"id": name, "status": "completed", "output": []}
         response = replace(made("", previous, b"[]", answer, 3600), expires_at=expires_at)
-        return partial(table.insert, response=response)
+        place = Reservation(store.quotas, "", "responses")
+        return partial(table.insert, response=response, reservation=place)
 
     long_ago, later = 1, 1 << 40
     await store.database.run(keep("first", None, long_ago))
