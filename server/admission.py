@@ -22,7 +22,6 @@ MIN_WAITING = 32
 
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-_FIRST_RETRY_S = 5.0
 _SPREAD = 1.5
 _NEWEST_SHARE = 0.1
 """Of the mean time that permits are held, how much the newest one counts."""
@@ -44,6 +43,7 @@ class Admission:
         self._wanted = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
+        self._since: dict[Permit, float] = {}
         self._refused = _Recent(_REFUSED_OVER_S)
 
     def open(self, capacity: Capacity) -> None:
@@ -62,7 +62,9 @@ class Admission:
         """Return a permit for one answer. Raises `OverloadedError`."""
         self.check()
         self.in_flight += 1
-        return Permit(self, self._clock())
+        permit = Permit(self)
+        self._since[permit] = self._clock()
+        return permit
 
     def resize(self, held: int, weight: int) -> int:
         """Return the new weight of a permit of weight `held`. Raises `OverloadedError`.
@@ -75,17 +77,18 @@ class Admission:
         self.in_flight += weight - held
         return weight
 
-    def step_back(self, weight: int) -> None:
-        """Count a permit of this weight among those of flex. Raises `OverloadedError`."""
-        if self.flex_in_flight + weight > self.limit:
-            raise self._refusal(weight, self.flex_in_flight, " of the tier flex")
-        self.in_flight -= weight
-        self.flex_in_flight += weight
+    def step_back(self, permit: Permit) -> None:
+        """Count a permit among those of flex. Raises `OverloadedError`."""
+        if self.flex_in_flight + permit.weight > self.limit:
+            raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
+        self.in_flight -= permit.weight
+        self.flex_in_flight += permit.weight
+        del self._since[permit]
 
-    def give_back(self, weight: int, since: float) -> None:
-        """Take back the weight of a permit that was given `since`, on the clock."""
-        self.in_flight -= weight
-        held_s = self._clock() - since
+    def give_back(self, permit: Permit) -> None:
+        """Free the weight of a permit that has not stepped back."""
+        self.in_flight -= permit.weight
+        held_s = self._clock() - self._since.pop(permit)
         if self._held_s is None:
             self._held_s = held_s
         self._held_s += _NEWEST_SHARE * (held_s - self._held_s)
@@ -95,11 +98,14 @@ class Admission:
 
         By then as many answers should be complete as were refused lately: with all permits taken,
         one comes back every mean time that they are held, divided by their number. What was
-        completed lately would say less: after a quiet time it is little.
+        completed lately would say less: after a quiet time it is little. Before the first answer
+        is complete, the mean time is that which the oldest permit has been held so far.
         """
-        seconds = _FIRST_RETRY_S
-        if self._held_s is not None:
-            seconds = self._refused.count(self._clock()) * self._held_s / max(self.limit, 1)
+        now = self._clock()
+        held_s = self._held_s
+        if held_s is None:
+            held_s = now - next(iter(self._since.values()), now)
+        seconds = self._refused.count(now) * held_s / max(self.limit, 1)
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
 
@@ -118,11 +124,10 @@ class Admission:
 class Permit:
     """The right to so many answers at once; `release` may be called more than once."""
 
-    __slots__ = ("_admission", "_is_flex", "_since", "weight")
+    __slots__ = ("_admission", "_is_flex", "weight")
 
-    def __init__(self, admission: Admission, since: float) -> None:
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._since = since
         self._is_flex = False
         self.weight = 1
 
@@ -133,7 +138,7 @@ class Permit:
 
     def step_back(self) -> None:
         """Leave its place to others: its answers are of the tier flex. Raises `OverloadedError`."""
-        self._admission.step_back(self.weight)
+        self._admission.step_back(self)
         self._is_flex = True
 
     def release(self) -> None:
@@ -142,7 +147,7 @@ class Permit:
             self._admission.flex_in_flight -= self.weight
             self.weight = 0
         if self.weight:
-            self._admission.give_back(self.weight, self._since)
+            self._admission.give_back(self)
             self.weight = 0
 
 

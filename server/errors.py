@@ -97,9 +97,8 @@ _MAX_PARAM = 200
 class ServerError(Exception):
     """An error with a message for the client; `param` names the field in question.
 
-    `headers` go with the answer; `retry_after_s` becomes two of them, for whole seconds and for
-    milliseconds, which OpenAI's clients read first. `rejection` names the limit that refused work,
-    for the metrics.
+    `headers` go with the answer; `retry_after_s` adds two, in whole seconds and milliseconds.
+    OpenAI's clients read the latter first. `rejection` is the metrics' label of a limit.
     """
 
     rejection: str | None = None
@@ -121,7 +120,8 @@ class ServerError(Exception):
             self.retry_in(retry_after_s)
 
     def retry_in(self, seconds: float) -> None:
-        """Tell the client when to try again."""
+        """Say in the message and two headers after how many seconds to try again."""
+        self.message = f"{self.message} Retry after {math.ceil(seconds)} s."
         self.headers["retry-after"] = str(math.ceil(seconds))
         self.headers["retry-after-ms"] = str(round(seconds * 1000))
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
 
-_BACKLOG_CONTEXTS = 4
-_LEAST_BACKLOG = 16384
+_MIN_BACKLOG = 16384
 
 
 def engine_config(
@@ -79,12 +78,15 @@ def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
 
 
 def _default_backlog(config: VllmConfig) -> int | None:
-    """A prompt that is pooled is short, and many of them come in one request."""
+    """Return the prompt tokens that all sequences of all data-parallel ranks can hold.
+
+    None where the model pools: such prompts are short, and one request has many.
+    """
     model, scheduler = config.model_config, config.scheduler_config
     if model.runner_type == "pooling":
         return None
-    chunks = scheduler.max_num_seqs * scheduler.max_num_batched_tokens
-    return max(_BACKLOG_CONTEXTS * model.max_model_len, chunks, _LEAST_BACKLOG)
+    sequences = scheduler.max_num_seqs * config.parallel_config.data_parallel_size
+    return max(sequences * model.max_model_len, _MIN_BACKLOG)
 
 
 def _refuse_model(engine_args: AsyncEngineArgs) -> None:

@@ -152,8 +152,8 @@ class AdmissionSettings(BaseModel):
         None,
         ge=1,
         description="Prompt tokens that may wait for their prefill; beyond it requests get 429. "
-        "Unset: the largest of 16384, four times the engine's max_model_len, and what max_num_seqs "
-        "full chunks hold; any number where the model pools.",
+        "Unset: max_num_seqs times max_model_len, for each data-parallel rank, at least 16384; any "
+        "number where the model pools.",
     )
     max_queue_s: float = Field(
         60.0,

@@ -65,6 +65,18 @@ class RefusedError(Exception):
         self.message, self.status, self.param = message, status, param
 
 
+class BacklogError(MaxQueuedTokensError):
+    """Upstream's error with the numbers: prompt tokens that wait, and how many may."""
+
+    def __init__(self, waiting: int, limit: int) -> None:
+        super().__init__()
+        self.message = (
+            f"{waiting} prompt tokens wait for their prefill, and at most {limit} may "
+            "(--max-queued-tokens)."
+        )
+        self.args = (self.message,)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What of a request its errors name: fields that hold one value, and where its prompt is."""
@@ -142,11 +154,8 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
     (
-        (MaxQueuedTokensError,),
-        lambda *_: OverloadedError(
-            "As many prompt tokens wait for their prefill as may (--max-queued-tokens).",
-            rejection="queued_tokens",
-        ),
+        (BacklogError,),
+        lambda error, _: OverloadedError(str(error), rejection="queued_tokens"),
     ),
     (
         (QueueOverflowError,),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.exceptions import MaxQueuedTokensError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 
 from server.request.record import record_var
 from server.tiers.tier import Tier
+from server.vllm.errors import BacklogError
 
 
 class MeteredLLM(AsyncLLM):
@@ -37,6 +39,14 @@ class MeteredLLM(AsyncLLM):
             record.meters.append(lambda: _used(states))
             record.prefix_meter = lambda: _prefix(states)
         return collector
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse a request beyond a limit as upstream does; `BacklogError` has the numbers."""
+        try:
+            super().check_admission(n, request_id)
+        except MaxQueuedTokensError as error:
+            limit = self.scheduler_config.max_num_queued_tokens
+            raise BacklogError(self.get_num_queued_tokens(), limit) from error
 
     def get_num_queued_tokens(self) -> int:
         """Return the prompt tokens that wait in the class of whoever asks.

@@ -26,7 +26,9 @@ def configured(model: Path, run_dir: Path, *flags: str, **settings: Any) -> Any:
 
 BACKLOGS: list[tuple[tuple[str, ...], dict[str, Any], int | None]] = [
     ((), {}, 16384),
-    (("--max-num-seqs", "100", "--max-num-batched-tokens", "256"), {}, 100 * 256),
+    # What all sequences can hold: eight prompts of 8,000 tokens at once are all taken.
+    (("--max-num-seqs", "100", "--max-num-batched-tokens", "128"), {}, 100 * 256),
+    (("--max-num-seqs", "100", "--max-num-batched-tokens", "128", "-dp", "2"), {}, 2 * 100 * 256),
     ((), {"max_queued_tokens": 100}, 100),
     (("--max-num-queued-tokens", "200"), {}, 200),
     (("--max-num-queued-tokens", "200"), {"max_queued_tokens": 200}, 200),

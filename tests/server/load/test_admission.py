@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -78,7 +79,6 @@ def test_a_request_beyond_the_limit_is_served_alone() -> None:
 
 def test_the_time_to_come_back_follows_the_time_that_answers_take() -> None:
     admission, clock = opened(4)
-    assert 3 < admission.retry_after_s() < 8
     for _ in range(60):
         permit = admission.acquire()
         clock.now += 2
@@ -98,6 +98,22 @@ def test_the_time_to_come_back_follows_the_time_that_answers_take() -> None:
     assert max(times) <= 60
     clock.now += 60
     assert admission.retry_after_s() < times[-1]
+    for permit in held:
+        permit.release()
+
+
+def test_before_the_first_answer_a_refusal_goes_by_how_long_the_oldest_runs() -> None:
+    admission, clock = opened(4)
+    held = [admission.acquire() for _ in range(4)]
+    clock.now += 0.2
+    with pytest.raises(OverloadedError) as caught:
+        admission.check()
+    assert re.search(r"Retry after [12] s\.$", caught.value.message)
+    clock.now += 40
+    for _ in range(8):
+        with pytest.raises(OverloadedError) as caught:
+            admission.check()
+    assert int(caught.value.headers["retry-after"]) >= 40
     for permit in held:
         permit.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -99,8 +100,12 @@ def test_prompts_beyond_the_backlog_are_refused(server: RealServer) -> None:
     full = [answer for answer in answers if answer.status_code == 429]
     assert len(full) == 6
     assert full[0].json()["error"]["code"] == "overloaded"
-    assert "--max-queued-tokens" in full[0].json()["error"]["message"]
-    assert int(full[0].headers["retry-after"]) >= 1
+    said = re.fullmatch(
+        r"800 prompt tokens wait for their prefill, and at most 600 may \(--max-queued-tokens\)\. "
+        r"Retry after (\d+) s\.",
+        full[0].json()["error"]["message"],
+    )
+    assert said and said[1] == full[0].headers["retry-after"]
     rejected = 'rbln_admission_rejections_total{reason="queued_tokens"}'
     assert server.metric(rejected) == len(full)
     assert server.metric("rbln_admission_max_queued_tokens") == 600

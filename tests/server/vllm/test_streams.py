@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.exceptions import GenerationError, MaxQueuedTokensError, VLLMValidationError
+from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from server.errors import (
@@ -26,7 +26,7 @@ from server.errors import (
     ServerError,
     UnsupportedOperationError,
 )
-from server.vllm.errors import Asked, RefusedError, from_exception
+from server.vllm.errors import Asked, BacklogError, RefusedError, from_exception
 from server.vllm.messages.events import message_events
 from server.vllm.serving import adapted
 
@@ -88,7 +88,7 @@ async def raised_in(stream: AsyncGenerator[Any, None]) -> Exception:
         EngineDeadError(),
         EngineGenerateError(),
         GenerationError(),
-        MaxQueuedTokensError(),
+        BacklogError(70000, 65536),
         VLLMValidationError("too long", parameter="input_tokens"),
         ValueError("wrong"),
         RuntimeError("a fault"),
@@ -117,7 +117,7 @@ ASKED = Asked({"prompt": "hi"}, "prompt")
     ("error", "ours", "param"),
     [
         (EngineDeadError(), EngineFailedError, None),
-        (MaxQueuedTokensError(), OverloadedError, None),
+        (BacklogError(70000, 65536), OverloadedError, None),
         (VLLMValidationError("x", parameter="input_tokens"), ContextLengthError, "prompt"),
         (GenerationError(), InternalError, None),
         (RefusedError("x", 500), InternalError, None),
