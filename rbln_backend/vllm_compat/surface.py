@@ -126,7 +126,7 @@ from vllm.v1.outputs import (
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor import BatchUpdate, build_logitsprocs
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinTokensLogitsProcessor,
@@ -179,6 +179,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionType",
     "BaseModelLoader",
+    "BatchUpdate",
     "BlockHash",
     "BlockPool",
     "CachedRequestData",

@@ -33,7 +33,6 @@ from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
-    InputBatch,
     KVCacheConfig,
     Sampler,
     VllmConfig,
@@ -52,6 +51,10 @@ from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
+from rbln_backend.worker.sampling.grammar_mask import GrammarMask
+from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
+from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.sampling.sampler import GreedySampler
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
@@ -59,15 +62,12 @@ from rbln_backend.worker.startup.warmup import WarmUp
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.step.agreement import make_agreement
 from rbln_backend.worker.step.batches import RequestBatches
-from rbln_backend.worker.step.grammar_mask import GrammarMask
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
 from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
-from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.runner import StepRunner
-from rbln_backend.worker.step.sampler import GreedySampler
 from rbln_backend.worker.step.stage import handed_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
 from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
@@ -355,9 +355,9 @@ class EngineBuild:
         self._parts.adapters.serve(batches.adapter_ids)
         return SlotRows(self._parts.adapters)
 
-    def _input_batch(self, rows: int) -> InputBatch:
+    def _input_batch(self, rows: int) -> IsolatedInputBatch:
         config, device = self._parts.vllm_config, torch.device("cpu")
-        return InputBatch(
+        return IsolatedInputBatch(
             max_num_reqs=rows,
             max_model_len=config.model_config.max_model_len,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,

@@ -28,9 +28,9 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
+from rbln_backend.worker.sampling.grammar_mask import GrammarMask
+from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.batches import StepWork
-from rbln_backend.worker.step.grammar_mask import GrammarMask
-from rbln_backend.worker.step.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.step.runner import StepRunner
 
 

@@ -173,6 +173,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"logit_bias": {42: 3.0}, "min_tokens": 11, "stop_token_ids": [*range(0, 4096, 2)]},
     {"bad_words": ["the"], "prompt_logprobs": 1},
     {"presence_penalty": 0.5},
+    {"allowed_token_ids": [*range(300, 340)]},
 )
 
 

@@ -23,8 +23,8 @@ from rbln_backend.vllm_compat.surface import (
     SamplerOutput,
     SamplingMetadata,
 )
+from rbln_backend.worker.sampling.sampler import GreedySampler
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
-from rbln_backend.worker.step.sampler import GreedySampler
 
 
 class Sampled(NamedTuple):

@@ -16,6 +16,7 @@ from rbln_backend.vllm_compat.surface import (
     NewRequestData,
     SchedulerOutput,
 )
+from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class RequestBatches:
 
     def __init__(
         self,
-        make_batch: Callable[[int], InputBatch],
+        make_batch: Callable[[int], IsolatedInputBatch],
         max_batch: int,
         prompts: int = 1,
         *,
@@ -75,8 +76,8 @@ class RequestBatches:
         the scheduler.
         """
         self.requests: dict[str, CachedRequestState] = {}
-        self._prefill = make_batch(prompts)
-        self._decode = make_batch(max_batch)
+        self._prefill: InputBatch = make_batch(prompts)
+        self._decode: InputBatch = make_batch(max_batch)
         self._readers: list[CachedRequestState] = []
         self._records = samples
 

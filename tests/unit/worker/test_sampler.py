@@ -20,7 +20,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.emulator.kernel_set import load_kernels
-from rbln_backend.worker.step.sampler import GreedySampler
+from rbln_backend.worker.sampling.sampler import GreedySampler
 from tests.kernel_cache import share_kernels
 
 VOCABULARY = 97
