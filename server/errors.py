@@ -38,6 +38,7 @@
     +-- DeadlineError                the answer did not arrive in time
     +-- NotReadyError                still starting
     +-- DrainingError                going away
+    +-- ReaderFailedError            the process that reads large requests is gone
     +-- EngineFailedError            the engine process is gone
     +-- InternalError                a fault of ours
 
@@ -54,6 +55,9 @@ from dataclasses import dataclass
 from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
+
+from server.descriptions import clip
+from server.descriptions import describe as describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,8 @@ class ServerError(Exception):
     ) -> None:
         super().__init__(message)
         # What a client sent may be in both; it must not come back at its full length.
-        self.message = _clip(message, _MAX_MESSAGE)
-        self.param = None if param is None else _clip(param, _MAX_PARAM)
+        self.message = clip(message, _MAX_MESSAGE)
+        self.param = None if param is None else clip(param, _MAX_PARAM)
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.retry_in(retry_after_s)
@@ -307,6 +311,10 @@ class DrainingError(ServerError):
     """The service finishes its requests and takes no new ones."""
 
 
+class ReaderFailedError(ServerError):
+    """The process that reads large requests ended at work; the next request starts another."""
+
+
 class EngineFailedError(ServerError):
     """The engine process is gone; the service is about to exit."""
 
@@ -363,38 +371,7 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
     NotReadyError: ErrorRow(503, _AWAY, "not_ready", "rejected"),
     DrainingError: ErrorRow(503, _AWAY, "draining", "rejected"),
+    ReaderFailedError: ErrorRow(503, _AWAY, "reader_failed", "server_error"),
     EngineFailedError: ErrorRow(503, _AWAY, "engine_failed", "server_error"),
     InternalError: ErrorRow(500, "server_error", "internal_error", "server_error"),
 }
-
-
-def describe(value: object, limit: int = 80) -> str:
-    """Return a short rendering of a request's value for a message, `limit` characters at most."""
-    if isinstance(value, dict | list):
-        kind = "object" if isinstance(value, dict) else "array"
-        if len(value) > 4 or not _is_small(value):
-            return f"an {kind} of {len(value)} items"
-    # Cut first: the rendering of a text of megabytes takes its time.
-    return _clip(repr(value[:limit] if isinstance(value, str) else value), limit)
-
-
-def _is_small(value: object) -> bool:
-    """Whether what lies in a value is little enough to be rendered."""
-    level = [value]
-    for _ in range(4):
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, str) and len(item) > 80:
-                return False
-            below += item if isinstance(item, list) else ()
-            below += (*item, *item.values()) if isinstance(item, dict) else ()
-        if not below:
-            return True
-        if len(below) > 32:
-            return False
-        level = below
-    return False
-
-
-def _clip(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

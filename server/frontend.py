@@ -69,17 +69,18 @@ class Endpoint(enum.Enum):
         return self in _POOLING_ENDPOINTS
 
     @property
+    def scores(self) -> bool:
+        """Whether each answer is about a query and a document."""
+        return self in _SCORING_ENDPOINTS
+
+    @property
     def named_events(self) -> bool:
         """Whether each SSE frame has an `event:` line and nothing ends with [DONE]."""
         return self in (Endpoint.MESSAGES, Endpoint.RESPONSES)
 
 
-_POOLING_ENDPOINTS = frozenset(
+_SCORING_ENDPOINTS = frozenset(
     (
-        Endpoint.EMBEDDINGS,
-        Endpoint.COHERE_EMBED,
-        Endpoint.POOLING,
-        Endpoint.CLASSIFY,
         Endpoint.SCORE,
         Endpoint.SCORE_V1,
         Endpoint.RERANK,
@@ -87,6 +88,12 @@ _POOLING_ENDPOINTS = frozenset(
         Endpoint.RERANK_V2,
     )
 )
+_POOLING_ENDPOINTS = _SCORING_ENDPOINTS | {
+    Endpoint.EMBEDDINGS,
+    Endpoint.COHERE_EMBED,
+    Endpoint.POOLING,
+    Endpoint.CLASSIFY,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

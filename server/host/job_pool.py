@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _END_S = 5.0
 _WAITING_PER_PROCESS = 8
-_MEMORY_BYTES = 2 << 30
+MEMORY_BYTES = 2 << 30
+"""What a worker process may grow by."""
 _PROCESSES: dict[str, type[BaseProcess]] = {
     "forkserver": ForkServerProcess,
     "spawn": SpawnProcess,
@@ -40,7 +41,7 @@ class JobTimeoutError(Exception):
 
 
 class JobCrashedError(Exception):
-    """The job ended its process."""
+    """The process ended before it had answered; the message says how, as `by SIGKILL`."""
 
 
 class JobSpentError(Exception):
@@ -87,9 +88,12 @@ class JobPool:
         """Seconds that a job may take."""
         return self._timeout_s
 
-    async def run(self, job: bytes) -> bytes:
-        """Return the answer to a job. Raises one of this module's errors."""
-        if self._waiting >= self._max_waiting:
+    async def run(self, job: bytes, *, waits: bool = False) -> bytes:
+        """Return the answer to a job. Raises one of this module's errors.
+
+        One that `waits` is not refused for those that wait already; its caller bounds them.
+        """
+        if not waits and self._waiting >= self._max_waiting:
             raise PoolFullError
         self._waiting += 1
         try:
@@ -188,17 +192,26 @@ class _Place:
     def _end(self) -> Exception:
         """Return why the process is gone."""
         process = self._process
-        if process is not None:
-            process.join(_END_S)
-            if process.exitcode == -signal.SIGPROF:
-                return JobSpentError()
-        return JobCrashedError()
+        if process is None:
+            return JobCrashedError("by this server")
+        process.join(_END_S)
+        if process.exitcode == -signal.SIGPROF:
+            return JobSpentError()
+        return JobCrashedError(_how(process.exitcode))
 
     def kill(self) -> None:
         """End the process, whatever it is at; does not wait for its end."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
+
+
+def _how(exit_code: int | None) -> str:
+    """Return how a process ended, from its exit code."""
+    if exit_code is not None and exit_code < 0:
+        with suppress(ValueError):
+            return f"by {signal.Signals(-exit_code).name}"
+    return f"with exit code {exit_code}"
 
 
 def limit_processor_time(seconds: float) -> None:
@@ -210,7 +223,7 @@ def limit_processor_time(seconds: float) -> None:
 
 
 def limit_growth() -> None:
-    """Let the calling worker process grow by 2 GiB; a job that needs more fails there alone."""
+    """Let the calling worker process grow by `MEMORY_BYTES`; a job that needs more fails alone."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -38,6 +38,7 @@ _REPLACED: Mapping[str, str] = {
 _LONGEST_NAME = 64
 """Of a field that somebody may have meant."""
 _STREAM_ONLY = ("stream_options", "stream_interval")
+_FLAG = "with --unknown-fields warn this server ignores unknown fields"
 IGNORED_HEADER = "x-rbln-ignored-fields"
 """Of an answer: the fields that had no effect, by their paths."""
 _ITEMS = "[]"
@@ -74,7 +75,7 @@ def accepted_fields(
         if name in known:
             accepted[name] = value
         else:
-            _refuse(unknown_field(name, {*known, *_tree(endpoint).within}), policy)
+            refuse_unknown(unknown_field(name, {*known, *_tree(endpoint).within}), policy)
     _check_length_penalty(body)
     if not body.get("stream"):
         for name in _STREAM_ONLY:
@@ -102,7 +103,7 @@ def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = 
     for key, value in raw.items():
         child = f"{path}.{key}" if path else key
         if key not in names:
-            _refuse(unknown_field(child, list(names)), policy)
+            refuse_unknown(unknown_field(child, list(names)), policy)
         else:
             # Not as an attribute, which warns of those that are deprecated.
             check_nested(vars(model).get(names[key]), value, policy, child)
@@ -112,12 +113,12 @@ def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     """Return the error for a field that nothing knows, with the likely remedy."""
     name = path.rpartition(".")[2]
     if name in _REPLACED:
-        message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead."
-        return UnknownFieldError(message, param=path)
+        message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead"
+        return UnknownFieldError(f"{message} ({_FLAG}).", param=path)
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     hint = f"; did you mean '{near[0]}'?" if near else ""
     shown = path if len(path) <= 200 else f"{path[:200]}..."
-    return UnknownFieldError(f"Unknown field '{shown}'{hint or '.'}", param=path)
+    return UnknownFieldError(f"Unknown field '{shown}'{hint} ({_FLAG}).", param=path)
 
 
 def model_field_names(model: type[BaseModel]) -> dict[str, str]:
@@ -146,7 +147,8 @@ def _check_length_penalty(body: JsonObject) -> None:
         )
 
 
-def _refuse(error: UnknownFieldError, policy: UnknownPolicy) -> None:
+def refuse_unknown(error: UnknownFieldError, policy: UnknownPolicy) -> None:
+    """Raise `error`, or log it where the server ignores unknown fields."""
     if policy == "reject":
         raise error
     logger.warning("Ignored: %s", error.message)

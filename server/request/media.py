@@ -19,12 +19,15 @@ _MEDIA = frozenset(
     )
 )
 """Types of content parts, and the fields that hold them where the type is left out."""
+_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields with options for them, which vLLM passes to the model's processor."""
 
 
 def refuse_media(endpoint: Endpoint, body: JsonObject) -> None:
-    """Raise `UnsupportedFieldError` for the first part of a prompt that is not text."""
+    """Raise `UnsupportedFieldError` for the first part of a prompt, or option, not about text."""
     fields = [(name, body[name]) for name in prompt_fields(endpoint, body)]
-    found = "images" if body.get("images") else next(_media(fields), None)
+    options = (name for name in ("images", *_OPTIONS) if body.get(name))
+    found = next(options, None) or next(_media(fields), None)
     if found is not None:
         raise UnsupportedFieldError(
             f"'{found}' is not supported: the served model takes text alone.", param=found

@@ -138,6 +138,16 @@ _COMMON = (
 )
 """What every endpoint does that has no table of its own."""
 
+_POOLED = (
+    *_refused(
+        "padding",
+        why="prompts are not padded: the model would attend to what is added",
+        same=("do_not_pad",),
+        stays=True,
+    ),
+    *_COMMON,
+)
+
 _MESSAGES = (
     *_obeyed("model", "messages", "max_tokens", "system", "stop_sequences", "stream"),
     *_obeyed("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
@@ -266,7 +276,7 @@ _RESPONSES = (
 )
 
 TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
-    **dict.fromkeys(Endpoint, _COMMON),
+    **{endpoint: _POOLED if endpoint.pools else _COMMON for endpoint in Endpoint},
     Endpoint.MESSAGES: _MESSAGES,
     Endpoint.COUNT_TOKENS: _MESSAGES,
     Endpoint.CHAT: _CHAT,

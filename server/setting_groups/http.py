@@ -195,7 +195,8 @@ class AdmissionSettings(BaseModel):
     read_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Seconds that a large body may take to be parsed and checked; then 429.",
+        description="Seconds that a large body may take to be parsed and checked, and as many "
+        "again for its chat template to be rendered; then 429.",
     )
     read_workers: int = Field(
         1, ge=1, le=16, description="Processes that parse and check large bodies."

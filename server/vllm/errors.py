@@ -87,6 +87,9 @@ class Asked:
 
 def from_exception(error: Exception, asked: Asked) -> ServerError:
     """Return what a client is told about an exception of vLLM's serving classes."""
+    if isinstance(error.__cause__, ServerError):
+        # vLLM takes whatever comes out of a chat template for the template's own words.
+        return error.__cause__
     for kinds, translate in _TRANSLATIONS:
         if isinstance(error, kinds):
             return translate(error, asked)

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,10 @@ from server.frontend import (
 )
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
-from server.request.budget import Budget
 from server.request.endpoints import forms_of
 from server.request.fields import IGNORED_HEADER
-from server.request.limits import Limits, check_priority_header, check_rank_header
-from server.request.pooling import PoolingLimits
+from server.request.limits import check_priority_header, check_rank_header
 from server.request.record import record_var
-from server.request.thinking import Thinker
 from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
@@ -54,16 +51,18 @@ from server.vllm.adapters import lease, open_adapters
 from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.messages.requests import merges_inline_system, template_of, thinker_of
+from server.vllm.messages.requests import template_of
 from server.vllm.reader import RequestReader
-from server.vllm.reading import BodyReader, Rules, Told
+from server.vllm.reading import BodyReader, Told
 from server.vllm.reading_process import serve_reading
+from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
+from server.vllm.rendering.variables import templates_of
+from server.vllm.rules import make_rules
 from server.vllm.streams import text_chunks
 from server.vllm.streams.stamps import put_on, stamped_frames
 from server.vllm.tool_calls import tool_parser_of
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
     from vllm.tasks import SupportedTask
 
     from server.lora.registry import AdapterRegistry
@@ -151,9 +150,7 @@ class VllmFrontend:
         self._tracing = tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
-        merges = merges_inline_system(getattr(state, "anthropic_serving_messages", None))
-        thinker = thinker_of(getattr(state, "openai_serving_chat", None))
-        rules = make_rules(engine.vllm_config, settings, tasks, offered, merges, thinker)
+        rules = make_rules(engine.vllm_config, state, settings, tasks, offered)
         self._limits = rules.limits
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(
@@ -165,6 +162,11 @@ class VllmFrontend:
             settings.read_timeout_s,
         )
         self._reader = RequestReader(BodyReader(rules, request_models()), self._reading)
+        online = state.online_renderer
+        templates = RemoteTemplates(
+            self._reader.render, templates_of(online), _CHARS_PER_BYTE * settings.max_body_bytes
+        )
+        render_elsewhere(online.renderer, templates, settings.read_workers)
 
     async def warm_up(self) -> None:
         """Have a process ready for large bodies; without one the first of them starts it."""
@@ -241,6 +243,7 @@ class VllmFrontend:
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
             await self.grammars.check(told.constraints, on_kind)
+        large_var.set(given.large)
         asked = Asked(told.fields, told.blamed)
         answering = self._answer(self._handlers[told.form], told.model, request, given.stamp)
         try:
@@ -309,70 +312,6 @@ class VllmFrontend:
         return ours
 
 
-def make_rules(
-    config: VllmConfig,
-    settings: ServerSettings,
-    tasks: tuple[SupportedTask, ...],
-    offered: frozenset[str],
-    merge_inline_system: bool,
-    thinker: Thinker,
-) -> Rules:
-    """Return what this server takes of the forms that the served model offers."""
-    model, scheduler = config.model_config, config.scheduler_config
-    max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
-    return Rules(
-        budget=Budget(
-            max_messages=settings.max_messages,
-            max_prompts=settings.max_prompts,
-            max_tools=settings.max_tools,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            max_text_chars=settings.max_text_chars,
-        ),
-        limits=Limits(
-            # More answers than sequences would wait for each other.
-            max_n=min(settings.max_n, scheduler.max_num_seqs),
-            max_messages=settings.max_messages,
-            max_prompts=settings.max_prompts,
-            max_stop=settings.max_stop,
-            max_logit_bias=settings.max_logit_bias,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            max_queued_tokens=scheduler.max_num_queued_tokens,
-            has_priorities=scheduler.policy == "priority",
-        ),
-        pooling=PoolingLimits(
-            max_prompts=settings.max_prompts,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            dimensions=_dimensions(model),
-        ),
-        unknown_fields=settings.unknown_fields,
-        volatile_lines=settings.volatile_lines,
-        max_json_depth=settings.max_json_depth,
-        text_only=not model.is_multimodal_model,
-        merge_inline_system=merge_inline_system,
-        thinker=thinker,
-        guided="generate" in tasks,
-        speculates=config.speculative_config is not None,
-        offered=offered,
-        does=_in_words(tasks, model),
-    )
-
-
+_CHARS_PER_BYTE = 4
+"""Of a body: a prompt of more was multiplied by a template."""
 _WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
-
-
-def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
-    """What the model does, for those who ask for something else."""
-    if "generate" in tasks:
-        return "generates text; one that pools is served with --runner pooling"
-    task = model.get_pooling_task(tasks)
-    if task in ("classify", "token_classify"):
-        return f"pools for the task {task!r} with {model.hf_config.num_labels} labels"
-    return f"pools for the task {task!r}"
-
-
-def _dimensions(model: ModelConfig) -> Sequence[int]:
-    every = range(1, model.embedding_size + 1)
-    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()

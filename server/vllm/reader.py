@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from server.errors import InternalError, OverloadedError, RequestError
+from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
 from server.frontend import Endpoint, ReadRequest
 from server.host.job_counts import JobCounts
 from server.host.job_pool import (
@@ -16,7 +16,8 @@ from server.host.job_pool import (
     WorkerStartError,
 )
 from server.observability.logging import request_id_var
-from server.vllm.reading_process import answer_of, job_bytes
+from server.vllm.reading_process import answer_of, job_bytes, rendered_of
+from server.vllm.rendering.job import Rendered
 
 SMALL_BYTES = 32 * 1024
 SMALL_CONTAINERS = 160
@@ -57,7 +58,9 @@ class RequestReader:
             return self._here.read(endpoint, raw, before)
         began = time.perf_counter()
         try:
-            answer = await self._exchange(job_bytes(endpoint, raw, before, request_id_var.get()))
+            answer = await self._exchange(
+                job_bytes(endpoint, raw, before, request_id_var.get()), "read"
+            )
             given = answer_of(answer)
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
@@ -66,26 +69,38 @@ class RequestReader:
         given.large = True
         return given
 
+    async def render(self, job: bytes) -> Rendered:
+        """Return what a chat template makes of a large conversation.
+
+        Requests that come here are admitted already, and wait. Raises a `ServerError` where the
+        rendering takes more time or memory than it may.
+        """
+        return rendered_of(await self._exchange(job, "render", waits=True))
+
     def take_counts(self) -> JobCounts:
         """Return what was done with large bodies since the last call."""
         counts, self._counts = self._counts, JobCounts()
         return counts
 
-    async def _exchange(self, job: bytes) -> bytes:
+    async def _exchange(self, job: bytes, does: str, *, waits: bool = False) -> bytes:
         try:
-            return await self._pool.run(job)
+            return await self._pool.run(job, waits=waits)
         except PoolFullError:
             self._counts.note("overloaded")
             raise _overloaded("Too many large requests wait to be read.") from None
         except JobTimeoutError:
             self._counts.note("timeout", self._pool.timeout_s)
             raise _overloaded(
-                f"The request took longer than {self._pool.timeout_s:g} s to read "
+                f"The request took longer than {self._pool.timeout_s:g} s to {does} "
                 "(--read-timeout-s)."
             ) from None
-        except JobCrashedError:
+        except JobCrashedError as error:
             self._counts.note("crashed")
-            raise _overloaded("The request needed more memory to be read than it may.") from None
+            raise ReaderFailedError(
+                f"The process that reads large requests was ended {error} before it had {does} "
+                "this one.",
+                retry_after_s=_RETRY_S,
+            ) from None
         except WorkerStartError as error:
             self._counts.note("not_started")
             raise InternalError(f"Large requests cannot be read: {error}.") from None

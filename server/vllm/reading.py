@@ -21,20 +21,20 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import Endpoint, JsonObject, ReadRequest
 from server.request.body import parse_json_object
-from server.request.budget import Budget, check_budget
+from server.request.budget import check_budget
 from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
 from server.request.fields import (
-    UnknownPolicy,
     accepted_fields,
     check_nested,
     model_field_names,
     treat,
 )
-from server.request.limits import Limits, bound_tokens, check_limits
+from server.request.limits import bound_tokens, check_limits
 from server.request.media import refuse_media
-from server.request.pooling import PoolingLimits, check_pooling_limits
-from server.request.thinking import Thinker, settle_thinking
-from server.request.volatile_lines import Rule, settle_lines
+from server.request.pooling import check_pooling_limits
+from server.request.templates.variables import settle_variables
+from server.request.thinking import settle_thinking
+from server.request.volatile_lines import settle_lines
 from server.responses.keeping import take_keeping
 from server.speculation.wishes import DraftWishes, settle_drafts
 from server.structured_outputs.constraint import Constraint
@@ -43,34 +43,10 @@ from server.structured_outputs.request_constraints import constraints_of
 from server.tiers.tier import take_tier
 from server.vllm.errors import Asked, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
+from server.vllm.rendering.variables import declared_by
+from server.vllm.rules import Rules
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What one server takes.
-
-    `offered` are the forms of requests that the served model answers; `does` says in words what it
-    does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
-    how Anthropic's system messages become those of a chat; `thinker` is what the model has for
-    wishes about thinking, `volatile_lines` which lines of system prompts are settled.
-    `speculates`: the engine checks drafts.
-    """
-
-    budget: Budget
-    limits: Limits
-    pooling: PoolingLimits
-    unknown_fields: UnknownPolicy
-    volatile_lines: tuple[Rule, ...]
-    max_json_depth: int
-    text_only: bool
-    merge_inline_system: bool
-    thinker: Thinker
-    guided: bool
-    speculates: bool
-    offered: frozenset[str]
-    does: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +98,7 @@ class BodyReader:
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
-        ignored = treat(endpoint, body)
+        ignored = treat(endpoint, body) + self._settle_variables(endpoint, body)
         ignored += settle_thinking(endpoint, body, rules.thinker)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
         known = model_field_names(self._models[form])
@@ -143,6 +119,13 @@ class BodyReader:
         return ReadRequest(
             answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping
         )
+
+    def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:
+        """Leave in `body` the variables that its template declares; return the ignored ones."""
+        rules = self._rules
+        template = body.get("chat_template")
+        own = declared_by(template) if rules.own_templates and isinstance(template, str) else None
+        return settle_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
 
     def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
         rules = self._rules

@@ -14,12 +14,14 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from server.errors import InternalError, ServerError
+from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import Endpoint, ReadRequest
-from server.host.job_pool import limit_growth
+from server.host.job_pool import MEMORY_BYTES, limit_growth
 from server.observability.logging import configure, request_id_var
 from server.settings import ServerSettings
-from server.vllm.reading import BodyReader, Rules
+from server.vllm.reading import BodyReader
+from server.vllm.rendering.job import MARK, Rendered, render
+from server.vllm.rules import Rules
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,15 @@ def answer_of(data: bytes) -> ReadRequest:
     if isinstance(answer, ServerError):
         raise answer
     assert isinstance(answer, ReadRequest)
+    return answer
+
+
+def rendered_of(data: bytes) -> Rendered:
+    """Return what a job's template made. Raises the `ServerError` of what is wrong with it."""
+    answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
+    if isinstance(answer, ServerError):
+        raise answer
+    assert isinstance(answer, Rendered)
     return answer
 
 
@@ -69,14 +80,13 @@ def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> N
 
 
 def _answer(reader: BodyReader, job: bytes) -> bytes:
-    head, _, rest = job.partition(b"\n")
-    endpoint, size, request_id = head.decode().split(" ", 2)
-    before = None if size == "-1" else rest[: int(size)]
-    raw = rest[len(before or b"") :]
-    request_id_var.set(request_id or None)
-    answer: ReadRequest | ServerError
+    answer: ReadRequest | Rendered | ServerError
     try:
-        answer = reader.read(Endpoint[endpoint], raw, before)
+        answer = render(job) if job.startswith(MARK) else _read(reader, job)
+    except MemoryError:
+        answer = BodyTooLargeError(
+            f"The request needs more than {MEMORY_BYTES >> 20} MiB of memory to be read."
+        )
     except ServerError as error:
         answer = error
     except Exception:
@@ -84,6 +94,14 @@ def _answer(reader: BodyReader, job: bytes) -> bytes:
         logger.exception("A request could not be read")
         answer = InternalError("Internal error; the server's log has it under the request id.")
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+
+
+def _read(reader: BodyReader, job: bytes) -> ReadRequest:
+    head, _, rest = job.partition(b"\n")
+    endpoint, size, request_id = head.decode().split(" ", 2)
+    before = None if size == "-1" else rest[: int(size)]
+    request_id_var.set(request_id or None)
+    return reader.read(Endpoint[endpoint], rest[len(before or b"") :], before)
 
 
 def _resident_bytes() -> int:

@@ -14,7 +14,7 @@ from server.errors import (
     InvalidTypeError,
     InvalidValueError,
     MissingFieldError,
-    OverloadedError,
+    ReaderFailedError,
     ServerError,
     UnknownFieldError,
     UnsupportedFieldError,
@@ -25,12 +25,14 @@ from server.host.job_pool import JobPool, process_starter
 from server.request.budget import Budget
 from server.request.limits import Limits
 from server.request.pooling import PoolingLimits
+from server.request.templates.variables import TemplateVariables
 from server.request.thinking import Thinker
 from server.settings import ServerSettings
 from server.vllm.handlers import request_models
 from server.vllm.reader import RequestReader, is_small
-from server.vllm.reading import BodyReader, Rules
+from server.vllm.reading import BodyReader
 from server.vllm.reading_process import answer_of, job_bytes, serve_reading
+from server.vllm.rules import Rules
 from tests.edges.corpus import BODIES, USER, endpoint_of
 
 pytestmark = pytest.mark.engine
@@ -58,6 +60,8 @@ RULES = Rules(
     text_only=True,
     merge_inline_system=False,
     thinker=Thinker(),
+    variables=TemplateVariables(arguments=frozenset(("tokenize",))),
+    own_templates=True,
     guided=True,
     speculates=True,
     offered=frozenset(MODELS) - {"rerank"},
@@ -176,10 +180,11 @@ async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
         await reader.read(Endpoint.CHAT, raw(messages=[{"role": "user"}] * 2000))
     (first,) = (one for one in multiprocessing.active_children() if one.name == "reading")
     first.kill()
-    with pytest.raises(OverloadedError) as caught:
+    with pytest.raises(ReaderFailedError, match="ended by SIGKILL before it had read") as caught:
         while True:
             await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
-    assert caught.value.rejection == "reading"
+    assert caught.value.row.status == 503
+    assert "retry-after" in caught.value.headers
     again = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
     assert again.answers == 1
 

@@ -51,7 +51,7 @@ def test_known_fields_pass_unchanged() -> None:
     [
         ("temprature", 1, "did you mean 'temperature'?"),
         ("verbosit", 1, "did you mean 'verbosity'?"),
-        ("xyz", None, "Unknown field 'xyz'."),
+        ("xyz", None, "Unknown field 'xyz' (with --unknown-fields warn"),
         ("guided_json", {}, "json_schema"),
         ("guided_regex", "a", "structured_outputs.regex"),
         ("guided_choice", [], "structured_outputs.choice"),
@@ -65,6 +65,7 @@ def test_unknown_fields_are_refused_by_name(field: str, value: object, words: st
         accept(**{field: value})
     assert caught.value.param == field
     assert words in caught.value.message
+    assert "--unknown-fields warn" in caught.value.message
 
 
 def test_unknown_fields_can_be_warned_about(caplog: pytest.LogCaptureFixture) -> None:

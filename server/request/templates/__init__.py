@@ -1,0 +1,1 @@
+"""Chat templates: the variables that a request may set."""

@@ -1,0 +1,73 @@
+"""One rendering of a chat template as a job of the process that reads large bodies."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+MARK = b"RENDER\n"
+"""What a job begins with, where those about bodies have the name of an endpoint."""
+
+
+_OF_TEMPLATES = (
+    *(TemplateError, LookupError, TypeError, ValueError),
+    *(AttributeError, ArithmeticError, RuntimeError),
+)
+"""What a template raises, of its own or about a conversation that it does not expect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Everything a chat template needs; `arguments` are those of `apply_chat_template`."""
+
+    conversation: list[Any]
+    arguments: dict[str, Any]
+    special_tokens: dict[str, str]
+
+    def as_job(self) -> bytes:
+        """Return the job's bytes."""
+        return MARK + pickle.dumps(self, pickle.HIGHEST_PROTOCOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt, or the template's reason to refuse the conversation."""
+
+    prompt: str = ""
+    reason: str | None = None
+
+
+def render(job: bytes) -> Rendered:
+    """Return what a job's template makes of its conversation. Raises `MemoryError`."""
+    rendering: Rendering = pickle.loads(job[len(MARK) :])  # noqa: S301 (written by `as_job`)
+    tokenizer = _template_tokenizer()(rendering.special_tokens)
+    try:
+        prompt = tokenizer.apply_chat_template(rendering.conversation, **rendering.arguments)
+    except _OF_TEMPLATES as error:
+        return Rendered(reason=str(error))
+    return Rendered(prompt)
+
+
+@cache
+def _template_tokenizer() -> Any:
+    from transformers import PreTrainedTokenizerBase
+
+    class TemplateTokenizer(PreTrainedTokenizerBase):
+        """A tokenizer without a vocabulary, which is all that a template needs of one."""
+
+        chat_template = None
+
+        def __init__(self, special_tokens: dict[str, str]) -> None:
+            """Initialise nothing else: the base class would look for a vocabulary."""
+            self.__dict__["_given_tokens"] = special_tokens
+
+        @property
+        def special_tokens_map(self) -> dict[str, str]:
+            """The variables that transformers adds to every template."""
+            return dict(self.__dict__["_given_tokens"])
+
+    return TemplateTokenizer

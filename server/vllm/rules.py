@@ -1,0 +1,121 @@
+"""What one server takes of requests: every limit and choice that reading a body depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from server.request.budget import Budget
+from server.request.fields import UnknownPolicy
+from server.request.limits import Limits
+from server.request.pooling import PoolingLimits
+from server.request.templates.variables import TemplateVariables
+from server.request.thinking import Thinker
+from server.request.volatile_lines import Rule
+from server.settings import ServerSettings
+from server.vllm.messages.requests import merges_inline_system, thinker_of
+from server.vllm.rendering.variables import template_variables
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.tasks import SupportedTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What one server takes.
+
+    `offered` are the forms of requests that the served model answers; `does` says in words what it
+    does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
+    how Anthropic's system messages become those of a chat; `thinker` is what the model has for
+    wishes about thinking, `volatile_lines` which lines of system prompts are settled.
+    `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
+    `own_templates`: requests may bring another.
+    """
+
+    budget: Budget
+    limits: Limits
+    pooling: PoolingLimits
+    unknown_fields: UnknownPolicy
+    volatile_lines: tuple[Rule, ...]
+    max_json_depth: int
+    text_only: bool
+    merge_inline_system: bool
+    thinker: Thinker
+    variables: TemplateVariables
+    own_templates: bool
+    guided: bool
+    speculates: bool
+    offered: frozenset[str]
+    does: str
+
+
+def make_rules(
+    config: VllmConfig,
+    state: State,
+    settings: ServerSettings,
+    tasks: tuple[SupportedTask, ...],
+    offered: frozenset[str],
+) -> Rules:
+    """Return what this server takes of the forms `offered`; `state` has vLLM's serving classes."""
+    model, scheduler = config.model_config, config.scheduler_config
+    max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
+    return Rules(
+        budget=Budget(
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_tools=settings.max_tools,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_text_chars=settings.max_text_chars,
+        ),
+        limits=Limits(
+            # More answers than sequences would wait for each other.
+            max_n=min(settings.max_n, scheduler.max_num_seqs),
+            max_messages=settings.max_messages,
+            max_prompts=settings.max_prompts,
+            max_stop=settings.max_stop,
+            max_logit_bias=settings.max_logit_bias,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            max_queued_tokens=scheduler.max_num_queued_tokens,
+            has_priorities=scheduler.policy == "priority",
+        ),
+        pooling=PoolingLimits(
+            max_prompts=settings.max_prompts,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            dimensions=_dimensions(model),
+        ),
+        unknown_fields=settings.unknown_fields,
+        volatile_lines=settings.volatile_lines,
+        max_json_depth=settings.max_json_depth,
+        text_only=not model.is_multimodal_model,
+        merge_inline_system=merges_inline_system(
+            getattr(state, "anthropic_serving_messages", None)
+        ),
+        thinker=thinker_of(getattr(state, "openai_serving_chat", None)),
+        variables=template_variables(state.online_renderer),
+        own_templates=state.online_renderer.trust_request_chat_template,
+        guided="generate" in tasks,
+        speculates=config.speculative_config is not None,
+        offered=offered,
+        does=_in_words(tasks, model),
+    )
+
+
+def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
+    """What the model does, for those who ask for something else."""
+    if "generate" in tasks:
+        return "generates text; one that pools is served with --runner pooling"
+    task = model.get_pooling_task(tasks)
+    if task in ("classify", "token_classify"):
+        return f"pools for the task {task!r} with {model.hf_config.num_labels} labels"
+    return f"pools for the task {task!r}"
+
+
+def _dimensions(model: ModelConfig) -> Sequence[int]:
+    every = range(1, model.embedding_size + 1)
+    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()
