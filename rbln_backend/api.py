@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from rbln_backend.errors import PlatformError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm.config import ModelConfig, VllmConfig
 
     from rbln_backend.grammar.trial import GrammarTrial
     from rbln_backend.reporting.model_report import ModelReport
     from rbln_backend.reporting.store_report import CompileReport, StoreReport
+    from rbln_backend.store.cache_key import CacheKey
 
 
 _PLUGIN = "rbln"
@@ -125,6 +126,16 @@ def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
     from rbln_backend.worker.check.store_survey import store_versions
 
     return store_versions()
+
+
+def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
+    """Raise ``CorruptArtifactError`` for stored files that a start would not load as a graph.
+
+    False for a graph of another version, which is not checked. Imports torch, but not vLLM.
+    """
+    from rbln_backend.worker.check.stored_graphs import check_graph
+
+    return check_graph(key, files)
 
 
 def grammar_trial(config: VllmConfig) -> GrammarTrial:

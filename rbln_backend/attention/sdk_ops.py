@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.sdk.schemas import NAMESPACE, check_ops
+from rbln_backend.compiler.programs.sdk_schemas import NAMESPACE, check_ops
 
 
 class SdkAttention:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError
 

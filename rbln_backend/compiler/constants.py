@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import PARAM
 
 # Every graph of an engine keeps results of its own: vectors are worth it, matrices are not.

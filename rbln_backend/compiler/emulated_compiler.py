@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from rbln_backend.compiler.constants import fold_constants
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.call_list import CallList
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.recorder import Recorder, Step
 from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.emulator.kv_memory import HostKvMemory
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmulatedGraph:
-    """The program over fixed tensors: a Python function at first, then what its first run did."""
+    """The program over fixed tensors: a list of calls at first, then what its first run did."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class EmulatedGraph:
         record: StartRecording | None,
     ) -> None:
         self.spec = spec
-        self._function: Callable[..., tuple[Tensor, ...]] = fx.GraphModule({}, graph).forward
+        self._calls: Callable[..., tuple[Tensor, ...]] = CallList(graph)
         self._tensors = tuple(tensors)
         self._record = record
         self._steps: list[Step] = []
@@ -45,7 +46,7 @@ class EmulatedGraph:
                 step()
             return self._outputs
         if self._record is None:
-            return self._function(*self._tensors)
+            return self._calls(*self._tensors)
         return self._first_run(self._record())
 
     def prepare(self) -> None:
@@ -61,7 +62,7 @@ class EmulatedGraph:
         recorder = Recorder(recording)
         try:
             with recorder:
-                outputs = self._function(*self._tensors)
+                outputs = self._calls(*self._tensors)
         finally:
             recording.end()
         if recorder.is_repeatable:

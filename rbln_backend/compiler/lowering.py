@@ -10,7 +10,7 @@ from torch import fx
 from rbln_backend.compiler.attention_lowering import fuse_attention
 from rbln_backend.compiler.constants import is_impure
 from rbln_backend.compiler.examples import example, is_method
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import PACKED, PARAM
 from rbln_backend.compiler.views import elide_output_buffers, simplify_views
 from rbln_backend.emulator.packing import PACKABLE_DTYPES, can_pack

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from rbln_backend.compiler.program import Program
+    from rbln_backend.compiler.programs.program import Program
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 

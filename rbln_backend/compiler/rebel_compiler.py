@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, KvMemory
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.device import choose_device
-from rbln_backend.compiler.sdk.schemas import check_ops
+from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
 from rbln_backend.moe.paths import (

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,13 @@ from rbln_backend.store.cache_key import CacheKey, canonical_json
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+PROGRAM = "program.json"
+"""A captured graph as data."""
 BINARIES = "binaries.bin"
 """A file that holds code, which only ``ArtifactStore.load_code`` gives out."""
+
+CheckGraph = Callable[[CacheKey, Mapping[str, bytes]], object]
+"""Raises `CorruptArtifactError` for files that are whole but are not what the key stands for."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -141,7 +146,7 @@ def decode_manifest(raw: bytes) -> Manifest:
     try:
         files = {name: _decode_record(name, record) for name, record in body["files"].items()}
         return Manifest(CacheKey(body["key"]), files, float(body["created"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptArtifactError(f"{MANIFEST} lacks or garbles a field: {error}") from None
 
 

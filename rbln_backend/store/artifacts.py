@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
+from rbln_backend.errors import CorruptArtifactError
 from rbln_backend.host.file_locks import acquire, claimed_folder, open_lock, remove_if_unlocked
 from rbln_backend.host.replaced_files import sync_directory
 from rbln_backend.host.trusted_files import check_trusted
@@ -113,14 +113,18 @@ class ArtifactStore:
 
         A damaged entry moves to the quarantine, unless the store is read-only.
         """
+        return self._load_from(self._find(key.digest), key, self.load)
+
+    def _load_from(
+        self, path: Path, key: CacheKey, load_again: Callable[[CacheKey], dict[str, bytes] | None]
+    ) -> dict[str, bytes] | None:
         started = time.monotonic()
-        path = self._find(key.digest)
         try:
             files = read_entry(path, key)
         except CorruptArtifactError as error:
             self._report_damage(path, error)
             # A bundle may have it whole.
-            return None if path.is_dir() or not self.has(key) else self.load(key)
+            return None if path.is_dir() or not self.has(key) else load_again(key)
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
             if not absent:
@@ -139,12 +143,18 @@ class ArtifactStore:
         """As ``load``; None, with a warning, where somebody else could have written the entry."""
         path = self._find(key.digest)
         try:
+            check_trusted(path, (BINARIES, MANIFEST))
+        except FileNotFoundError as error:
             if path.is_dir():
-                check_trusted(path, (BINARIES, MANIFEST))
-        except (UntrustedFileError, OSError) as error:
+                self._report_damage(path, CorruptArtifactError(f"a file is missing: {error}"))
+            else:
+                self._on_event(StoreEvent("miss", key.digest))
+            return None
+        except OSError as error:
             logger.warning("Artifact %s is code and is not taken: %s", key.digest, error)
             return None
-        return self.load(key)
+        # From where it was checked: a bundle that has the entry, too, is checked on its own.
+        return self._load_from(path, key, self.load_code)
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
         """Write an entry, unless the key has one, then evict what exceeds the bound.
@@ -178,9 +188,12 @@ class ArtifactStore:
         return self._find(key.digest).is_dir()
 
     def quarantine(self, digest: str, reason: str) -> None:
-        """Move away an entry that is damaged, or whole but makes no sense to the caller."""
+        """Move away an entry that is damaged, or whole but makes no sense to the caller.
+
+        A bundle's entry is reported and stays.
+        """
         logger.warning("Artifact %s is unusable: %s", digest, reason)
-        if self._condemn(self._entry_path(digest)):
+        if self._condemn(self._find(digest)):
             self._on_event(StoreEvent("corrupt", digest, detail=reason))
 
     def evict(self, digest: str) -> bool:

@@ -6,24 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rbln_backend.errors import CorruptArtifactError
-from rbln_backend.store.artifact_files import read_entry, read_manifest
+from rbln_backend.store.artifact_files import CheckGraph, read_entry, read_manifest
 from rbln_backend.store.artifacts import Entry, entry_paths
 
 _DAY_S = 86400.0
 
 
-def audit(root: Path) -> Iterator[tuple[str, str | None]]:
+def audit(root: Path, check: CheckGraph) -> Iterator[tuple[str, str | None]]:
     """Read every entry whole; yields its digest, and what is wrong with it or None."""
     for path in entry_paths(root):
-        yield path.name, _damage(path)
+        yield path.name, _damage(path, check)
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Path, check: CheckGraph) -> str | None:
     try:
         manifest = read_manifest(path)
         if manifest.key.digest != path.name:
             return "its manifest belongs to another key"
-        read_entry(path, manifest.key)
+        check(manifest.key, read_entry(path, manifest.key))
     except CorruptArtifactError as error:
         return str(error)
     except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from rbln_backend.errors import BundleError, CorruptArtifactError, UntrustedFileError
 from rbln_backend.store.artifact_files import (
     MANIFEST,
+    CheckGraph,
     check_manifest_files,
     decode_manifest,
     encode_manifest,
@@ -59,12 +60,15 @@ class Contents:
         return files
 
     @classmethod
-    def from_files(cls, files: Files) -> Contents:
-        """Verify every byte against what the bundle says of it; raises ``BundleError``."""
+    def from_files(cls, files: Files, check: CheckGraph) -> Contents:
+        """Verify every byte against what the bundle says of it, and every graph by ``check``.
+
+        Raises ``BundleError``.
+        """
         graphs, kernels = _sort(files)
         found = cls()
         for digest, content in graphs.items():
-            key, rest = _verified_graph(digest, content)
+            key, rest = _verified_graph(digest, content, check)
             found.graphs[key] = rest
         for name, content in kernels.items():
             if not are_intact(content):
@@ -88,6 +92,7 @@ class Contents:
 
 def collect(
     cache_root: Path,
+    check: CheckGraph,
     *,
     digests: Collection[str] | None = None,
     kernel_keys: Collection[str] | None = None,
@@ -108,6 +113,7 @@ def collect(
                 raise BundleError(
                     f"graph {entry.key.digest} is damaged; see `rbln-serve cache verify`"
                 )
+            _check_stored(entry.key, content, check)
             found.graphs[entry.key] = content
     absent = set(digests or ()) - {key.digest for key in found.graphs}
     if absent:
@@ -128,6 +134,15 @@ def collect(
     return found
 
 
+def _check_stored(key: CacheKey, content: Files, check: CheckGraph) -> None:
+    try:
+        check(key, content)
+    except CorruptArtifactError as error:
+        raise BundleError(
+            f"graph {key.digest} is not exported: {error}; see `rbln-serve cache verify`"
+        ) from None
+
+
 def _sort(files: Files) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, bytes]]]:
     """Graphs by digest and libraries by key, each the files of one folder."""
     graphs: dict[str, dict[str, bytes]] = defaultdict(dict)
@@ -145,12 +160,15 @@ def _sort(files: Files) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str
     return graphs, kernels
 
 
-def _verified_graph(digest: str, content: dict[str, bytes]) -> tuple[CacheKey, Files]:
+def _verified_graph(
+    digest: str, content: dict[str, bytes], check: CheckGraph
+) -> tuple[CacheKey, Files]:
     try:
         manifest = decode_manifest(content.pop(MANIFEST, b""))
         check_manifest_files(manifest, content)
+        if manifest.key.digest != digest:
+            raise CorruptArtifactError(f"{MANIFEST} belongs to another key")
+        check(manifest.key, content)
     except CorruptArtifactError as error:
         raise BundleError(f"graph {digest}: {error}") from None
-    if manifest.key.digest != digest:
-        raise BundleError(f"graph {digest}: {MANIFEST} belongs to another key")
     return manifest.key, content

@@ -17,6 +17,7 @@ from rbln_backend.store.bundle_contents import Contents, collect
 from rbln_backend.store.bundle_output import write_bundle, write_folder
 from rbln_backend.store.kernel_files import kernel_store
 from rbln_backend.store.unpack import Imported, unpack
+from server.commands.graph_checks import GraphChecks
 from server.commands.stdout import answers_alone_on_stdout
 from server.commands.without_engine import ask_backend
 from server.frontend import LaunchError
@@ -67,13 +68,13 @@ def export(args: Namespace) -> int:
 
 def import_entries(args: Namespace) -> int:
     """Take a bundle over, and say what of it is new."""
-    limit = args.max_bytes or MAX_BYTES
+    limit, checks = args.max_bytes or MAX_BYTES, GraphChecks()
     try:
         read = read_tree if args.file.is_dir() else read_archive
         files, digest = read(args.file, max_bytes=limit)
         if args.digest not in (None, f"sha256:{digest}"):
             raise BundleError(f"{args.file} has the digest sha256:{digest}, not {args.digest}")
-        contents = Contents.from_files(files)
+        contents = Contents.from_files(files, checks)
         imported = unpack(
             contents,
             args.root,
@@ -83,6 +84,7 @@ def import_entries(args: Namespace) -> int:
     except (BundleError, OSError) as error:
         return _fail(str(error), 1)
     _tell_imported(imported, args.root, sys.stdout)
+    sys.stdout.write(checks.report())
     return 0
 
 
@@ -114,7 +116,7 @@ def _survey(args: Namespace) -> StoreReport:
 
 def _chosen(args: Namespace) -> Contents:
     if args.model is None:
-        return collect(args.root, kernel_keys=() if args.no_kernels else None)
+        return collect(args.root, GraphChecks(), kernel_keys=() if args.no_kernels else None)
     report = _survey(args)
     if report.to_compile:
         raise LaunchError(
@@ -124,6 +126,7 @@ def _chosen(args: Namespace) -> Contents:
         )
     return collect(
         args.root,
+        GraphChecks(),
         digests={graph.digest for graph in report.graphs},
         kernel_keys=() if args.no_kernels else report.kernels.keys,
     )

@@ -16,6 +16,7 @@ from rbln_backend.errors import PlatformError
 from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
 from rbln_backend.store.audit import above_bound, audit, of_other_versions, unused_since
 from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
+from server.commands.graph_checks import GraphChecks
 from server.commands.stdout import answers_alone_on_stdout
 
 _ROW = "{:<32}  {:<12}  {:<28}  {:>9}  {:>10}\n"
@@ -52,8 +53,8 @@ def list_entries(args: Namespace) -> int:
 def verify(args: Namespace) -> int:
     """Read everything; 1 when something is damaged."""
     store = _store(args.root, read_only=not args.quarantine)
-    damaged, whole = [], 0
-    for digest, reason in audit(store.root):
+    damaged, whole, checks = [], 0, GraphChecks()
+    for digest, reason in audit(store.root, checks):
         if reason is None:
             whole += 1
             continue
@@ -69,12 +70,14 @@ def verify(args: Namespace) -> int:
         if args.quarantine:
             shutil.rmtree(kernel.path, ignore_errors=True)
     if args.json:
-        sys.stdout.write(json.dumps({"ok": not damaged, "whole": whole, "damaged": damaged}) + "\n")
+        found = {"ok": not damaged, "whole": whole, "damaged": damaged}
+        sys.stdout.write(json.dumps({**found, "of_other_versions": checks.skipped}) + "\n")
         return 1 if damaged else 0
     for item in damaged:
         sys.stdout.write(f"damaged {item['kind']} {item['key']}: {item['reason']}\n")
     removed = ", moved away" if damaged and args.quarantine else ""
     sys.stdout.write(f"{whole} entries are whole, {len(damaged)} damaged{removed}\n")
+    sys.stdout.write(checks.report())
     return 1 if damaged else 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,14 @@ import pytest
 from vllm import SamplingParams
 
 from rbln_backend.errors import UncompiledShapeError
+from rbln_backend.store.artifact_files import MANIFEST, PROGRAM, encode_manifest, read_manifest
 from rbln_backend.store.bundle_contents import collect
 from rbln_backend.store.bundle_output import write_folder
+from server.commands.cli import main
+from server.commands.graph_checks import GraphChecks
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
+from tests.forged_bundles import CANARY, CODE, Watch, forge, import_forged
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -80,7 +86,7 @@ def test_an_exported_folder_is_read_in_place(
 ) -> None:
     """Beside a root that has none of it; nothing is written to either but what is new."""
     bundle, root = tmp_path / "bundle", tmp_path / "root"
-    write_folder(bundle, collect(filled, kernel_keys=()))
+    write_folder(bundle, collect(filled, GraphChecks(), kernel_keys=()))
     before = {path: path.read_bytes() for path in graph_files(bundle)}
     engine = start(engines, root, cache_bundles=[str(bundle)])
     assert (compiled(engine), loaded(engine)) == (0, NUM_GRAPHS)
@@ -89,8 +95,14 @@ def test_an_exported_folder_is_read_in_place(
     assert_serves(engine)
 
 
-def test_damaged_files_are_rebuilt(engines: Engines, copied: Path) -> None:
-    """Each entry is damaged in another way: flipped bits, a cut, an empty file, a missing one."""
+def test_damaged_files_are_rebuilt(
+    engines: Engines, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each entry is damaged in another way: flipped bits, a cut, an empty file, a missing one.
+
+    One is whole, and its program would run code if its names became source text.
+    """
+    monkeypatch.chdir(tmp_path)
     files = graph_files(copied)
     entries = sorted({path.parent for path in files})
     assert len(entries) == NUM_GRAPHS
@@ -106,15 +118,42 @@ def test_damaged_files_are_rebuilt(engines: Engines, copied: Path) -> None:
             manifest.write_bytes(b"")
         elif number == 4:
             program.unlink()
+        elif number == 5:
+            forge_keyword(entry)
         else:
             manifest.unlink()
+    assert main(["cache", "verify", "--cache-root", str(copied)]) == 1
     engine = start(engines, copied)
     assert compiled(engine) == NUM_GRAPHS
-    assert engine.metric("rbln_compile_cache_requests_total", result="corrupt") >= 4
+    assert engine.metric("rbln_compile_cache_requests_total", result="corrupt") == NUM_GRAPHS
     assert_serves(engine)
+    assert not (tmp_path / CANARY).exists()
     again = start(engines, copied)
     assert compiled(again) == 0
     assert_serves(again)
+
+
+def test_a_forged_bundle_is_refused_or_valid(filled: Path, tmp_path: Path) -> None:
+    """Nothing of one is executed; ``python -m tests.forged_bundles`` tries many more."""
+    files = collect(filled, GraphChecks(), kernel_keys=()).to_files()
+    watch = Watch()
+    watch.prepare(files, tmp_path / "bundle")
+    accepted = [
+        import_forged(forge(random.Random(seed), files), tmp_path / "bundle", watch)
+        for seed in range(150)
+    ]
+    assert 0 < sum(accepted) < 50
+
+
+def forge_keyword(entry: Path) -> None:
+    """Change a program, and its manifest with it."""
+    document = json.loads((entry / PROGRAM).read_bytes())
+    call = next(node for node in document["nodes"] if "::" in node["op"])
+    call["kwargs"] = {f"**({CODE} and {{}} or {{}}))  #": None}
+    data = json.dumps(document, separators=(",", ":")).encode()
+    key = read_manifest(entry).key
+    (entry / PROGRAM).write_bytes(data)
+    (entry / MANIFEST).write_bytes(encode_manifest(key, {PROGRAM: data}, created=0))
 
 
 def flip(path: Path, at: int) -> None:

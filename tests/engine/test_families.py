@@ -13,7 +13,7 @@ import pytest
 from vllm import ModelRegistry, SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
-from rbln_backend.worker.graphs.factory import PROGRAM_FILE
+from rbln_backend.store.artifact_files import PROGRAM
 from tests.checkpoint_families import OTHERS, REQUIRED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
@@ -139,4 +139,4 @@ def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     assert_equal(together, expected, tolerance)
     assert_equal(again, expected, tolerance)
     # One each for prefill, decode and the logits of prompts.
-    assert len(list(tmp_path.rglob(PROGRAM_FILE))) == 3, "every program can be stored"
+    assert len(list(tmp_path.rglob(PROGRAM))) == 3, "every program can be stored"

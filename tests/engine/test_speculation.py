@@ -349,7 +349,7 @@ def test_a_bundle_holds_the_graphs_that_check_drafts(
 ) -> None:
     made = {how: pair.drafted.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
     assert made == {"compiled": NUM_GRAPHS, "loaded": 0}
-    write_folder(tmp_path / "bundle", collect(root, kernel_keys=()))
+    write_folder(tmp_path / "bundle", collect(root, lambda *_: None, kernel_keys=()))
     again = start(engines, tmp_path / "root", cache_bundles=[str(tmp_path / "bundle")])
     made = {how: again.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
     assert made == {"compiled": 0, "loaded": NUM_GRAPHS}

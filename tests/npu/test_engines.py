@@ -16,6 +16,7 @@ import pytest
 
 from rbln_backend.store.bundle_contents import collect
 from rbln_backend.store.bundle_output import write_folder
+from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, OPTIONS, SHARED, TWO_BLOCKS, Job, Ran, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
@@ -119,7 +120,7 @@ def test_a_bundle_carries_the_binaries(
 ) -> None:
     assert cold.answers
     bundle = tmp_path / "bundle"
-    write_folder(bundle, collect(folder / "cache"))
+    write_folder(bundle, collect(folder / "cache", GraphChecks()))
     elsewhere = run(jobs[1:3], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
     assert_as_transformers(jobs[1:3], elsewhere)
     assert all(call["hit"] for call in elsewhere.calls("compile"))

@@ -13,7 +13,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
 from rbln_backend.emulator.targets import LEVELS, cpu_name
-from rbln_backend.errors import ConfigError
+from rbln_backend.errors import ConfigError, CorruptArtifactError
 from rbln_backend.reporting.store_report import (
     Difference,
     GraphState,
@@ -26,6 +26,7 @@ from rbln_backend.store.cache_key import CacheKey, diff
 from rbln_backend.store.kernel_files import kernel_store, libraries
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.precompile import check_length, kv_cache_configs
+from rbln_backend.worker.check.stored_graphs import check_graph
 from rbln_backend.worker.graphs.factory import binaries_key, graph_key
 from rbln_backend.worker.startup.cache_fields import cache_fields, version_fields
 from rbln_backend.worker.startup.preflight import Preflight, prepare
@@ -178,11 +179,20 @@ def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphSt
     store = _open(rbln, events)
     found: dict[str, GraphState] = {}
     for name, key in keys.items():
-        if store.load(key) is not None:
-            found[name] = "stored"
-        else:
+        files = store.load(key)
+        if files is None:
             found[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
+        else:
+            found[name] = "stored" if _is_usable(key, files) else "damaged"
     return found
+
+
+def _is_usable(key: CacheKey, files: Mapping[str, bytes]) -> bool:
+    try:
+        check_graph(key, files)
+    except CorruptArtifactError:
+        return False
+    return True
 
 
 def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:

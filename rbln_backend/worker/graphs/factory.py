@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError, CorruptArtifactError
-from rbln_backend.store.artifact_files import BINARIES
+from rbln_backend.store.artifact_files import BINARIES, PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
@@ -27,7 +27,6 @@ logger = init_logger(__name__)
 
 Result = Literal["compiled", "loaded"]
 LayerMetadata = Mapping[str, RblnAttentionMetadata]
-PROGRAM_FILE = "program.json"
 
 
 class GraphRequest(NamedTuple):
@@ -232,14 +231,14 @@ class GraphFactory:
         except CompileError as error:
             logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
             return
-        self._store.store(self.key(spec), {PROGRAM_FILE: data})
+        self._store.store(self.key(spec), {PROGRAM: data})
 
     def _load(self, store: ArtifactStore, key: CacheKey) -> Program | None:
         files = store.load(key)
         if files is None:
             return None
         try:
-            program = Program.from_bytes(files[PROGRAM_FILE])
+            program = Program.from_bytes(files[PROGRAM])
             self._table.check_names(program.bindings)
         except (CorruptArtifactError, CompileError, KeyError) as error:
             # The files are intact but do not make a program for this model: rebuild them.

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import rbln_backend
 from rbln_backend.config import RblnConfig
+from rbln_backend.store.graph_sources import sources_digest
 from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
 from rbln_backend.worker.step.group_inputs import KvGroup
 
 # Fields of a Hugging Face config that say where a model came from, not what it computes.
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
-# Sources whose text decides what a captured graph holds.
-_GRAPH_SOURCES = (
-    *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
-    *("worker/graphs/functions.py", "worker/step/group_inputs.py"),
-)
 
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
@@ -87,17 +80,3 @@ def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
         return None
     targets = None if lora.target_modules is None else sorted(lora.target_modules)
     return {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
-
-
-def sources_digest() -> str:
-    """SHA-256 over the sources that shape graphs, so that an upgrade never reads old programs."""
-    root = Path(rbln_backend.__file__).parent
-    digest = hashlib.sha256()
-    for entry in _GRAPH_SOURCES:
-        path = root / entry
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-        for file in files:
-            if file.suffix in (".py", ".cpp", ".h"):
-                digest.update(file.relative_to(root).as_posix().encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()

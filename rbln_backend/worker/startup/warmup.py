@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from rbln_backend.bucketing.verify import NO_DRAFTS, Size, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard

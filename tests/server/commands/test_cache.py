@@ -11,15 +11,25 @@ from pathlib import Path
 
 import pytest
 
+from rbln_backend.compiler.programs.document import write_document
 from rbln_backend.store.artifacts import ArtifactStore, graph_store
+from rbln_backend.store.bundle_contents import collect
+from rbln_backend.store.bundle_output import write_bundle
 from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.store.graph_sources import sources_digest
 from rbln_backend.store.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
 from server.commands.cli import main
 
+FIELDS = {"architecture": "LlamaForCausalLM", "phase": "decode"}
 KEYS = [
-    CacheKey({"architecture": "LlamaForCausalLM", "phase": "decode", "bucket": size})
-    for size in (1, 2, 4)
+    CacheKey({**FIELDS, "bucket": size, "backend_sources": sources_digest()}) for size in (1, 2, 4)
 ]
+OTHER = CacheKey({**FIELDS, "bucket": 1, "backend_sources": "of another version"})
+# About 1 KB.
+PROGRAM = write_document(
+    ["input:x"] * 25,
+    [{"op": "placeholder"}] * 25 + [{"op": "output", "args": {"tuple": [[{"node": 0}]]}}],
+)
 KERNEL = "0123456789abcdef" * 2
 DAY_S = 86400.0
 Run = Callable[..., tuple[int, str, str]]
@@ -30,7 +40,7 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "root"
     store = ArtifactStore(graph_store(root), max_bytes=1 << 30, on_event=lambda _: None)
     for key in KEYS:
-        store.store(key, {"program.json": b"x" * 1000})
+        store.store(key, {"program.json": PROGRAM})
     library = b"\x7fELF code"
     files = {LIBRARY: library, RECORD: make_record(library, "avx2")}
     publish(kernel_store(root) / KERNEL, files)
@@ -151,6 +161,38 @@ def test_damage_is_found_and_moved_away(run: Run, root: Path) -> None:
         {KEYS[0].digest, KERNEL},
     )
     assert run("verify", "--cache-root", root)[:2] == (0, "2 entries are whole, 0 damaged\n")
+
+
+def test_a_graph_that_a_start_would_not_run_is_neither_whole_nor_moved(
+    run: Run, root: Path, tmp_path: Path
+) -> None:
+    """Its size and digest are right; for another version's nothing else can be checked."""
+    forged = PROGRAM.replace(b'{"node":0}', b'{"node":-1}')
+    store = ArtifactStore(graph_store(root), max_bytes=1 << 30, on_event=lambda _: None)
+    store.evict(KEYS[0].digest)
+    store.store(OTHER, {"program.json": forged})
+    code, out, _ = run("verify", "--cache-root", root)
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "4 entries are whole, 0 damaged",
+            "1 graphs of other versions: only sizes and digests were checked, this version does "
+            "not load them",
+        ],
+    )
+    assert json.loads(run("verify", "--json", "--cache-root", root)[1])["of_other_versions"] == 1
+    store.store(KEYS[0], {"program.json": forged})
+    code, out, _ = run("verify", "--cache-root", root)
+    reason = "node 25 of the program: -1 is not the number of an earlier node"
+    assert (code, out.splitlines()[0]) == (1, f"damaged graph {KEYS[0].digest}: {reason}")
+    bundle, new = tmp_path / "b.tar", tmp_path / "new"
+    code, _, err = run("export", bundle, "--cache-root", root)
+    assert (code, bundle.exists()) == (1, False)
+    assert f"graph {KEYS[0].digest} is not exported: {reason}" in err
+    write_bundle(bundle, collect(root, lambda *_: None))
+    code, _, err = run("import", bundle, "--cache-root", new)
+    assert (code, new.exists()) == (1, False)
+    assert err == f"rbln-serve cache: error: graph {KEYS[0].digest}: {reason}\n"
 
 
 def test_pruning_takes_what_is_unused_longest(run: Run, root: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.emulator.kernel_set import load_kernels
 from tests.kernel_cache import share_kernels

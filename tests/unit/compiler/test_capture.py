@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError
 

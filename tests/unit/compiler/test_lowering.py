@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.program import Program
+from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.emulator.kernel_set import load_kernels
 from rbln_backend.emulator.packing import pack, pack_consuming, pack_reference

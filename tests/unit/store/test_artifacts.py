@@ -192,6 +192,8 @@ def test_an_entry_under_the_wrong_digest_is_not_given_out(filled: ArtifactStore)
         {"format": 1, "key": dict(KEY.fields), "files": {"../../x": {}}, "created": 0},
         {"format": 1, "key": dict(KEY.fields), "files": {"x": {"size": "y"}}, "created": 0},
         {"format": 1, "key": dict(KEY.fields), "files": [], "created": 0},
+        {"format": 1, "key": dict(KEY.fields), "files": {}, "created": 10**400},
+        {"format": 1, "key": list(KEY.fields), "files": {}, "created": 0},
         [],
     ],
 )

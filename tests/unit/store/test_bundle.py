@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from rbln_backend.errors import BundleError
+from rbln_backend.errors import BundleError, CorruptArtifactError
 from rbln_backend.store.archive import read_archive, read_tree, write_archive
 from rbln_backend.store.artifacts import ArtifactStore, graph_store
+from rbln_backend.store.audit import audit
 from rbln_backend.store.bundle_contents import Contents, collect
 from rbln_backend.store.bundle_output import write_bundle, write_folder
 from rbln_backend.store.cache_key import CacheKey
@@ -40,6 +41,10 @@ def fill(root: Path) -> Path:
     return root
 
 
+def accept(key: CacheKey, files: Mapping[str, bytes]) -> None:
+    """Of what a graph says nothing is known here."""
+
+
 def open_store(root: Path) -> ArtifactStore:
     return ArtifactStore(graph_store(root), max_bytes=GIB, on_event=lambda _: None)
 
@@ -50,12 +55,14 @@ def root(tmp_path: Path) -> Path:
 
 
 def pack(root: Path, path: Path) -> str:
-    return write_bundle(path, collect(root))
+    return write_bundle(path, collect(root, accept))
 
 
 def take(bundle: Path, root: Path, *, with_kernels: bool = True) -> object:
     files, _ = read_archive(bundle)
-    return unpack(Contents.from_files(files), root, max_bytes=GIB, with_kernels=with_kernels)
+    return unpack(
+        Contents.from_files(files, accept), root, max_bytes=GIB, with_kernels=with_kernels
+    )
 
 
 def test_two_stores_of_the_same_content_have_one_digest(tmp_path: Path, root: Path) -> None:
@@ -113,28 +120,28 @@ def test_a_folder_is_a_cache_root_and_has_the_digest_of_its_file(
 ) -> None:
     digest = pack(root, tmp_path / "a.tar")
     folder = tmp_path / "folder"
-    assert write_folder(folder, collect(root)) == digest
+    assert write_folder(folder, collect(root, accept)) == digest
     assert all(open_store(folder).load(key) is not None for key in KEYS)
     files, found = read_tree(write_and_return(tmp_path / "copy", root))
     assert found == digest
-    assert Contents.from_files(files).kernels.keys() == {KERNEL}
+    assert Contents.from_files(files, accept).kernels.keys() == {KERNEL}
     with pytest.raises(BundleError, match="is not empty"):
-        write_folder(folder, collect(root))
+        write_folder(folder, collect(root, accept))
 
 
 def write_and_return(folder: Path, root: Path) -> Path:
-    write_folder(folder, collect(root))
+    write_folder(folder, collect(root, accept))
     return folder
 
 
 def test_a_choice_must_be_there(tmp_path: Path, root: Path) -> None:
     digests = {KEYS[0].digest}
-    assert set(collect(root, digests=digests, kernel_keys=()).graphs) == {KEYS[0]}
+    assert set(collect(root, accept, digests=digests, kernel_keys=()).graphs) == {KEYS[0]}
     with pytest.raises(BundleError, match="not stored"):
-        collect(root, digests={"f" * 32})
+        collect(root, accept, digests={"f" * 32})
     (graph_store(root) / KEYS[0].digest[:2] / KEYS[0].digest / "program.json").write_bytes(b"x")
     with pytest.raises(BundleError, match="damaged"):
-        collect(root)
+        collect(root, accept)
 
 
 def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path, root: Path) -> None:
@@ -239,7 +246,7 @@ def add_stranger(files: dict[str, bytes]) -> None:
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, root: Path, damage: Callable[[dict[str, bytes]], None]
 ) -> None:
-    files = collect(root).to_files()
+    files = collect(root, accept).to_files()
     damage(files)
     with (tmp_path / "a.tar").open("wb") as file:
         write_archive(file, files)
@@ -255,3 +262,18 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, root: Path) -> None:
         (tmp_path / "cut.tar").write_bytes(data[:length])
         with pytest.raises(BundleError):
             take(tmp_path / "cut.tar", tmp_path / "new")
+
+
+def test_a_graph_that_fails_its_check_is_neither_imported_nor_exported(root: Path) -> None:
+    def refuse(key: CacheKey, files: Mapping[str, bytes]) -> None:
+        if key == KEYS[1]:
+            raise CorruptArtifactError(f"{len(files)} files, and node 3 is wrong")
+
+    with pytest.raises(BundleError, match=rf"{KEYS[1].digest}: 1 files, and node 3 is wrong"):
+        Contents.from_files(collect(root, accept).to_files(), refuse)
+    with pytest.raises(BundleError, match=r"not exported: .*node 3.*cache verify"):
+        collect(root, refuse)
+    assert {reason for _, reason in audit(graph_store(root), refuse)} == {
+        None,
+        "1 files, and node 3 is wrong",
+    }

@@ -46,6 +46,11 @@ PASSED: Mapping[str, str] = {
 """By op: the arguments that are passed, by position."""
 
 
+def passed_schema(name: str) -> torch._C.FunctionSchema:
+    """The schema of an op as this backend calls it."""
+    return torch._C.parse_schema(f"{NAMESPACE}::{name}({PASSED[name]}) -> Tensor")
+
+
 def check_ops(*names: str) -> None:
     """Raise ``UnsupportedModelError`` for the first op that the SDK lacks or takes otherwise."""
     for name in names:
@@ -61,7 +66,7 @@ def _problem(name: str) -> str | None:
     if packet is None:
         return "is missing"
     wanted = packet.default._schema.arguments
-    passed = torch._C.parse_schema(f"{NAMESPACE}::{name}({PASSED[name]}) -> Tensor").arguments
+    passed = passed_schema(name).arguments
     if len(wanted) < len(passed):
         return f"takes {len(wanted)} arguments, {len(passed)} are passed"
     for number, (one, other) in enumerate(zip(wanted, passed, strict=False)):

@@ -1,0 +1,1 @@
+"""Programs: their stored form, its check, and the calls that run them."""

@@ -1,0 +1,244 @@
+"""Stored programs from elsewhere: what is not exactly a valid program is refused with the reason.
+
+``tests/forged_bundles.py`` makes thousands of such programs; here each rule has its own.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import rbln_backend.attention.ops
+import rbln_backend.emulator.ops  # noqa: F401
+from rbln_backend.compiler.programs import document
+from rbln_backend.compiler.programs.program import Program
+from rbln_backend.errors import CorruptArtifactError
+
+OPS = torch.ops.rbln_emulator
+# Of ``sample``: placeholders, view, linear, split, getitem, cast, setitem, output.
+VIEW, LINEAR, SPLIT, ITEM, CAST, SET = range(2, 8)
+
+
+def sample() -> Program:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("w")
+    rows = graph.call_method("view", (x, (3, 4)))
+    hidden = graph.call_function(OPS.linear.default, (rows, weight, None, 8))
+    halves = graph.call_method("split", (hidden, [4, 4]), {"dim": -1})
+    first = graph.call_function(operator.getitem, (halves, 0))
+    cast = graph.call_method("to", (first, torch.float32))
+    graph.call_function(operator.setitem, (cast, (Ellipsis, slice(0, 1, None)), 0.5))
+    graph.output((cast,))
+    return Program(graph, ("input:x", "packed:w"))
+
+
+def written(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def edited(node: int, change: dict[str, Any]) -> bytes:
+    content = json.loads(sample().to_bytes())
+    content["nodes"][node] |= change
+    return written(content)
+
+
+def with_argument(node: int, place: int, value: Any) -> bytes:
+    content = json.loads(sample().to_bytes())
+    content["nodes"][node]["args"]["tuple"][place] = value
+    return written(content)
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(CorruptArtifactError) as refused:
+        Program.from_bytes(data)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.load",
+        "torch.from_file",
+        "builtins.eval",
+        "operator.attrgetter",
+        "operator.call",
+        "method.apply_",
+        "method.numpy",
+        "method.__class__",
+        "op.aten::from_file.default",
+        "op.rbln_channels::all_reduce.default",
+        "functional.__class__",
+        "call_module",
+        "",
+    ],
+)
+def test_an_operator_off_the_list_is_refused(name: str) -> None:
+    assert "is not allowed" in refusal(edited(VIEW, {"op": name}))
+
+
+def test_an_operator_that_does_not_exist_is_refused() -> None:
+    for name in (
+        "op.rbln_emulated_ops::missing.default",
+        "op.rbln_emulator::linear.__class__",
+        "op.rbln_custom_ops::custom_moe_glu.out",
+    ):
+        assert "does not exist here" in refusal(edited(LINEAR, {"op": name}))
+
+
+@pytest.mark.parametrize(
+    "keyword", ["**(__import__('os').system('id') and {} or {}))  #", "self", "out", "", "dim\n"]
+)
+def test_a_keyword_that_no_signature_has_is_refused(keyword: str) -> None:
+    """As source text, the first would be code."""
+    for node in (VIEW, LINEAR, SPLIT, ITEM):
+        assert "has no argument" in refusal(edited(node, {"kwargs": {keyword: None}}))
+
+
+def test_an_argument_of_another_type_is_refused() -> None:
+    wrong = (
+        *((LINEAR, 3, "8"), (LINEAR, 3, True), (LINEAR, 3, None), (LINEAR, 3, {"node": 0})),
+        *((LINEAR, 0, 3), (CAST, 0, {"node": SPLIT}), (LINEAR, 2, "silu")),
+        *((SPLIT, 1, "4"), (SPLIT, 1, [4, None]), (SPLIT, 0, None)),
+        *((ITEM, 1, "0"), (ITEM, 1, None), (CAST, 1, "float32"), (SET, 2, "x")),
+        *((SET, 1, {"slice": [{"tuple": []}, None, None]}),),
+    )
+    for node, place, value in wrong:
+        assert " takes " in refusal(with_argument(node, place, value)), (node, place, value)
+
+
+def test_too_few_and_too_many_arguments_are_refused() -> None:
+    arguments = json.loads(sample().to_bytes())["nodes"][LINEAR]["args"]["tuple"]
+    fewer, more = {"tuple": arguments[:-1]}, {"tuple": [*arguments, None]}
+    assert "needs out_features" in refusal(edited(LINEAR, {"args": fewer}))
+    assert "takes 4 arguments by position, got 5" in refusal(edited(LINEAR, {"args": more}))
+    twice = {"kwargs": {"out_features": 8}}
+    assert "takes out_features once" in refusal(edited(LINEAR, twice))
+
+
+@pytest.mark.parametrize("node", [-1, LINEAR, LINEAR + 1, 10**9, True, "0", 1.0, None, [0]])
+def test_a_reference_to_no_earlier_node_is_refused(node: Any) -> None:
+    reason = refusal(with_argument(LINEAR, 0, {"node": node}))
+    assert "is not the number of an earlier node" in reason
+
+
+def test_a_result_that_is_none_cannot_be_used() -> None:
+    content = json.loads(sample().to_bytes())
+    content["nodes"][-1]["args"]["tuple"][0]["tuple"] = [{"node": SET}]
+    assert f"node {SET} has no result" in refusal(written(content))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"dtype": "nn"},
+        {"dtype": "load"},
+        {"dtype": ["float32"]},
+        {"device": "cuda:0"},
+        {"device": "meta"},
+        {"memory_format": "float32"},
+        {"float": "1.5"},
+        {"float": "0x1.8p0"},
+        {"float": 1.5},
+        {"ellipsis": False},
+        {"slice": [0, 1]},
+        {"code": "1"},
+        {"node": 0, "tuple": []},
+        {},
+        1.5,
+        2**64,
+        "x" * 1000,
+        [[[[[1]]]]],
+        [1] * 100_000,
+    ],
+)
+def test_a_value_that_no_program_writes_is_refused(value: Any) -> None:
+    assert f"node {CAST} of the program" in refusal(with_argument(CAST, 1, value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x", "param:", "file:/etc/passwd", "param:a\nb", "input:" + "x" * 1000, "kv:\u00e9", 1, None],
+)
+def test_a_binding_that_names_no_tensor_is_refused(name: Any) -> None:
+    content = json.loads(sample().to_bytes())
+    content["bindings"][0] = name
+    assert "is not the name of a tensor" in refusal(written(content))
+
+
+def test_the_order_of_nodes_is_held() -> None:
+    content = json.loads(sample().to_bytes())
+    nodes = content["nodes"]
+    output = {"op": "output", "args": {"tuple": [[{"node": 0}]]}}
+    for broken, reason in (
+        ([*nodes[:3], nodes[0], *nodes[3:]], "a placeholder comes after another node"),
+        ([*nodes, nodes[-1]], "the last node, and no other, is the output"),
+        (nodes[:-1], "the last node, and no other, is the output"),
+        ([], "the program has 0 nodes"),
+        ([nodes[0], output], "1 placeholders have 2 names"),
+    ):
+        assert reason in refusal(written({**content, "nodes": broken}))
+
+
+@pytest.mark.parametrize(
+    "output", [[], {"node": CAST}, {"tuple": []}, {"tuple": [0]}, {"tuple": [{"node": SPLIT}]}]
+)
+def test_an_output_that_is_not_a_sequence_of_tensors_is_refused(output: Any) -> None:
+    assert "the output is not" in refusal(with_argument(8, 0, output))
+
+
+def test_a_tensor_of_nothing_but_numbers_is_bounded() -> None:
+    huge = {"tuple": [1 << 20, 1 << 20]}
+    for name, arguments in (
+        ("torch.empty", [huge]),
+        ("torch.zeros", [1 << 20, 1 << 20]),
+        ("torch.full", [huge, 0]),
+        ("torch.arange", [0, 1 << 40]),
+        ("torch.arange", [{"float": (1e300).hex()}]),
+        ("method.new_zeros", [{"node": 0}, huge]),
+    ):
+        change = {"op": name, "args": {"tuple": arguments}}
+        assert "elements; at most" in refusal(edited(VIEW, change))
+    allowed = {"op": "torch.full", "args": {"tuple": [{"tuple": [3, 4]}, 1 << 40]}}
+    Program.from_bytes(edited(VIEW, allowed))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[1,2]",
+        b"null",
+        b"{" * 100_000,
+        b'{"format":99,"bindings":[],"nodes":[]}',
+        b'{"format":true,"bindings":[],"nodes":[]}',
+        b'{"format":1,"bindings":{},"nodes":[]}',
+        b'{"format":1,"bindings":[],"nodes":[null]}',
+        b'{"format":1,"bindings":[],"nodes":[],"more":1}',
+        b'{"format":1,"format":1,"bindings":[],"nodes":[]}',
+        b'{"format":1,"bindings":[],"nodes":[{"op":"output","args":NaN}]}',
+        b'{"format":1,"bindings":[],"nodes":[' + b"9" * 5000 + b"]}",
+        sample().to_bytes() + b" ",
+        sample().to_bytes().replace(b'"op":"method.view"', b'"op":"torch.load","op":"method.view"'),
+        edited(VIEW, {"name": "x"}),
+        edited(VIEW, {"kwargs": {}}),
+        edited(VIEW, {"args": [{"node": 0}]}),
+        edited(0, {"args": {"tuple": []}}),
+    ],
+)
+def test_malformed_documents_are_corrupt_not_crashes(data: bytes) -> None:
+    with pytest.raises(CorruptArtifactError):
+        Program.from_bytes(data)
+
+
+def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sample().to_bytes()
+    monkeypatch.setattr(document, "MAX_NODES", 5)
+    assert "9 nodes, must have 1 to 5" in refusal(data)
+    monkeypatch.setattr(document, "MAX_BYTES", 100)
+    assert f"a program of {len(data)} bytes; at most 100 are read" in refusal(data)
