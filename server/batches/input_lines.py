@@ -1,7 +1,7 @@
 """The lines of a batch's input, read one after the other: what each asks, or what is wrong.
 
-A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. What it asks of the model is
-checked when its turn comes, as a request over HTTP would be.
+A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. Its body is not parsed here:
+what it asks of the model is checked when its turn comes, as a request over HTTP would be.
 """
 
 from __future__ import annotations
@@ -10,19 +10,36 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from pydantic_core import from_json, to_json
+from msgspec import Raw, Struct
 
 from server.batches.batch import LineError
-from server.errors import InvalidJsonError, UnsupportedFieldError, describe
-from server.request.body import parse_json_object
+from server.errors import UnsupportedFieldError, describe
+from server.storage.raw_json import (
+    JsonSyntaxError,
+    ShapeError,
+    UnknownNameError,
+    decode,
+    described,
+    fields_of,
+    first_item,
+    string_of,
+)
 
 MAX_ID_CHARS = 512
-MAX_DEPTH = 190
-"""Of a line."""
-_SHARED_CHARS = 2000
+_SHARED_BYTES = 2000
 """Of the first message: lines that begin alike run one after the other, for prefix hits."""
+_ABSENT = Raw(b"")
+
+
+class _Line(Struct, forbid_unknown_fields=True):
+    """A line; no field is required, so that the first one that is wrong can be named."""
+
+    custom_id: Raw = _ABSENT
+    method: Raw = _ABSENT
+    url: Raw = _ABSENT
+    body: Raw = _ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +101,10 @@ def same_name(line: InputLine) -> LineError:
 
 def body_of(raw: bytes) -> bytes:
     """Return the body of a line that was read before, as JSON. Raises `UnsupportedFieldError`."""
-    body = from_json(raw)["body"]
-    if body.get("stream"):
+    body = fields_of(raw, "body")["body"]
+    if fields_of(body, "stream").get("stream") == b"true":
         raise UnsupportedFieldError("'stream' is not for lines of a batch.", param="stream")
-    return to_json(body)
+    return body
 
 
 def _skip_line(file: BinaryIO, step: int) -> int:
@@ -101,56 +118,63 @@ def _skip_line(file: BinaryIO, step: int) -> int:
 
 def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | LineError:
     try:
-        line = parse_json_object(raw, MAX_DEPTH)
-    except InvalidJsonError as error:
-        return _error("invalid_json_line", number, f"This line is no JSON object: {error.message}")
-    custom_id, body = line.get("custom_id"), line.get("body")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        line = decode(raw, _Line)
+    except UnknownNameError as error:
+        return _error("unknown_field", number, f"A line has no {describe(error.name)}.", error.name)
+    except (JsonSyntaxError, ShapeError) as error:
+        return _error("invalid_json_line", number, f"This line is no JSON object: {error}.")
+    custom_id = string_of(bytes(line.custom_id))
+    if custom_id is None or not 0 < len(custom_id) <= MAX_ID_CHARS:
         return _error(
             "invalid_custom_id",
             number,
             "'custom_id' must be a string of 1 to "
-            f"{MAX_ID_CHARS} characters, got {describe(custom_id)}.",
+            f"{MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
             "custom_id",
         )
-    if line.get("method") != "POST":
+    if string_of(bytes(line.method)) != "POST":
         return _error(
             "invalid_method",
             number,
-            f"'method' must be 'POST', got {describe(line.get('method'))}.",
+            f"'method' must be 'POST', got {_described(line.method)}.",
             "method",
         )
-    if line.get("url") != rules.endpoint:
+    if string_of(bytes(line.url)) != rules.endpoint:
         return _error(
             "mismatched_url",
             number,
-            f"'url' is {describe(line.get('url'))}, and the "
+            f"'url' is {_described(line.url)}, and the "
             f"batch's endpoint {describe(rules.endpoint)}.",
             "url",
         )
-    if not isinstance(body, dict):
+    body = bytes(line.body)
+    if body[:1] != b"{":
         return _error("invalid_body", number, "'body' must be an object.", "body")
-    unknown = sorted(line.keys() - {"custom_id", "method", "url", "body"})
-    if unknown:
-        return _error("unknown_field", number, f"A line has no {describe(unknown[0])}.", unknown[0])
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
+    fields = fields_of(body, "model", "messages", "input", "instructions")
+    model = fields.get("model", b"null")
+    if model != b"null" and string_of(model) is None:
         return _error(
             "invalid_model",
             number,
-            f"'model' must be a string, got {describe(model)}.",
+            f"'model' must be a string, got {described(model)}.",
             "body.model",
         )
-    return InputLine(number, custom_id, place, len(raw), model, _shared(body))
+    return InputLine(number, custom_id, place, len(raw), string_of(model), _shared(fields))
 
 
-def _shared(body: dict[str, Any]) -> str:
-    """Return what lines of one model, or adapter, have in common that begin alike."""
-    messages = body.get("messages") or body.get("input")
-    first = messages[0] if isinstance(messages, list) and messages else None
-    content = first.get("content") if isinstance(first, dict) else None
-    begin = f"{body.get('model')} {content or body.get('instructions') or ''}"[:_SHARED_CHARS]
-    return hashlib.blake2b(begin.encode(errors="replace"), digest_size=8).hexdigest()
+def _described(value: Raw) -> str:
+    return described(None if value is _ABSENT else bytes(value))
+
+
+def _shared(fields: dict[str, bytes]) -> str:
+    """Return a digest that lines of one model, or adapter, share if they begin alike."""
+    first = first_item(fields.get("messages") or fields.get("input"))
+    content = None
+    if first is not None and first[:1] == b"{":
+        content = fields_of(first, "content").get("content")
+    begin = content or fields.get("instructions") or b""
+    text = fields.get("model", b"") + b" " + begin[:_SHARED_BYTES]
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def _error(code: str, line: int | None, message: str, param: str | None = None) -> LineError:

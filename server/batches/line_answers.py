@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json, to_json
+import msgspec
+from msgspec import Raw
 
 from server.batches.inside import InsideAnswer
 from server.batches.table import Answer, Line
+from server.storage.raw_json import fields_of, in_one_line, object_of
 
 _OK = 200
 _NEVER_RUN = {
@@ -18,10 +20,13 @@ _NEVER_RUN = {
 
 
 def answered(line: Line, answer: InsideAnswer) -> Answer:
-    """The answer that the service gave."""
-    body = from_json(answer.body)
-    response = {"status_code": answer.status, "request_id": answer.request_id, "body": body}
-    usage = body.get("usage") if isinstance(body, dict) else None
+    """Return the answer that the service gave, its body as it is."""
+    usage = msgspec.json.decode(fields_of(answer.body, "usage").get("usage", b"null"))
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id,
+        "body": Raw(in_one_line(answer.body)),
+    }
     return Answer(
         line,
         answer.status == _OK,
@@ -40,7 +45,7 @@ def never_run(line: Line, why: str) -> Answer:
 def _text(line: Line, *, response: Any, error: Any) -> bytes:
     name = f"batch_req_{line.batch.removeprefix('batch_')}_{line.number}"
     told = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
-    return to_json(told) + b"\n"
+    return object_of(told) + b"\n"
 
 
 def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic_core import from_json, to_json
+from msgspec import Raw
 from typing_extensions import TypedDict
 
 from server.batches.batch import Batch
+from server.storage.raw_json import fields_of, object_of, string_of
 
 _OK = 200
 _PIECE_BYTES = 64 * 1024
@@ -91,19 +92,21 @@ def _counts(batch: Batch) -> RequestCounts:
 
 
 def _result(line: bytes) -> bytes:
-    told = from_json(line)
-    result = _became(told["response"], told["error"])
-    return to_json({"custom_id": told["custom_id"], "result": result}) + b"\n"
+    stored = fields_of(line, "custom_id", "response", "error")
+    result = _became(stored["response"], stored["error"])
+    return object_of({"custom_id": Raw(stored["custom_id"]), "result": result}) + b"\n"
 
 
-def _became(response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
-    if response is None:
-        assert error is not None
-        return {"type": _NEVER_RUN[error["code"]]}
-    if response["status_code"] == _OK:
-        return {"type": "succeeded", "message": response["body"]}
+def _became(response: bytes, error: bytes) -> dict[str, Any]:
+    if response == b"null":
+        code = string_of(fields_of(error, "code")["code"])
+        return {"type": _NEVER_RUN[code or ""]}
+    fields = fields_of(response, "status_code", "body")
+    body = Raw(fields["body"])
+    if int(fields["status_code"]) == _OK:
+        return {"type": "succeeded", "message": body}
     # The body is this API's envelope of an error.
-    return {"type": "errored", "error": response["body"]}
+    return {"type": "errored", "error": body}
 
 
 def _time(seconds: int) -> str:

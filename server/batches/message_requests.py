@@ -2,43 +2,147 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
-from pydantic_core import to_json
+from msgspec import Raw, Struct
 
 from server.batches.batch import LineError
 from server.batches.input_lines import MAX_ID_CHARS
-from server.errors import InvalidValueError
-from server.frontend import Endpoint, JsonObject
+from server.errors import (
+    InvalidJsonError,
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFieldError,
+    RequestError,
+    UnknownFieldError,
+    describe,
+)
+from server.frontend import Endpoint
+from server.storage.raw_json import (
+    JsonSyntaxError,
+    MissingNameError,
+    ShapeError,
+    UnknownNameError,
+    decode,
+    described,
+    in_one_line,
+)
+
+logger = logging.getLogger(__name__)
 
 _LINES = 1000
 """Of one piece of the file."""
+_SHOWN_NAME = 100
+_REST = f',"method":"POST","url":"{Endpoint.MESSAGES.value}","body":'.encode()
+BODY_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "requests": {
+            "type": "array",
+            "description": "As many as --max-batch-lines, within --max-body-bytes.",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "custom_id": {
+                        "type": "string",
+                        "description": f"1 to {MAX_ID_CHARS} characters, the batch's only one.",
+                    },
+                    "params": {
+                        "type": "object",
+                        "description": "The body of `POST /v1/messages`; no `stream`.",
+                    },
+                },
+                "required": ["custom_id", "params"],
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["requests"],
+    "additionalProperties": False,
+}
+"""What `POST /v1/messages/batches` takes."""
 
 
-class MessageRequest(BaseModel):
-    """One of a batch's requests."""
+class _Request(Struct, gc=False):
+    """One of a batch's requests; its values are checked where they are used."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    custom_id: str = Field(description=f"1 to {MAX_ID_CHARS} characters, the batch's only one.")
-    params: dict[str, Any] = Field(description="The body of `POST /v1/messages`; no `stream`.")
-
-    def line(self) -> bytes:
-        """Return it as a line of a batch's input."""
-        asked = {"method": "POST", "url": Endpoint.MESSAGES.value, "body": self.params}
-        return to_json({"custom_id": self.custom_id} | asked) + b"\n"
+    custom_id: Raw
+    params: Raw
 
 
-class CreateMessageBatchBody(BaseModel):
-    """What `POST /v1/messages/batches` takes."""
+class _StrictRequest(_Request, forbid_unknown_fields=True, gc=False):
+    """A request without unknown fields."""
 
-    model_config = ConfigDict(extra="forbid")
 
-    requests: list[Annotated[JsonObject, WithJsonSchema(MessageRequest.model_json_schema())]] = (
-        Field(description="As many as --max-batch-lines, within --max-body-bytes.")
-    )
+class _Body(Struct):
+    requests: list[_Request]
+
+
+class _StrictBody(Struct, forbid_unknown_fields=True):
+    requests: list[_StrictRequest]
+
+
+def lines_of(raw: bytes, max_lines: int, *, warn: bool) -> list[bytes]:
+    """Return the requests of a body as lines of a batch's input. Raises a `RequestError`.
+
+    With `warn`, unknown fields are logged and left out.
+    """
+    requests = _requests(raw, warn=warn)
+    if not 0 < len(requests) <= max_lines:
+        raise InvalidValueError(
+            f"'requests' must have 1 to {max_lines} items (--max-batch-lines), "
+            f"got {len(requests)}.",
+            param="requests",
+        )
+    return [_line(request, number) for number, request in enumerate(requests)]
+
+
+def _requests(raw: bytes, *, warn: bool) -> Sequence[_Request]:
+    try:
+        return decode(raw, _StrictBody).requests
+    except UnknownNameError as error:
+        if not warn:
+            raise _request_error(error) from None
+        logger.warning("Ignored: %s", _request_error(error).message)
+    except (JsonSyntaxError, ShapeError) as error:
+        raise _request_error(error) from None
+    try:
+        return decode(raw, _Body).requests
+    except (JsonSyntaxError, ShapeError) as error:
+        raise _request_error(error) from None
+
+
+def _request_error(error: JsonSyntaxError | ShapeError) -> RequestError:
+    if not isinstance(error, ShapeError):
+        return InvalidJsonError(f"The request body is not valid JSON: {error}.")
+    if not error.path and not error.name:
+        return InvalidJsonError(f"The request body must be a JSON object: {error}.")
+    place = ".".join(part for part in (error.path, error.name) if part)
+    if isinstance(error, MissingNameError):
+        return MissingFieldError(f"The field '{place}' is missing.", param=place)
+    if isinstance(error, UnknownNameError):
+        known = ("custom_id", "params") if error.path else ("requests",)
+        near = difflib.get_close_matches(error.name[:_SHOWN_NAME], known, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else "."
+        return UnknownFieldError(f"Unknown field {describe(place)}{hint}", param=place)
+    return InvalidTypeError(f"Invalid type for '{place}': {error}.", param=place)
+
+
+def _line(request: _Request, number: int) -> bytes:
+    custom_id, params = bytes(request.custom_id), bytes(request.params)
+    for name, value, begin, kind in (
+        ("custom_id", custom_id, b'"', "a string"),
+        ("params", params, b"{", "an object"),
+    ):
+        if value[:1] != begin:
+            place = f"requests[{number}].{name}"
+            raise InvalidTypeError(
+                f"'{place}' must be {kind}, got {described(value)}.", param=place
+            )
+    return b'{"custom_id":' + custom_id + _REST + in_one_line(params) + b"}\n"
 
 
 class WrittenInput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -11,21 +12,17 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from server.batches.batch import Api
-from server.batches.input_lines import MAX_DEPTH
 from server.batches.message_batch import MessageBatch, results, shown
-from server.batches.message_requests import CreateMessageBatchBody, MessageRequest
+from server.batches.message_requests import BODY_SCHEMA, lines_of
 from server.batches.service import BatchService
-from server.edge.model_body import parse_body
 from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
     NotFoundError,
-    RequestError,
     StorageFullError,
 )
-from server.frontend import JsonObject
-from server.request.body import parse_json_object, read_body
+from server.request.body import read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings
 
@@ -56,19 +53,20 @@ def message_batches_router(
 ) -> APIRouter:
     """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
     router = APIRouter(route_class=DescribedRoute)
+    read = partial(lines_of, warn=settings.unknown_fields == "warn")
 
     @router.post(
         "/v1/messages/batches",
         response_model=MessageBatch,
         responses=_CREATE,
-        openapi_extra=taking(CreateMessageBatchBody.model_json_schema()),
+        openapi_extra=taking(BODY_SCHEMA),
     )
     async def create(request: Request) -> Response:
         """Answer requests of Anthropic's Messages API when nobody else needs the device."""
         service = store()
         raw = await read_body(request, settings)
         # Beside the event loop: there may be thousands.
-        lines = await asyncio.to_thread(_lines, raw, settings)
+        lines = await asyncio.to_thread(read, raw, settings.max_batch_lines)
         return JSONResponse(shown(await service.create_messages(owner_of(request), lines)))
 
     @router.get("/v1/messages/batches", response_model=MessageBatchList, responses=_ASKED)
@@ -114,27 +112,6 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
         """Delete a batch that has ended, with its files."""
         await store().delete(owner_of(request), batch_id, Api.ANTHROPIC)
         return JSONResponse(DeletedMessageBatch(id=batch_id, type="message_batch_deleted"))
-
-
-def _lines(raw: bytes, settings: ServerSettings) -> list[bytes]:
-    """Return the requests of a body as lines of a batch's input. Raises a `RequestError`."""
-    given = parse_json_object(raw, MAX_DEPTH)
-    requests = parse_body(CreateMessageBatchBody, given, settings.unknown_fields).requests
-    if not 0 < len(requests) <= settings.max_batch_lines:
-        raise InvalidValueError(
-            f"'requests' must have 1 to {settings.max_batch_lines} items (--max-batch-lines), "
-            f"got {len(requests)}.",
-            param="requests",
-        )
-    return [_line(request, number, settings) for number, request in enumerate(requests)]
-
-
-def _line(request: JsonObject, number: int, settings: ServerSettings) -> bytes:
-    try:
-        return parse_body(MessageRequest, request, settings.unknown_fields).line()
-    except RequestError as error:
-        place = f"requests[{number}]"
-        raise type(error)(f"'{place}': {error.message}", param=f"{place}.{error.param}") from None
 
 
 async def _page(

@@ -53,6 +53,15 @@ async def test_every_line_has_its_answer(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("metadata", ["[" + "[]," * 20_000 + "[]]", '"' + "x" * 270_000 + '"'])
+async def test_a_batch_is_asked_for_in_a_small_body(tmp_path: Path, metadata: str) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        body = f'{{"metadata": {metadata}}}'
+        headers = {"content-type": "application/json"}
+        answer = await service.client.post("/v1/batches", content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
 async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await until_ended(service.client, await create(service.client, [line(1, "break")]))

@@ -161,10 +161,12 @@ async def test_pages_go_both_ways(tmp_path: Path) -> None:
     [
         ([], "invalid_value", "requests"),
         ([request(n) for n in range(11)], "invalid_value", "requests"),
-        ([request(1), 5], "invalid_type", "requests"),
+        ([request(1), 5], "invalid_type", "requests[1]"),
+        ("requests", "invalid_type", "requests"),
         ([request(1), {"custom_id": "a"}], "missing_field", "requests[1].params"),
         ([request(1) | {"custom_id": 5}], "invalid_type", "requests[0].custom_id"),
         ([request(1) | {"method": "POST"}], "unknown_field", "requests[0].method"),
+        ([request(1) | {"params": []}], "invalid_type", "requests[0].params"),
         ([request(1) | {"custom_id": ""}], "invalid_value", "requests[0].custom_id"),
         ([request(1), request(2), request(1)], "invalid_value", "requests[2].custom_id"),
         ([request(1, model=5)], "invalid_value", "requests[0].params.model"),
