@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from server.batches.table import Answer, Line
 from server.errors import NotFoundError, RequestError
 from server.frontend import Endpoint
 from server.request.record import Insider
+from server.storage.clock import ExpiryClock
 from server.storage.database import Database
 from server.storage.files import FileStore
 from server.storage.quotas import StorageQuotas
@@ -74,8 +74,10 @@ class Feeder:
         rules: LineRules,
         spare: SpareRows,
         quotas: StorageQuotas,
+        clock: ExpiryClock,
     ) -> None:
         """`rules` are those of any endpoint."""
+        self._clock = clock
         self.full = False
         """Whether lines wait because nothing more may be stored."""
         self._quotas = quotas
@@ -109,7 +111,6 @@ class Feeder:
         """Work until cancelled; what runs then is put back."""
         self._app = app
         try:
-            await self._results.recover(await self._database.run(table.unfinished))
             while True:
                 await self._turn_safely()
         finally:
@@ -120,7 +121,7 @@ class Feeder:
         self._wake.clear()
         pause_s: float | None = _PAUSE_S
         try:
-            batches = await self._database.run(table.unfinished)
+            batches = await self._database.read(table.unfinished)
             # Without a batch there is nothing to look for: whoever makes one says so.
             pause_s = _TICK_S if batches else None
             # Free rows are filled before the answers go to the disk, which takes longer.
@@ -158,7 +159,7 @@ class Feeder:
             await self._results.end(batch, "completed")
         elif batch.status == "cancelling":
             await self._cut(batch, "cancelled")
-        elif time.time() >= batch.expires_at:
+        elif self._clock.now() >= batch.expires_at:
             await self._cut(batch, "expired")
         elif not batch.unfinished:
             await self._database.run(partial(table.move, batch_id=batch.id, status="finalizing"))
@@ -208,11 +209,11 @@ class Feeder:
         free = self._spare.limit() - self.running
         if free <= 0 or self._results.full:
             return
-        self.full = not await self._database.run(self._quotas.has_room)
+        self.full = not await self._database.read(self._quotas.has_room)
         if self.full:
             return
         busy = [number for batch_id, number in self._running if batch_id == batch.id]
-        for line in await self._database.run(
+        for line in await self._database.read(
             partial(table.waiting_lines, batch_id=batch.id, busy=busy, limit=free)
         ):
             task = asyncio.create_task(self._answer(batch, line))
@@ -257,11 +258,11 @@ class Feeder:
         if mine:
             await asyncio.wait({running.task for running in mine})
             await self._write()
-        while lines := await self._database.run(
+        while lines := await self._database.read(
             partial(table.waiting_lines, batch_id=batch.id, busy=(), limit=_SLICE)
         ):
             await self._results.add([never_run(line, status) for line in lines])
-        batch = await self._database.run(partial(table.reload, batch_id=batch.id))
+        batch = await self._database.read(partial(table.reload, batch_id=batch.id))
         await self._results.end(batch, status)
 
 

@@ -95,7 +95,7 @@ class ResultFiles:
     async def _back_to_counted(self, answers: Sequence[Answer]) -> None:
         """Drop what an earlier try has left behind the bytes that are counted."""
         for batch_id in {answer.line.batch for answer in answers}:
-            batch = await self._database.run(partial(table.reload, batch_id=batch_id))
+            batch = await self._database.read(partial(table.reload, batch_id=batch_id))
             for kind, size in batch.result_bytes.items():
                 path = self._part(batch_id, kind)
                 if path.exists():

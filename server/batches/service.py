@@ -70,8 +70,10 @@ class BatchService:
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
         self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
+        self._clock = store.clock
         self._feeder = Feeder(
-            self._database, self.files, self._results, rules, self._spare, store.quotas
+            *(self._database, self.files, self._results, rules),
+            *(self._spare, store.quotas, store.clock),
         )
         self._seen = Seen()
 
@@ -99,7 +101,9 @@ class BatchService:
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
         """Answer lines through `app` for the length of the block."""
+        # Before there are requests: an upload that has begun has no name either.
         await self.files.remove_unknown()
+        await self._results.recover(await self._database.read(table.unfinished))
         async with while_running(self._feeder.run(app)), while_running(self._look_around()):
             yield
 
@@ -128,11 +132,12 @@ class BatchService:
 
     async def get(self, owner: str, batch_id: str, api: Api) -> Batch:
         """Return a batch. Raises `NotFoundError`."""
-        return await self._database.run(partial(table.get, owner=owner, batch_id=batch_id, api=api))
+        find = partial(table.get, owner=owner, batch_id=batch_id, api=api)
+        return await self._database.read(find)
 
     async def every(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
         """Return a page of the owner's batches, and whether there are more."""
-        return await self._database.run(partial(table.every, owner=owner, page=page, api=api))
+        return await self._database.read(partial(table.every, owner=owner, page=page, api=api))
 
     async def cancel(self, owner: str, batch_id: str, api: Api) -> Batch:
         """Ask for a batch's end. Raises `NotFoundError`, `InvalidValueError`."""
@@ -207,16 +212,17 @@ class BatchService:
             await asyncio.sleep(_LOOK_S)
 
     async def _tidy(self) -> None:
-        if gone := await self.files.remove_expired():
+        now = self._clock.now()
+        if gone := await self.files.remove_expired(now):
             logger.info("%d files have expired", gone)
         if self._keep_s:
-            await self._database.run(partial(table.forget_old, keep_s=self._keep_s))
+            await self._database.run(partial(table.forget_old, keep_s=self._keep_s, now=now))
 
     async def _look(self) -> None:
         files, stored = await self.files.usage()
         self._seen = Seen(
-            await self._database.run(table.counts),
-            await self._database.run(table.lines_to_do),
+            await self._database.read(table.counts),
+            await self._database.read(table.lines_to_do),
             files,
             stored,
             await asyncio.to_thread(self._folder.free_bytes),

@@ -245,9 +245,9 @@ def count_open(db: sqlite3.Connection, owner: str) -> int:
     return int(count)
 
 
-def forget_old(db: sqlite3.Connection, keep_s: int) -> None:
-    """Forget batches that were made so long ago and have ended."""
+def forget_old(db: sqlite3.Connection, keep_s: int, now: int) -> None:
+    """Forget batches that were made `keep_s` before `now` and have ended."""
     db.execute(
         f"DELETE FROM batches WHERE created_at + ? < ? AND NOT {_OPEN}",
-        (max(keep_s, 1), int(time.time())),
+        (max(keep_s, 1), now),
     )

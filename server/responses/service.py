@@ -99,7 +99,7 @@ class ResponseService:
 
     async def get(self, owner: str, response_id: str) -> Response:
         """Return a response. Raises `NotFoundError`."""
-        return await self._database.run(partial(table.get, owner=owner, response_id=response_id))
+        return await self._database.read(partial(table.get, owner=owner, response_id=response_id))
 
     async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
         """Return the events behind the number `after`, as they come. Raises `InvalidValueError`."""
@@ -112,7 +112,7 @@ class ResponseService:
         log = self._runner.log_of(response.id)
         if log is not None:
             return log.follow(after)
-        stored = await self._database.run(
+        stored = await self._database.read(
             partial(table.events, response_id=response.id, after=after)
         )
         return _each(stored)
@@ -143,9 +143,10 @@ class ResponseService:
     async def _look_around(self) -> None:
         while True:
             try:
-                if gone := await self._database.run(table.expire):
+                expire = partial(table.expire, now=self._store.clock.now())
+                if gone := await self._database.run(expire):
                     logger.info("%d responses have expired", gone)
-                self._counts = await self._database.run(table.counts)
+                self._counts = await self._database.read(table.counts)
             except Exception:
                 # What is shown may be old; what is stored is not touched by it.
                 logger.exception("the responses could not be looked at")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-import time
 from collections.abc import Sequence
 
 from pydantic_core import from_json, to_json
@@ -198,12 +197,12 @@ def counts(db: sqlite3.Connection) -> dict[str, int]:
     return dict(db.execute("SELECT status, count(*) FROM responses GROUP BY status").fetchall())
 
 
-def expire(db: sqlite3.Connection) -> int:
-    """Forget what has expired and what nobody has continued since; returns how many."""
+def expire(db: sqlite3.Connection, now: int) -> int:
+    """Forget what has expired by `now` and is not continued; returns how many."""
     rows = db.execute(
         f"SELECT id FROM responses WHERE expires_at <= ? AND NOT {_OPEN} AND id NOT IN "
         "(SELECT previous FROM responses WHERE previous IS NOT NULL)",
-        (int(time.time()),),
+        (now,),
     ).fetchall()
     _forget(db, [row[0] for row in rows])
     return len(rows)

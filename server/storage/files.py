@@ -134,13 +134,13 @@ class FileStore:
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
         """Return a file. Raises `NotFoundError`."""
-        return await self._database.run(partial(find, owner=owner, file_id=file_id))
+        return await self._database.read(partial(find, owner=owner, file_id=file_id))
 
     async def every(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
         """Return a page of the owner's files, and whether there are more."""
-        return await self._database.run(partial(_page, owner=owner, page=page, purpose=purpose))
+        return await self._database.read(partial(_page, owner=owner, page=page, purpose=purpose))
 
     def content_path(self, file_id: str) -> Path:
         """Return where the content of a file that is known to be there lies."""
@@ -151,23 +151,23 @@ class FileStore:
         await self._database.run(partial(_delete, owner=owner, file_id=file_id))
         (self._folder.files / file_id).unlink(missing_ok=True)
 
-    async def remove_expired(self) -> int:
-        """Delete what has expired; returns how many files that were."""
-        gone = await self._database.run(_expire)
+    async def remove_expired(self, now: int) -> int:
+        """Delete what has expired by `now`; returns how many files that were."""
+        gone = await self._database.run(partial(_expire, now=now))
         for file_id in gone:
             (self._folder.files / file_id).unlink(missing_ok=True)
         return len(gone)
 
     async def remove_unknown(self) -> None:
         """Delete contents that no name leads to: a crash came before the name."""
-        known = set(await self._database.run(_ids))
+        known = set(await self._database.read(_ids))
         for path in self._folder.files.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
 
     async def usage(self) -> tuple[int, int]:
         """Return the number of files and their bytes."""
-        return await self._database.run(partial(usage_of, kind="files"))
+        return await self._database.read(partial(usage_of, kind="files"))
 
     async def _write(
         self, part: Path, chunks: AsyncIterator[bytes], reservation: Reservation
@@ -281,12 +281,12 @@ def _delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
-def _expire(connection: sqlite3.Connection) -> list[str]:
+def _expire(connection: sqlite3.Connection, now: int) -> list[str]:
     # What a batch still reads stays until it ends.
     rows = connection.execute(
         "DELETE FROM files WHERE expires_at <= ? AND id NOT IN (SELECT input_file FROM batches "
         "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')) RETURNING id",
-        (int(time.time()),),
+        (now,),
     )
     return [row[0] for row in rows.fetchall()]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from server.settings import ServerSettings
+from server.storage.clock import ExpiryClock
 from server.storage.database import Database
 from server.storage.folder import DataFolder
 from server.storage.owners import adopt_positions, count_unattributed, read_salt
@@ -23,6 +24,7 @@ class Store:
         assert settings.data_dir is not None
         self.folder = DataFolder(settings.data_dir, settings.min_free_bytes)
         self.quotas = StorageQuotas(settings)
+        self.clock = ExpiryClock()
         try:
             self.database = Database(self.folder.database)
             self.owner_salt = self.database.run_now(read_salt)

@@ -159,12 +159,13 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
     await store.database.run(keep("first", None, long_ago))
     await store.database.run(keep("left", None, long_ago))
     await store.database.run(keep("second", "first", later))
-    assert await store.database.run(table.expire) == 1
+    expire = partial(table.expire, now=long_ago)
+    assert await store.database.run(expire) == 1
     assert await store.database.run(partial(table.conversation, owner="", last="second"))
     with pytest.raises(NotFoundError):
         await store.database.run(partial(table.get, owner="", response_id="left"))
     await store.database.run(partial(table.delete, owner="", response_id="second"))
-    assert await store.database.run(table.expire) == 1
+    assert await store.database.run(expire) == 1
     assert await store.database.run(table.counts) == {}
     store.close()
 
