@@ -7,7 +7,12 @@ from typing import Any
 
 from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
 from rbln_backend.kv_cache.transfers import WindowTransfers
-from rbln_backend.vllm_compat.surface import BlockHash, KVCacheBlock, KVCacheCoordinator
+from rbln_backend.vllm_compat.surface import (
+    BlockHash,
+    KVCacheBlock,
+    KVCacheCoordinator,
+    Request,
+)
 
 Blocks = tuple[list[KVCacheBlock], ...]
 
@@ -58,6 +63,12 @@ class RblnKvCoordinator(KVCacheCoordinator):
             pages = window.log.use(block_hashes, hit)
             found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
         return tuple(found), hit, 0
+
+    def emit_cached_block_events(self, request: Request, computed_blocks: Blocks) -> None:
+        """Report nothing: a lookup admits no request, and its last block may be a shared head.
+
+        ``RblnKvCacheManager`` reports the reused blocks of a request when it is admitted.
+        """
 
     def most_blocks(self, num_decoding: int, prompts: Iterable[int]) -> int:
         """Blocks of vLLM's pool that steps could take: a token for each of so many requests that

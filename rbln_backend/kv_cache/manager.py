@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.vllm_compat.surface import KVCacheBlocks, KVCacheManager, Request
+from rbln_backend.kv_cache.events import BlockEvents
+from rbln_backend.vllm_compat.surface import (
+    KVCacheBlocks,
+    KVCacheEvent,
+    KVCacheManager,
+    Request,
+)
 
 # How vLLM's scheduler asks for a running request.
 _RUNNING = {"num_lookahead_tokens": 0}
@@ -37,10 +43,14 @@ class RblnKvCacheManager(KVCacheManager):
         self.coordinator = self._ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
+        self._events = BlockEvents(coordinator.block_pool, coordinator.paged)
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """The tokens of a request that another one could share: whole units, not whole blocks."""
         return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._events.filter(super().take_events())
 
     def allocate_slots(
         self,
@@ -65,4 +75,6 @@ class RblnKvCacheManager(KVCacheManager):
             end = start + num_new_tokens
             places = slice(start // self._unit, end // self._unit)
             self._ours.will_write(request.block_hashes[places])
+            if num_new_computed_tokens:
+                self._events.report_reuse(request, num_new_computed_tokens)
         return allocated

@@ -23,8 +23,13 @@ class Wishes:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Wishes:
-        """Read ``{"off": bool, "prediction": [token ids], "key": str | None}``, any part absent."""
-        told = (extra_args or {}).get(EXTRA_ARGS) or {}
+        """Read ``{"off": bool, "prediction": [token ids], "key": str | None}``, any part absent.
+
+        Anything but a mapping counts as absent: through vLLM's own server clients write it.
+        """
+        told = (extra_args or {}).get(EXTRA_ARGS)
+        if not isinstance(told, Mapping):
+            return cls()
         return cls(bool(told.get("off", False)), tuple(told.get("prediction", ())), told.get("key"))
 
 

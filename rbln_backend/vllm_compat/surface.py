@@ -14,6 +14,12 @@ from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config, set_cu
 from vllm.distributed.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
 )
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -171,6 +177,7 @@ def configured(config: VllmConfig) -> RblnConfig:
 __all__ = [
     "EMPTY_MODEL_RUNNER_OUTPUT",
     "VLLM_VERSION",
+    "AllBlocksCleared",
     "AttentionBackend",
     "AttentionImpl",
     "AttentionLayerBase",
@@ -182,6 +189,8 @@ __all__ = [
     "BatchUpdate",
     "BlockHash",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "CachedRequestData",
     "CachedRequestState",
     "ChunkedLocalAttentionSpec",
@@ -207,6 +216,7 @@ __all__ = [
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVCacheCoordinator",
+    "KVCacheEvent",
     "KVCacheLayout",
     "KVCacheManager",
     "KVCacheSpec",

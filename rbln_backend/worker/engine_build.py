@@ -34,7 +34,6 @@ from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
-    Sampler,
     VllmConfig,
     build_logitsprocs,
     init_logger,
@@ -54,7 +53,7 @@ from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.sampling.sampler import GreedySampler
+from rbln_backend.worker.sampling.sampler import GreedySampler, RowSampler
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
@@ -323,7 +322,7 @@ class EngineBuild:
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
             return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
         # The kernel that it calls belongs to the emulated device.
-        sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else Sampler
+        sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else RowSampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
         board = self._parts.board.only_if(self._parts.place.replies)

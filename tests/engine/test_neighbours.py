@@ -33,6 +33,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{9}"}, "ignore_eos": False},
     {"structured_outputs": {"choice": ["red", "green"]}, "temperature": 1.0, "seed": 7},
     {"prompt_logprobs": 1},
+    {"logprob_token_ids": [7, 300, 12, 9]},
+    {"logprob_token_ids": [5], "temperature": 0.9, "seed": 8},
 )
 
 

@@ -59,12 +59,14 @@ def _preemptions(engine: Engine) -> int:
 
 # What one prompt of 150 tokens leaves for the next: whole blocks of 16, or the end of the last
 # chunk that filled a window, or heads of blocks of 64 and pages of 8.
+EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+HEADS = {"block_size": 64, "rbln": {"sub_block_size": 8}, **EVENTS}
 REUSE = [
     ("llama", {}, 144),
     ("mistral", {}, 144),
     ("gemma3_text", {}, 144),
-    ("llama", {"block_size": 64, "rbln": {"sub_block_size": 8}}, 144),
-    ("gemma3_text", {"block_size": 64, "rbln": {"sub_block_size": 8}}, 144),
+    ("llama", HEADS, 144),
+    ("gemma3_text", HEADS, 144),
 ]
 
 
@@ -81,6 +83,21 @@ def test_a_prefix_hit_changes_no_token(
     assert output.num_cached_tokens == expected
     assert engine.total("rbln_prefix_hit_tokens_total") == hits + expected
     assert tokens([output]) == [reference_generate(engine.checkpoint, second, 20).token_ids]
+
+
+@pytest.mark.parametrize("mode", ["full", "incremental", "anything"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_reports_of_reused_blocks_change_no_token(engines: Engines, arch: str, mode: str) -> None:
+    """A hit ends inside a block here, and the pages of a window are no blocks at all."""
+    engine = engines(arch, **HEADS)
+    (shared,) = make_prompts([150], seed=14)
+    params = greedy(6)
+    params.extra_args = {"kv_cache_report_mode": mode}
+    for tail in (11, 12, 13):
+        prompt = [*shared, tail]
+        (output,) = engine.generate([prompt], params)
+        assert tokens([output]) == [reference_generate(engine.checkpoint, prompt, 6).token_ids]
+    assert output.num_cached_tokens == 144
 
 
 def test_without_window_logs_prefix_caching_is_off(engines: Engines) -> None:

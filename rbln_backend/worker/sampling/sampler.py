@@ -1,4 +1,4 @@
-"""vLLM's sampler with a short way for steps that take the likeliest token and nothing else."""
+"""vLLM's sampler: log-probabilities of each request alone, and a short way for greedy steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rbln_backend.vllm_compat.surface import (
     LogitBiasLogitsProcessor,
+    LogprobsTensors,
     MinTokensLogitsProcessor,
     Sampler,
     SamplerOutput,
@@ -16,8 +17,36 @@ from rbln_backend.vllm_compat.surface import (
 )
 
 
-class GreedySampler(Sampler):
-    """Upstream's sampler; where it would only look for each row's largest logit, a kernel does.
+class RowSampler(Sampler):
+    """Upstream's sampler, which gives every request the log-probabilities that it wants.
+
+    Where one request of a step names tokens (``logprob_token_ids``), upstream returns columns for
+    these to all of them, in the place of their likeliest tokens.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_likeliest: int | None = None
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> SamplerOutput:
+        self._num_likeliest = sampling_metadata.max_num_logprobs
+        return super().forward(logits, sampling_metadata, *args, **options)
+
+    def gather_specific_token_logprobs(
+        self, logprobs: Tensor, logprob_token_ids: dict[int, list[int]], sampled: Tensor
+    ) -> LogprobsTensors | None:
+        """Name the likeliest tokens of the rows that name none; ``logprobs`` [rows, V]."""
+        named = logprob_token_ids
+        if self._num_likeliest:
+            likeliest = logprobs.topk(self._num_likeliest).indices.tolist()
+            named = dict(enumerate(likeliest)) | named
+        return super().gather_specific_token_logprobs(logprobs, named, sampled)
+
+
+class GreedySampler(RowSampler):
+    """Where upstream would only look for each row's largest logit, a kernel does.
 
     Upstream first copies the logits to float32, which changes no order.
     """

@@ -65,7 +65,7 @@ def cache_config(shape: Shape) -> KVCacheConfig:
 class World:
     """A scheduler's bookkeeping and a device that only remembers tokens."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, events: bool = False) -> None:
         register_specs()
         init_none_hash(HASH)
         self.shape = shape
@@ -77,14 +77,18 @@ class World:
             "scheduler_block_size": shape.block_size,
         }
         upstream = KVCacheManager(
-            **sizes, hash_block_size=shape.block_size, enable_caching=True, log_stats=True
+            **sizes,
+            hash_block_size=shape.block_size,
+            enable_caching=True,
+            enable_kv_cache_events=events,
+            log_stats=True,
         )
         self.coordinator = RblnKvCoordinator(
             **sizes,
             hash_block_size=shape.unit,
             use_eagle=False,
             enable_caching=True,
-            enable_kv_cache_events=False,
+            enable_kv_cache_events=events,
             dcp_world_size=1,
             pcp_world_size=1,
         )
@@ -96,12 +100,14 @@ class World:
         self.waiting: list[Request] = []
         self.hits = 0
 
-    def add(self, name: str, tokens: list[int], salt: str | None) -> None:
+    def add(
+        self, name: str, tokens: list[int], salt: str | None, extra: dict[str, str] | None = None
+    ) -> None:
         self.waiting.append(
             Request(
                 name,
                 tokens,
-                SamplingParams(max_tokens=5),
+                SamplingParams(max_tokens=5, extra_args=extra),
                 None,
                 cache_salt=salt,
                 block_hasher=get_request_block_hasher(self.shape.unit, HASH),
