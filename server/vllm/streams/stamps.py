@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types.responses import ResponseIncompleteEvent
-from pydantic import BaseModel, SerializeAsAny
+from pydantic import BaseModel
 from pydantic_core import to_json
 
-from server.frontend import Endpoint, JsonObject, named_frame
+from server.frontend import Endpoint, JsonObject
+from server.vllm.responses.stream import response_frames
 
 _DATA = "data: {"
 
@@ -26,32 +26,8 @@ def stamped_frames(
 ) -> AsyncGenerator[str, None]:
     """Return the frames of vLLM's stream, each object in it with the fields."""
     if endpoint is Endpoint.RESPONSES:
-        return _named(answer, stamp)
+        return response_frames(answer, stamp)
     return answer if endpoint.anthropic or not stamp else _marked(answer, stamp)
-
-
-class _Incomplete(ResponseIncompleteEvent):
-    """How OpenAI ends the stream of a response that was cut; vLLM calls it completed."""
-
-    response: SerializeAsAny[BaseModel]  # type: ignore[assignment]
-
-
-async def _named(events: AsyncGenerator[Any, None], stamp: JsonObject) -> AsyncGenerator[str, None]:
-    """Turn the Responses API's event objects into SSE frames."""
-    async with aclosing(events):
-        async for event in events:
-            response = getattr(event, "response", None)
-            if response is not None:
-                put_on(response, stamp)
-            if getattr(response, "status", None) == "incomplete":
-                event = _Incomplete(
-                    type="response.incomplete",
-                    response=response,
-                    sequence_number=event.sequence_number,
-                )
-            yield named_frame(
-                getattr(event, "type", "unknown"), event.model_dump_json(by_alias=True)
-            )
 
 
 async def _marked(

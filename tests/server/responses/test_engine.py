@@ -179,6 +179,51 @@ def test_events_go_on_where_they_were_left(client: openai.OpenAI) -> None:
     assert [event.sequence_number for event in again] == numbers
 
 
+def check_agreement(events: list[Any]) -> Any:
+    """Assert that items have in all events the ids that they have at the end; return that."""
+    last = events[-1].response
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in added] == [item.id for item in last.output]
+    assert done == last.output
+    for place, item in enumerate(last.output):
+        own = [event for event in events if getattr(event, "output_index", None) == place]
+        assert {event.item_id for event in own if hasattr(event, "item_id")} == {item.id}
+        assert getattr(added[place], "call_id", None) == getattr(item, "call_id", None)
+    return last
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_items_have_one_id_from_the_first_event_to_the_store(
+    client: openai.OpenAI, choice: str, background: bool
+) -> None:
+    wish = {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 60}
+    events = list(ask(client, "look", stream=True, background=background, **wish))
+    last = check_agreement(events)
+    assert last.output
+    kept = client.responses.retrieve(last.id)
+    assert kept.output == last.output
+    if background:
+        for after in (None, 3):
+            more = {} if after is None else {"starting_after": after}
+            again = list(client.responses.retrieve(last.id, stream=True, **more))
+            assert again == events[-len(again) :]
+            assert again[-1].response.output == last.output
+    # What the next turn says of a call is about the call that was stored.
+    items = said(last)
+    for item in last.output:
+        if item.type == "function_call":
+            items.append(
+                {"type": "function_call_output", "call_id": item.call_id, "output": "seen"}
+            )
+    told = [*items[len(last.output) :], user("on")]
+    second = ask(client, told, previous_response_id=last.id, tools=[TOOL])
+    whole = ask(client, [user("look"), *items, user("on")], tools=[TOOL], store=False)
+    assert second.usage.input_tokens == whole.usage.input_tokens
+    assert second.output_text == whole.output_text
+
+
 def test_one_is_cancelled(server: RealServer, client: openai.OpenAI) -> None:
     endless = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 400}
     response = ask(client, "x", background=True, **endless)

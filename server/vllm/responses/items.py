@@ -1,0 +1,212 @@
+"""Output items of a response while they are generated: ids, events, final form."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+
+from server.frontend import JsonObject
+
+_ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+Events = Iterator[JsonObject]
+"""Events without the two fields that the stream adds, `sequence_number` and `output_index`."""
+
+
+class OutputItem(Protocol):
+    """One item from its first event to its last."""
+
+    def opening(self) -> Events:
+        """Yield the events that announce the item."""
+        ...
+
+    def grow(self, event: Any) -> Events:
+        """Yield what one of vLLM's events adds to the item: nothing but for deltas."""
+        ...
+
+    def closing(self, *, cut: bool) -> Events:
+        """Yield the events that end the item; `cut`: the response is incomplete and ends here."""
+        ...
+
+    def final(self) -> JsonObject:
+        """Return the item as the response has it, once it is closed."""
+        ...
+
+
+def output_item(added: Any) -> OutputItem:
+    """Return the item that vLLM's `response.output_item.added` announces."""
+    if added.type == "function_call":
+        return FunctionCall(added)
+    if added.type in ("message", "reasoning"):
+        return TextItem(added.type)
+    return ServerToolCall()
+
+
+def is_whole(arguments: str) -> bool:
+    """Return whether the arguments of a call are complete JSON."""
+    try:
+        from_json(arguments)
+    except ValueError:
+        return False
+    return True
+
+
+def _new_id(kind: str) -> str:
+    return _ID_PREFIXES[kind] + uuid.uuid4().hex
+
+
+class TextItem:
+    """A message or reasoning, with one part of text."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind` is `message` or `reasoning`."""
+        self._is_message = kind == "message"
+        self._name = "output_text" if self._is_message else "reasoning_text"
+        self._delta = f"response.{self._name}.delta"
+        head: JsonObject = {"role": "assistant"} if self._is_message else {"summary": []}
+        self._item: JsonObject = {
+            "id": _new_id(kind),
+            "type": kind,
+            "status": "in_progress",
+            **head,
+            "content": [],
+        }
+        self._place = {"item_id": self._item["id"], "content_index": 0}
+        self._texts: list[str] = []
+        self._logprobs: list[JsonObject] = []
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a message."""
+        return self._is_message
+
+    def use_logprobs(self, logprobs: list[JsonObject]) -> None:
+        """Take the log probabilities of the whole text: deltas lack those of tokens without one."""
+        self._logprobs = logprobs
+
+    def opening(self) -> Events:
+        """Announce the item and its part."""
+        yield {"type": "response.output_item.added", "item": self._item}
+        yield {"type": "response.content_part.added", **self._place, "part": self._part("")}
+
+    def grow(self, event: Any) -> Events:
+        """Yield a delta of text."""
+        if event.type != self._delta:
+            return
+        self._texts.append(event.delta)
+        made = {"type": self._delta, **self._place, "delta": event.delta}
+        if self._is_message:
+            made["logprobs"] = [_logprob(one) for one in event.logprobs or ()]
+            self._logprobs += made["logprobs"]
+        yield made
+
+    def closing(self, *, cut: bool) -> Events:
+        """End the part and the item."""
+        text = "".join(self._texts)
+        part = self._part(text)
+        done = {"type": f"response.{self._name}.done", **self._place, "text": text}
+        yield done | ({"logprobs": self._logprobs} if self._is_message else {})
+        yield {"type": "response.content_part.done", **self._place, "part": part}
+        status = "incomplete" if cut else "completed"
+        self._item = {**self._item, "status": status, "content": [part]}
+        yield {"type": "response.output_item.done", "item": self._item}
+
+    def final(self) -> JsonObject:
+        """Return the item with its text."""
+        return self._item
+
+    def _part(self, text: str) -> JsonObject:
+        part: JsonObject = {"type": self._name, "text": text}
+        return part | ({"annotations": [], "logprobs": self._logprobs} if self._is_message else {})
+
+
+class FunctionCall:
+    """A call of a function of the client's."""
+
+    def __init__(self, added: Any) -> None:
+        """`added` is the item as vLLM announces it."""
+        self._item: JsonObject = {
+            "id": _new_id("function_call"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": added.call_id,
+            "name": added.name,
+            "arguments": "",
+        }
+        if (namespace := getattr(added, "namespace", None)) is not None:
+            self._item["namespace"] = namespace
+        self._pieces: list[str] = []
+
+    def opening(self) -> Events:
+        """Announce the call by its name."""
+        yield {"type": "response.output_item.added", "item": self._item}
+
+    def grow(self, event: Any) -> Events:
+        """Yield a piece of the arguments."""
+        if event.type != "response.function_call_arguments.delta":
+            return
+        self._pieces.append(event.delta)
+        yield {"type": event.type, "item_id": self._item["id"], "delta": event.delta}
+
+    def closing(self, *, cut: bool) -> Events:
+        """End the arguments and the call."""
+        arguments = "".join(self._pieces)
+        yield {
+            "type": "response.function_call_arguments.done",
+            "item_id": self._item["id"],
+            "name": self._item["name"],
+            "arguments": arguments,
+        }
+        status = "incomplete" if cut and not is_whole(arguments) else "completed"
+        self._item = {**self._item, "status": status, "arguments": arguments}
+        yield {"type": "response.output_item.done", "item": self._item}
+
+    def final(self) -> JsonObject:
+        """Return the call with its arguments."""
+        return self._item
+
+
+class ServerToolCall:
+    """A call of a tool that gpt-oss knows by itself; vLLM's events of it are passed on."""
+
+    def __init__(self) -> None:
+        self._item: JsonObject = {}
+
+    def opening(self) -> Events:
+        """Yield nothing: vLLM's own event is passed on by `grow`."""
+        return iter(())
+
+    def grow(self, event: Any) -> Events:
+        """Yield vLLM's event."""
+        made: JsonObject = event.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if "item" in made:
+            self._item = made["item"]
+        yield made
+
+    def closing(self, *, cut: bool) -> Events:  # noqa: ARG002 (it was ended before)
+        """Yield nothing: vLLM has ended it."""
+        return iter(())
+
+    def final(self) -> JsonObject:
+        """Return the call as vLLM's last event of it had it."""
+        return self._item
+
+
+def _logprob(found: Any) -> JsonObject:
+    """Return the log probability of a token, with the bytes that vLLM leaves out of streams."""
+    alternatives = [
+        {"token": one.token, "logprob": one.logprob, "bytes": _bytes(one.token)}
+        for one in found.top_logprobs or ()
+    ]
+    return {
+        "token": found.token,
+        "logprob": found.logprob,
+        "bytes": _bytes(found.token),
+        "top_logprobs": alternatives,
+    }
+
+
+def _bytes(token: str) -> list[int]:
+    return list(token.encode("utf-8", errors="replace"))
