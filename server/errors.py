@@ -140,6 +140,15 @@ class ServerError(Exception):
         error = ErrorObject(message=self.message, type=row.type, param=self.param, code=row.code)
         return {"error": error}
 
+    def response_event(self, number: int) -> dict[str, object]:
+        """Return the error as an event of the Responses API with the sequence number `number`.
+
+        OpenAI documents the fields beside the type; its server and Open Responses nest them.
+        """
+        error = self.envelope()["error"]
+        beside = {name: error[name] for name in ("code", "message", "param")}
+        return {"type": "error", **beside, "error": error, "sequence_number": number}
+
     def body(self, *, anthropic: bool = False) -> bytes:
         """Return the JSON body; Anthropic's clients look for their API's own `type` of errors."""
         envelope = self.envelope()

@@ -26,11 +26,13 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
     if not record.status:
         await _send_envelope(error, record.route, send)
     elif record.stream and endpoint is not None:
-        frame = error_frame(error, endpoint).encode()
+        make = record.failure_frames
+        frames = error_frame(error, endpoint, record.sent_frames) if make is None else make(error)
         # A client that does not read any more does not get to hold the connection, either.
         with suppress(TimeoutError):
             async with asyncio.timeout(_MOST_S):
-                await send({"type": "http.response.body", "body": frame, "more_body": False})
+                last = {"type": "http.response.body", "body": frames.encode(), "more_body": False}
+                await send(last)
 
 
 async def _send_envelope(error: ServerError, route: Route, send: Send) -> None:
@@ -42,11 +44,10 @@ async def _send_envelope(error: ServerError, route: Route, send: Send) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def error_frame(error: ServerError, endpoint: Endpoint) -> str:
-    """Return the frames that end a failed stream, in the endpoint's own manner."""
+def error_frame(error: ServerError, endpoint: Endpoint, number: int) -> str:
+    """Return the frames that end a failed stream after `number` others, in the endpoint's form."""
     if endpoint is Endpoint.RESPONSES:
-        event = {"type": "error", "code": error.row.code, "message": error.message}
-        return named_frame("error", json.dumps(event | {"param": error.param}))
+        return named_frame("error", json.dumps(error.response_event(number)))
     if endpoint.anthropic:
         return named_frame("error", error.body(anthropic=True))
     return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

@@ -164,7 +164,6 @@ class SseResponse(Response):
         self._record = record
         self._keep_alive_s = keep_alive_s
         self._beat = beat
-        self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a disconnect closes its source. What it raises is told afterwards."""
@@ -179,7 +178,7 @@ class SseResponse(Response):
         comments = asyncio.ensure_future(self._break_silence(send)) if self._keep_alive_s else None
         try:
             async for frame in self._frames:
-                self._sent += 1
+                self._record.sent_frames += 1
                 await send(_chunk(frame))
         finally:
             if comments is not None:
@@ -190,9 +189,9 @@ class SseResponse(Response):
     async def _break_silence(self, send: Send) -> None:
         """Send a frame whenever nothing was sent between two looks, half the time apart."""
         while True:
-            seen = self._sent
+            seen = self._record.sent_frames
             await asyncio.sleep(self._keep_alive_s / 2)
-            if self._sent == seen:
+            if self._record.sent_frames == seen:
                 await send(_chunk(self._beat))
 
 

@@ -55,7 +55,8 @@ class RequestRecord:
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
     vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
     which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
-    guided, one of `GUIDES`.
+    guided, one of `GUIDES`. `sent_frames` counts the frames of a stream; `failure_frames` makes
+    those that end it with an error, where the endpoint's depend on what was sent before.
     """
 
     route: Route
@@ -77,6 +78,8 @@ class RequestRecord:
     rejection: str | None = None
     guide: str | None = None
     sent_bytes: int = 0
+    sent_frames: int = 0
+    failure_frames: Callable[[ServerError], str] | None = None
     complete: bool = False
     meters: list[Meter] = field(default_factory=list)
     prefix_meter: PrefixMeter | None = None

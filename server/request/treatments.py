@@ -252,7 +252,8 @@ _RESPONSES = (
     *_granted("input[].content[].prompt_cache_breakpoint", why=_CACHE),
     *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
-    *_ignored("safety_identifier", "client_metadata", "access_programs", why=_LABEL),
+    *_granted("safety_identifier", why="shown in the answer, without effect"),
+    *_ignored("client_metadata", "access_programs", why=_LABEL),
     _TIER,
     *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
     *_ignored(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
+END_EVENTS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
+"""What the frames begin with that have the response at its end."""
+
 
 class EventLog:
     """Frames by their numbers, from 0. Used from the event loop."""

@@ -25,12 +25,12 @@ from server.frontend import (
     named_frame,
 )
 from server.request.record import RequestRecord, record_of
+from server.responses.events import END_EVENTS
 from server.responses.service import ResponseService
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_ENDS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
 _OFF = "nothing is stored: this server was started without --data-dir"
 _IN_LINES = "it is not for lines of a batch"
 
@@ -74,7 +74,9 @@ class Keeper:
         record = record_of(request.scope)
         owner = record.owner
         if keeping.background:
-            response = await service.begin(owner, keeping, raw, record.tier or Tier.DEFAULT)
+            tier = record.tier or Tier.DEFAULT
+            shown = {"model": await self._default_model(), **given.stamp}
+            response = await service.begin(owner, keeping, raw, tier, shown)
             if keeping.stream:
                 return await service.follow(response, -1)
             return to_json(response.shown())
@@ -82,6 +84,10 @@ class Keeper:
         if isinstance(result, bytes):
             return await _kept(service, owner, keeping, result)
         return _keeping_end(service, owner, keeping, result)
+
+    async def _default_model(self) -> str:
+        """Return the model that answers where a request names none."""
+        return str((await self._frontend().models())[0]["id"])
 
     def _require_possible(self, keeping: Keeping, record: RequestRecord) -> None:
         wishes = {
@@ -142,7 +148,7 @@ async def _keeping_end(
     """Keep the response of a stream before its last event is sent."""
     async with aclosing(frames):
         async for frame in frames:
-            if frame.startswith(_ENDS):
+            if frame.startswith(END_EVENTS):
                 event = data_of(frame)
                 if not await _is_kept(service, owner, keeping, event["response"]):
                     event["response"]["store"] = False

@@ -17,15 +17,6 @@ OPEN = ("queued", "in_progress")
 """The states of a response that is still to be made."""
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 STATUSES = (*OPEN, *ENDED)
-_SHOWN_WISHES: JsonObject = {
-    **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "metadata")),
-    **dict.fromkeys(("previous_response_id", "reasoning", "temperature", "text", "top_p", "user")),
-    "parallel_tool_calls": True,
-    "tool_choice": "auto",
-    "tools": [],
-    "truncation": "disabled",
-}
-"""Fields of a request that its response shows before it is made, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +97,34 @@ def made(
 
 
 def queued(
-    owner: str, previous: str | None, items: bytes, raw: bytes, tier: Tier, keep_s: int
+    owner: str,
+    previous: str | None,
+    items: bytes,
+    raw: bytes,
+    tier: Tier,
+    *,
+    shown: JsonObject,
+    keep_s: int,
 ) -> Response:
-    """The response that the body `raw` asks to be made meanwhile."""
+    """Return the response that the body `raw` asks to be made meanwhile.
+
+    `shown` is what it shows of the request, and the model that answers if that names none.
+    """
     body: JsonObject = from_json(raw)
     identity, now = new_id("resp_"), int(time.time())
     streams = body.get("stream") is True
-    wishes = {name: body.get(name, usual) for name, usual in _SHOWN_WISHES.items()}
     answer: JsonObject = {
         "id": identity,
         "object": "response",
         "created_at": now,
-        "model": body.get("model"),
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
         "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "usage": None,
+        **shown,
+        "model": body.get("model") or shown["model"],
         "background": True,
         "store": True,
-        "service_tier": tier.value,
-        **wishes,
     }
-    # Inside it is a request like any other, that nobody is to keep a second time.
+    # The request that is run later; its response is stored here, not by itself.
     body |= {"background": False, "store": False, "request_id": identity}
     request, text = to_json(body), to_json(answer)
     return Response(

@@ -26,7 +26,7 @@ from server.host.tasks import while_running
 from server.lifecycle import Lifecycle, Phase
 from server.request.record import Insider
 from server.responses import table
-from server.responses.events import EventLog
+from server.responses.events import END_EVENTS, EventLog
 from server.responses.response import Response
 from server.responses.table import Waiting
 from server.responses.turns import FairQueue
@@ -42,7 +42,8 @@ _DISK_PAUSE_S = 5.0
 _OK = 200
 _COMES_BACK = (429, 503)
 """Not now: it is asked again."""
-_EVENT = "event: response."
+_EVENTS = ("event: response.", "event: error\n")
+_FRAME_END = "\n\n"
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +138,7 @@ class Runner:
         except Exception:
             logger.exception("%s could not be made", identity)
             changes = table.failure("Internal error.")
-        if response.streams and changes["status"] == "failed":
+        if response.streams and not _has_ended(log):
             log.add(_failed_frame(response, log, changes))
         await self._flush(identity, log)
         await self._store(partial(table.end, response_id=identity, changes=changes))
@@ -149,8 +150,9 @@ class Runner:
         insider = Insider(response.owner, tiers, permitted=True, stamp=stamp)
 
         def take(chunk: bytes) -> None:
-            if (frame := chunk.decode()).startswith(_EVENT):
-                log.add(frame)
+            for frame in chunk.decode().split(_FRAME_END):
+                if frame.startswith(_EVENTS):
+                    log.add(frame + _FRAME_END)
 
         while True:
             answer = await ask(app, Endpoint.RESPONSES.value, response.request, insider, take)
@@ -186,11 +188,14 @@ def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> JsonObj
         return table.failure(from_json(answer.body)["error"]["message"])
     if not response.streams:
         return dict(from_json(answer.body))
-    last = data_of(log.frames[-1]) if log.frames else {}
-    shown = last.get("response") or {}
-    if shown.get("status") in ("completed", "incomplete"):
-        return dict(shown)
+    if _has_ended(log):
+        return dict(data_of(log.frames[-1])["response"])
     return table.failure("The answer was cut off.")
+
+
+def _has_ended(log: EventLog) -> bool:
+    """Return whether the last event has the response that ends the stream."""
+    return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)
 
 
 def _failed_frame(response: Response, log: EventLog, changes: JsonObject) -> str:

@@ -80,13 +80,15 @@ class ResponseService:
         insert = partial(table.insert, response=response, reservation=keeping.reservation)
         await self._database.run(insert)
 
-    async def begin(self, owner: str, keeping: Keeping, raw: bytes, tier: Tier) -> Response:
-        """Queue the response that the body `raw` asks for.
+    async def begin(
+        self, owner: str, keeping: Keeping, raw: bytes, tier: Tier, shown: JsonObject
+    ) -> Response:
+        """Queue the response that the body `raw` asks for; `shown` is what it shows of the request.
 
         Raises `StorageFullError`, and `OverloadedError` where too many wait or run.
         """
-        make = partial(queued, owner, keeping.previous, keeping.items, raw, tier, self._keep_s)
-        response = await asyncio.to_thread(make)
+        make = partial(queued, shown=shown, keep_s=self._keep_s)
+        response = await asyncio.to_thread(make, owner, keeping.previous, keeping.items, raw, tier)
         await to_its_end(self._queue(response, keeping))
         return response
 

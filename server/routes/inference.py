@@ -84,7 +84,8 @@ def _settle_tier(given: ReadRequest, record: RequestRecord) -> None:
     Raises `PermissionDeniedError` for one that it may not have.
     """
     record.tier = granted(given.tier, record.tiers)
-    if given.tier is not None or record.tier is not Tier.DEFAULT:
+    shows_tier = given.keeping is not None
+    if shows_tier or given.tier is not None or record.tier is not Tier.DEFAULT:
         given.stamp[FIELD] = record.tier.value
 
 

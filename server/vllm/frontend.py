@@ -48,7 +48,6 @@ from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.vllm.adapters import lease, open_adapters
-from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.messages.requests import template_of
@@ -59,7 +58,7 @@ from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_e
 from server.vllm.rendering.variables import templates_of
 from server.vllm.rules import make_rules
 from server.vllm.streams import text_chunks
-from server.vllm.streams.stamps import put_on, stamped_frames
+from server.vllm.streams.stamps import stamped_frames
 from server.vllm.tool_calls import tool_parser_of
 
 if TYPE_CHECKING:
@@ -271,10 +270,7 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
-            put_on(result, stamp)
-            add_prediction_counts(getattr(result, "usage", None))
-            by_alias, exclude_none = handler.by_alias, handler.exclude_none
-            return result.model_dump_json(by_alias=by_alias, exclude_none=exclude_none).encode()
+            return handler.to_body(result, stamp)
         frames: AsyncGenerator[Any, None] = result
         return frames
 

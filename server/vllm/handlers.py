@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,24 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
+from server.frontend import JsonObject
+from server.vllm.drafts.usage import add_prediction_counts
+from server.vllm.responses.answer import response_json
 from server.vllm.serving import adapted
+from server.vllm.streams.stamps import put_on
+
+ToBody = Callable[[Any, JsonObject], bytes]
+"""Returns the JSON body for an answer of vLLM's, with the fields that it shall have besides."""
+
+
+def _body(answer: BaseModel, stamp: JsonObject) -> bytes:
+    put_on(answer, stamp)
+    add_prediction_counts(getattr(answer, "usage", None))
+    return answer.model_dump_json().encode()
+
+
+def _body_without_nulls(answer: BaseModel, _stamp: JsonObject) -> bytes:
+    return answer.model_dump_json(exclude_none=True).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +36,7 @@ class Handler:
 
     model: type[BaseModel]
     serve: Callable[[Any, Request], Awaitable[Any]] | None
-    by_alias: bool = False
-    exclude_none: bool = False
+    to_body: ToBody = _body
 
 
 def request_models() -> dict[str, type[BaseModel]]:
@@ -90,14 +106,16 @@ _SERVED_BY = {
 }
 """Which attribute of vLLM's application state serves a form, by which method."""
 
-_BY_ALIAS = frozenset(("responses",))
-_WITHOUT_NONE = frozenset(("messages", "count_tokens"))
+_BODIES: Mapping[str, ToBody] = {
+    "responses": response_json,
+    "count_tokens": _body_without_nulls,
+}
 
 
 def handlers(state: State) -> dict[str, Handler]:
     """Return what answers each form; a served model offers those of its tasks alone."""
     return {
-        form: Handler(model, _serving(state, form), form in _BY_ALIAS, form in _WITHOUT_NONE)
+        form: Handler(model, _serving(state, form), _BODIES.get(form, _body))
         for form, model in request_models().items()
     }
 

@@ -36,6 +36,7 @@ from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_thinking
 from server.request.volatile_lines import settle_lines
 from server.responses.keeping import take_keeping
+from server.responses.shown_request import shown_request
 from server.speculation.wishes import DraftWishes, settle_drafts
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
@@ -92,6 +93,9 @@ class BodyReader:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
+        stamp = {}
+        if endpoint is Endpoint.RESPONSES:
+            stamp = shown_request(body, rules.sampling)
         keeping = take_keeping(endpoint, body, before)
         if keeping is not None and keeping.previous is not None and before is None:
             return ReadRequest(answers=1, told=None, keeping=keeping)
@@ -117,7 +121,7 @@ class BodyReader:
             drafts=drafts,
         )
         return ReadRequest(
-            answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping
+            answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping, stamp=stamp
         )
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from server.frontend import JsonObject
 from server.request.budget import Budget
 from server.request.fields import UnknownPolicy
 from server.request.limits import Limits
@@ -32,7 +33,7 @@ class Rules:
     how Anthropic's system messages become those of a chat; `thinker` is what the model has for
     wishes about thinking, `volatile_lines` which lines of system prompts are settled.
     `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
-    `own_templates`: requests may bring another.
+    `own_templates`: requests may bring another. `sampling` has the model's own defaults.
     """
 
     budget: Budget
@@ -48,6 +49,7 @@ class Rules:
     own_templates: bool
     guided: bool
     speculates: bool
+    sampling: JsonObject
     offered: frozenset[str]
     does: str
 
@@ -101,6 +103,7 @@ def make_rules(
         own_templates=state.online_renderer.trust_request_chat_template,
         guided="generate" in tasks,
         speculates=config.speculative_config is not None,
+        sampling=model.get_diff_sampling_param(),
         offered=offered,
         does=_in_words(tasks, model),
     )

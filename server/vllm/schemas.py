@@ -13,7 +13,6 @@ from vllm.entrypoints.anthropic.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
-from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.pooling.classify.protocol import ClassificationResponse
 from vllm.entrypoints.pooling.embed.protocol import CohereEmbedResponse, EmbeddingResponse
 from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
@@ -21,12 +20,13 @@ from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreRespo
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.vllm.responses.schema import ResponseObject
 
 _REF = "#/components/schemas/{model}"
 _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
     Endpoint.CHAT: ChatCompletionResponse,
     Endpoint.COMPLETION: CompletionResponse,
-    Endpoint.RESPONSES: ResponsesResponse,
+    Endpoint.RESPONSES: ResponseObject,
     Endpoint.MESSAGES: AnthropicMessagesResponse,
     Endpoint.COUNT_TOKENS: AnthropicCountTokensResponse,
     Endpoint.TOKENIZE: TokenizeResponse,

@@ -64,6 +64,7 @@ RULES = Rules(
     own_templates=True,
     guided=True,
     speculates=True,
+    sampling={},
     offered=frozenset(MODELS) - {"rerank"},
     does="does other things",
 )

@@ -14,17 +14,25 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from server.errors import ServerError
 from server.frontend import JsonObject, named_frame
+from server.request.record import RequestRecord
+from server.vllm.responses.answer import response_of
 from server.vllm.responses.items import OutputItem, TextItem, output_item
 
 _SNAPSHOTS = ("response.created", "response.in_progress")
 
 
 async def response_frames(
-    events: AsyncGenerator[Any, None], stamp: JsonObject
+    events: AsyncGenerator[Any, None], stamp: JsonObject, record: RequestRecord | None
 ) -> AsyncGenerator[str, None]:
-    """Yield the SSE frames for vLLM's events; each response in them has the fields of `stamp`."""
-    stream = _ResponseStream(stamp)
+    """Yield the SSE frames for vLLM's events; each response in them has the fields of `stamp`.
+
+    What ends the stream if it fails is left with the request's `record`.
+    """
+    stream = _ResponseStream(stamp, record)
+    if record is not None:
+        record.failure_frames = stream.fail
     async with aclosing(events):
         async for event in events:
             for frame in stream.take(event):
@@ -34,8 +42,10 @@ async def response_frames(
 class _ResponseStream:
     """One response as it comes; at most one item is open."""
 
-    def __init__(self, stamp: JsonObject) -> None:
+    def __init__(self, stamp: JsonObject, record: RequestRecord | None) -> None:
         self._stamp = stamp
+        self._record = record
+        self._begun: JsonObject = {}
         self._number = 0
         self._items: list[JsonObject] = []
         self._open: OutputItem | None = None
@@ -52,7 +62,8 @@ class _ResponseStream:
             yield from self._begin(output_item(event.item))
             yield from self._grow(event)
         elif kind in _SNAPSHOTS:
-            yield self._frame({"type": kind, "response": self._response(event)})
+            self._begun = self._response(event)
+            yield self._frame({"type": kind, "response": self._begun})
         elif kind == "response.completed":
             yield from self._end(event)
         else:
@@ -86,9 +97,19 @@ class _ResponseStream:
         kind = "response.incomplete" if is_cut else "response.completed"
         yield self._frame({"type": kind, "response": {**response, "output": self._items}})
 
+    def fail(self, error: ServerError) -> str:
+        """Return the frames that end the stream with an error."""
+        failed = {
+            **self._begun,
+            "status": "failed",
+            "error": {"code": error.row.code, "message": error.message},
+            "output": self._items,
+        }
+        event = error.response_event(self._number)
+        return self._frame(event) + self._frame({"type": "response.failed", "response": failed})
+
     def _response(self, event: Any) -> JsonObject:
-        found: JsonObject = event.response.model_dump(mode="json", by_alias=True)
-        return found | self._stamp
+        return response_of(event.response, self._stamp, self._record)
 
     def _within(self, events: Iterator[JsonObject]) -> Iterator[str]:
         index = {"output_index": len(self._items)}

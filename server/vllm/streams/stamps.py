@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from server.frontend import Endpoint, JsonObject
+from server.request.record import record_var
 from server.vllm.responses.stream import response_frames
 
 _DATA = "data: {"
@@ -26,7 +27,7 @@ def stamped_frames(
 ) -> AsyncGenerator[str, None]:
     """Return the frames of vLLM's stream, each object in it with the fields."""
     if endpoint is Endpoint.RESPONSES:
-        return response_frames(answer, stamp)
+        return response_frames(answer, stamp, record_var.get())
     return answer if endpoint.anthropic or not stamp else _marked(answer, stamp)
 
 

@@ -39,13 +39,15 @@ def test_retry_after_is_a_header() -> None:
 
 def test_error_frames_follow_each_dialect() -> None:
     error = OverloadedError("busy", param="x")
-    chat = error_frame(error, Endpoint.CHAT)
+    chat = error_frame(error, Endpoint.CHAT, 2)
     assert chat.endswith("\n\ndata: [DONE]\n\n")
     assert json.loads(chat.split("\n\n")[0].removeprefix("data: "))["error"]["param"] == "x"
-    responses = error_frame(error, Endpoint.RESPONSES)
+    responses = error_frame(error, Endpoint.RESPONSES, 2)
     assert responses.startswith("event: error\n")
-    assert json.loads(responses.partition("data: ")[2])["code"] == "overloaded"
-    messages = error_frame(error, Endpoint.MESSAGES)
+    event = json.loads(responses.partition("data: ")[2])
+    assert (event["code"], event["param"], event["sequence_number"]) == ("overloaded", "x", 2)
+    assert event["error"] == error.envelope()["error"]
+    messages = error_frame(error, Endpoint.MESSAGES, 2)
     assert messages.startswith("event: error\n")
     assert json.loads(messages.partition("data: ")[2])["type"] == "error"
 

@@ -1,0 +1,74 @@
+"""A response as clients see it, made from vLLM's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pydantic_core import to_json
+
+from server.frontend import JsonObject
+from server.request.record import RequestRecord, record_var
+from server.vllm.responses.items import is_whole
+
+_VLLM_FIELDS = (
+    *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),
+    "prompt",
+)
+"""Fields of vLLM's own and of another's store, shown where they have a value."""
+_PER_TURN = "_per_turn"
+
+
+def response_json(answer: Any, stamp: JsonObject) -> bytes:
+    """Return the body for vLLM's `ResponsesResponse`; `stamp` are fields that it shall have."""
+    response = response_of(answer, stamp, record_var.get())
+    is_cut = response["status"] == "incomplete"
+    last = len(response["output"]) - 1
+    response["output"] = [
+        _item(item, is_cut=is_cut and place == last)
+        for place, item in enumerate(response["output"])
+    ]
+    return to_json(response)
+
+
+def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) -> JsonObject:
+    """Return vLLM's `ResponsesResponse` with OpenAI's fields; its items are vLLM's."""
+    found: JsonObject = answer.model_dump(mode="json", by_alias=True)
+    for name in _VLLM_FIELDS:
+        if found[name] is None:
+            del found[name]
+    ended = found["status"] == "completed"
+    found["completed_at"] = int(time.time()) if ended else None
+    found["error"] = None
+    if found["usage"] is not None:
+        found["usage"] = _usage(found["usage"], record)
+    return found | stamp
+
+
+def _usage(usage: JsonObject, record: RequestRecord | None) -> JsonObject:
+    """Return OpenAI's usage; vLLM's lists of turns stay where there are several."""
+    _, written = (0, 0) if record is None else record.prefix_tokens()
+    details = _without_empty_turns(usage["input_tokens_details"])
+    return {
+        **usage,
+        "input_tokens_details": {**details, "cache_write_tokens": written},
+        "output_tokens_details": _without_empty_turns(usage["output_tokens_details"]),
+    }
+
+
+def _without_empty_turns(details: JsonObject) -> JsonObject:
+    return {k: v for k, v in details.items() if v or not k.endswith(_PER_TURN)}
+
+
+def _item(item: JsonObject, *, is_cut: bool) -> JsonObject:
+    """Return an item without the optional fields that it does not use."""
+    item = {name: value for name, value in item.items() if value is not None}
+    kind = item["type"]
+    if kind == "message":
+        parts = item["content"] or [{"type": "output_text", "text": "", "annotations": []}]
+        item["content"] = [{**part, "logprobs": part.get("logprobs") or []} for part in parts]
+    elif kind == "function_call":
+        is_cut = is_cut and not is_whole(item["arguments"])
+    elif kind != "reasoning":
+        return item
+    return {**item, "status": "incomplete" if is_cut else "completed"}

@@ -1,0 +1,33 @@
+"""The JSON schema of a response, for the server's OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from openai.types.responses.response import ToolChoice
+from openai.types.responses.response_error import ResponseError
+from typing_extensions import TypedDict
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+
+
+class TextFormat(TypedDict, total=False):
+    """How the text of an answer is formed, and how verbose it was to be."""
+
+    format: dict[str, Any]
+    verbosity: str
+
+
+class ResponseObject(ResponsesResponse):
+    """vLLM's response with the fields that `server.vllm.responses.answer` adds or changes."""
+
+    completed_at: int | None
+    error: ResponseError | None
+    max_output_tokens: int | None  # type: ignore[assignment]
+    text: TextFormat  # type: ignore[assignment]
+    tool_choice: ToolChoice | dict[str, Any]  # type: ignore[assignment]
+    tools: list[dict[str, Any]]  # type: ignore[assignment]
+    service_tier: Literal["default", "flex", "priority"]  # type: ignore[assignment]
+    top_logprobs: int  # type: ignore[assignment]
+    store: bool
+    safety_identifier: str | None
+    prompt_cache_key: str | None

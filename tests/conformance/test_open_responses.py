@@ -1,0 +1,177 @@
+"""The text cases of Open Responses: every response and event against its field tables."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.open_responses import check_response, check_stream
+from tests.conformance.target import absent
+
+PATH = "/v1/responses"
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "set_lamp",
+    "description": "Switch a lamp.",
+    "parameters": {
+        "type": "object",
+        "properties": {"lit": {"type": "boolean"}},
+        "required": ["lit"],
+        "additionalProperties": False,
+    },
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": text, **more}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "basic": {"input": [user("Name a colour.")]},
+    "text": {"input": "Name a colour.", "instructions": "Use one word."},
+    "system prompt": {
+        "input": [
+            {"type": "message", "role": "system", "content": "Use one word."},
+            user("Name a colour."),
+        ]
+    },
+    "multi-turn": {"input": [user("I am Ada."), said("Hello Ada."), user("Who am I?")]},
+    "phase": {
+        "input": [
+            user("Is the lamp lit?"),
+            said("I look at it.", phase="commentary"),
+            said("It is.", phase="final_answer"),
+            user("Since when?"),
+        ]
+    },
+    "tool calling": {"input": [user("Lamp on.")], "tools": [TOOL], "tool_choice": "required"},
+    "tool named": {
+        "input": [user("Lamp on.")],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "name": "set_lamp"},
+    },
+    "tool output": {
+        "input": [
+            user("Lamp on."),
+            {
+                "type": "function_call",
+                "id": "fc_1",
+                "call_id": "call_1",
+                "name": "set_lamp",
+                "arguments": '{"lit": true}',
+                "status": "completed",
+            },
+            {"type": "function_call_output", "call_id": "call_1", "output": "lit"},
+        ],
+        "tools": [TOOL],
+        "tool_choice": "none",
+    },
+    "labels": {
+        "input": "hi",
+        "metadata": {"run": "1"},
+        "safety_identifier": "s-1",
+        "prompt_cache_key": "k-1",
+        "service_tier": "default",
+        "store": False,
+        "truncation": "disabled",
+        "reasoning": {"effort": None, "summary": None},
+        "text": {"format": {"type": "text"}},
+        "parallel_tool_calls": True,
+    },
+    "log probabilities": {
+        "input": "hi",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    },
+}
+
+
+def post(http: httpx.Client, model: str, name: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "max_output_tokens": 24, "temperature": 0, **CASES[name], **more}
+    answer = http.post(PATH, json=body)
+    if answer.status_code in (404, 405):
+        absent(PATH)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def streamed(http: httpx.Client, model: str, name: str, **more: Any) -> list[dict[str, Any]]:
+    return check_stream(post(http, model, name, stream=True, **more).text)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_response_is_valid(http: httpx.Client, model: str, name: str) -> None:
+    response = check_response(post(http, model, name).content)
+    assert response["output"]
+    for field, value in CASES[name].items():
+        if field in response and field not in ("input", "tools"):
+            assert response[field] == value
+    assert (response["completed_at"] is not None) == (response["status"] == "completed")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_every_event_is_valid(http: httpx.Client, model: str, name: str) -> None:
+    events = streamed(http, model, name)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    for event in events[:2]:
+        assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["output"]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_stream_ends_with_the_response(http: httpx.Client, model: str, name: str) -> None:
+    whole = check_response(post(http, model, name).content)
+    last = streamed(http, model, name)[-1]["response"]
+    changing = ("id", "created_at", "completed_at", "call_id")
+
+    def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+        items = [{k: v for k, v in i.items() if k not in changing} for i in response["output"]]
+        kept = {k: v for k, v in response.items() if k not in (*changing, "usage")}
+        return {**kept, "output": items}
+
+    assert without_ids(last) == without_ids(whole)
+
+
+@pytest.mark.parametrize("name", ["tool calling", "tool named"])
+def test_a_call_comes_as_events_of_its_own(http: httpx.Client, model: str, name: str) -> None:
+    events = streamed(http, model, name, max_output_tokens=60)
+    (call,) = events[-1]["response"]["output"]
+    assert (call["type"], call["name"]) == ("function_call", "set_lamp")
+    assert set(json.loads(call["arguments"])) == {"lit"}
+    kinds = [event["type"] for event in events[2:-1]]
+    assert kinds[0] == "response.output_item.added"
+    assert kinds[-2:] == ["response.function_call_arguments.done", "response.output_item.done"]
+    assert set(kinds[1:-2]) == {"response.function_call_arguments.delta"}
+
+
+def test_an_item_that_was_cut_is_incomplete(http: httpx.Client, model: str) -> None:
+    for stream in (False, True):
+        answer = post(http, model, "basic", max_output_tokens=2, stream=stream)
+        response = (
+            check_stream(answer.text)[-1]["response"] if stream else check_response(answer.content)
+        )
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert [item["status"] for item in response["output"]] == ["incomplete"]
+        assert response["completed_at"] is None
+
+
+def test_log_probabilities_cover_the_text(http: httpx.Client, model: str) -> None:
+    events = streamed(http, model, "log probabilities")
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    (item,) = events[-1]["response"]["output"]
+    assert done["logprobs"] == item["content"][0]["logprobs"]
+    assert len(done["logprobs"]) == events[-1]["response"]["usage"]["output_tokens"]
+    for found in done["logprobs"]:
+        assert bytes(found["bytes"]).decode(errors="replace") == found["token"]
+        assert len(found["top_logprobs"]) == 2
