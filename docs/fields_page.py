@@ -13,6 +13,8 @@ _TITLES = {
     Endpoint.MESSAGES: "`/v1/messages`, `/v1/messages/count_tokens`",
     Endpoint.CHAT: "`/v1/chat/completions`",
     Endpoint.RESPONSES: "`/v1/responses`",
+    Endpoint.INPUT_TOKENS: "`/v1/responses/input_tokens`",
+    Endpoint.COMPACT: "`/v1/responses/compact`",
     Endpoint.COMPLETION: "`/v1/completions`",
 }
 _REST = (Endpoint.EMBEDDINGS, "All others")

@@ -44,6 +44,8 @@ class Endpoint(enum.Enum):
     CHAT = "/v1/chat/completions"
     COMPLETION = "/v1/completions"
     RESPONSES = "/v1/responses"
+    INPUT_TOKENS = "/v1/responses/input_tokens"
+    COMPACT = "/v1/responses/compact"
     MESSAGES = "/v1/messages"
     COUNT_TOKENS = "/v1/messages/count_tokens"
     TOKENIZE = "/tokenize"
@@ -62,6 +64,11 @@ class Endpoint(enum.Enum):
     def anthropic(self) -> bool:
         """Whether clients expect Anthropic's envelopes and events."""
         return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
+
+    @property
+    def takes_items(self) -> bool:
+        """Whether a request has the items of the Responses API as its input."""
+        return self in (Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
 
     @property
     def pools(self) -> bool:
@@ -112,7 +119,7 @@ class WireSchemas:
 
 @dataclass(slots=True, kw_only=True)
 class Keeping:
-    """What a request of the Responses API says about being kept.
+    """What a request of the Responses API says about being kept, and which response it continues.
 
     `store` None: it says nothing. `previous` is the response that it continues, `items` are those
     of its own input, a JSON array. `kept` is what was made of it, in the place of `reservation`.
@@ -134,7 +141,7 @@ class ReadRequest:
     `answers` is how many it asks for; `told` is what the front end that read it will need of it.
     `large`: to go through all of it takes too long for the event loop. `tier` is the service tier
     that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have. `keeping` is
-    there for the Responses API alone.
+    there for endpoints that take items alone.
     """
 
     answers: int

@@ -50,7 +50,9 @@ _SECURITY: JsonObject = {"security": [*({name: []} for name in _KEYS), {}]}
 _WORDS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "Answer a conversation.",
     Endpoint.COMPLETION: "Continue a text.",
-    Endpoint.RESPONSES: "Answer as OpenAI's Responses API does; nothing is stored.",
+    Endpoint.RESPONSES: "Answer as OpenAI's Responses API does; stored with --data-dir.",
+    Endpoint.INPUT_TOKENS: "Count the tokens of the prompt that a response would have.",
+    Endpoint.COMPACT: "Return a shorter conversation that can be continued.",
     Endpoint.MESSAGES: "Answer as Anthropic's Messages API does.",
     Endpoint.COUNT_TOKENS: "Count the tokens of a conversation, Anthropic's form.",
     Endpoint.TOKENIZE: "Turn a text or a conversation into token ids.",

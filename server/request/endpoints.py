@@ -30,6 +30,7 @@ def _fields(*names: str, counted: bool = True) -> tuple[PromptField, ...]:
 
 
 _CONVERSATION = _fields("messages")
+_ITEMS = _fields("input") + _fields("instructions", "previous_input_messages", counted=False)
 _POOLED = _fields("messages", "input")
 _SCORED = (
     *_fields("documents", "items", "data_2", "text_2"),
@@ -39,10 +40,9 @@ _SCORED = (
 PROMPTS: Mapping[Endpoint, tuple[PromptField, ...]] = {
     Endpoint.CHAT: _CONVERSATION,
     Endpoint.COMPLETION: _fields("prompt") + _fields("suffix", counted=False),
-    Endpoint.RESPONSES: (
-        *_fields("input"),
-        *_fields("instructions", "previous_input_messages", counted=False),
-    ),
+    Endpoint.RESPONSES: _ITEMS,
+    Endpoint.INPUT_TOKENS: _ITEMS,
+    Endpoint.COMPACT: _ITEMS,
     Endpoint.MESSAGES: _CONVERSATION + _fields("system", counted=False),
     Endpoint.COUNT_TOKENS: _CONVERSATION + _fields("system", counted=False),
     Endpoint.TOKENIZE: _fields("messages", "prompt"),
@@ -112,8 +112,8 @@ KINDS: Mapping[str, Kind] = {
 """What the fields of all request models hold that are more than a number or a word of a list."""
 
 _OTHER_KINDS: Mapping[tuple[Endpoint, str], Kind] = {
-    (Endpoint.RESPONSES, "input"): Kind.CONVERSATION,
-    (Endpoint.RESPONSES, "prompt"): Kind.OPTIONS,
+    **{(endpoint, "input"): Kind.CONVERSATION for endpoint in Endpoint if endpoint.takes_items},
+    **{(endpoint, "prompt"): Kind.OPTIONS for endpoint in Endpoint if endpoint.takes_items},
     # Documents that a chat template shows, not prompts.
     (Endpoint.CHAT, "documents"): Kind.CONVERSATION,
 }

@@ -46,7 +46,7 @@ def settle_thinking(endpoint: Endpoint, body: JsonObject, thinker: Thinker) -> l
         return ignored + _unheard("output_config.effort", effort, thinker)
     if endpoint is Endpoint.CHAT:
         return _unheard(_EFFORT, body.get(_EFFORT), thinker)
-    if endpoint is Endpoint.RESPONSES:
+    if endpoint.takes_items:
         return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinker)
     return []
 

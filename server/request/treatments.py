@@ -35,7 +35,8 @@ class Treated:
     `same` are the values that ask for what is done anyway, besides null: they pass without a word.
     `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
     to those objects that have these entries. `schema` is that of an obeyed field that the request
-    model does not have, because it is worked on before.
+    model does not have, because it is worked on before. `code` is what Anthropic's clients act on
+    where it is refused.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Treated:
     stays: bool = False
     when: Mapping[str, object] = field(default_factory=dict)
     schema: Mapping[str, object] = field(default_factory=dict)
+    code: str | None = None
 
 
 def _obeyed(*paths: str, why: str = "") -> tuple[Treated, ...]:
@@ -198,7 +200,13 @@ _MESSAGES = (
     ),
     *_refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
     *_refused("container", why="this server runs no code and has no files", same=({},)),
-    *_refused("thread", why="this server keeps no conversations"),
+    Treated(
+        "thread",
+        Treatment.REFUSED,
+        "this server keeps no conversations",
+        # Anthropic's client then sends the whole conversation, as it did before threads.
+        code="thread_unsupported_request",
+    ),
     *_refused("compaction", why="this server summarizes no conversations"),
     *_refused("inference_geo", why="no region is known to this server", same=("global",)),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
@@ -240,29 +248,24 @@ _COMPLETION = (
 )
 
 _HOSTED = "tools are functions of the client; " + _NO_TOOLS_HERE
-_RESPONSES = (
-    *_obeyed("model", "input", "instructions", "max_output_tokens", "temperature", "top_p"),
-    *_obeyed("top_logprobs", "text", "stream", "tools", "tool_choice", "parallel_tool_calls"),
-    *_obeyed("truncation"),
-    _SPECULATIVE,
-    *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
-    *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
-    *_obeyed("include", why="message.output_text.logprobs; of the rest there is nothing to show"),
+_NO_CONVERSATIONS = "conversations have no ids here; send previous_response_id"
+_NO_PROMPTS = "this server has no stored prompts"
+_ITEMS = (
+    *_obeyed("model", "input", "instructions"),
+    *_obeyed("previous_response_id", why="with --data-dir"),
     *_obeyed("reasoning", why="effort, where the model's chat template knows it"),
-    *_granted("input[].content[].prompt_cache_breakpoint", why=_CACHE),
-    *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
-    *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
-    *_granted("safety_identifier", why="shown in the answer, without effect"),
-    *_ignored("client_metadata", "access_programs", why=_LABEL),
-    _TIER,
-    *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
     *_ignored(
         *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
     ),
     *_ignored("reasoning.mode", "reasoning.context", why="there is one", same=("standard", "auto")),
-    *_ignored("moderation", why=_NO_MODERATION, same=({},)),
-    *_ignored("context_management", why="a prompt that becomes too long is a 400", same=([],)),
-    *_ignored("image", why="there are no images", same=({},)),
+    *_granted("input[].content[].prompt_cache_breakpoint", why=_CACHE),
+    *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
+    _TIER,
+    *_refused("conversation", why=_NO_CONVERSATIONS),
+    *_refused("prompt", why=_NO_PROMPTS),
+    *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
+)
+_TOOLS = (
     Treated(
         "tools[]",
         Treatment.IGNORED,
@@ -270,10 +273,54 @@ _RESPONSES = (
         when={"type": "web_search", "external_web_access": False},
     ),
     *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
-    *_obeyed("store", "background", "previous_response_id", why="with --data-dir"),
-    *_refused("conversation", why="conversations have no ids here; send previous_response_id"),
-    *_refused("prompt", why="this server has no stored prompts"),
-    *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
+)
+_SAMPLING = (
+    *("max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("structured_outputs", "skip_special_tokens", "include_stop_str_in_output", "watermarking"),
+    *("vllm_xargs", "speculative"),
+)
+_SHOWN = (
+    *("top_logprobs", "include", "include_reasoning", "enable_response_messages", "stream"),
+    *("stream_options", "metadata", "user", "safety_identifier", "store", "background"),
+    *("max_tool_calls", "moderation", "context_management", "client_metadata", "access_programs"),
+    *("image", "request_id"),
+)
+"""Fields about what an answer shows, and what becomes of it."""
+_NOT_PROMPT = "it changes nothing of the prompt"
+_NO_OPTION = "a compaction has no such option"
+
+_INPUT_TOKENS = (
+    *_ITEMS,
+    *_TOOLS,
+    *_obeyed("tools", "tool_choice", "parallel_tool_calls", "truncation"),
+    *_ignored("text", "prompt_cache_key", "personality", why=_NOT_PROMPT),
+    *_ignored(*_SAMPLING, *_SHOWN, "cache_salt", "priority", "session_id", why=_NOT_PROMPT),
+)
+_COMPACT = (
+    *_ITEMS,
+    *_ignored("prompt_cache_key", why=_CACHE_KEY),
+    *_refused("tools", "tool_choice", "parallel_tool_calls", "truncation", "text", why=_NO_OPTION),
+    *_refused(*_SAMPLING, "previous_input_messages", why=_NO_OPTION),
+    *_refused(*_SHOWN, why=_NO_OPTION, same=(False,)),
+)
+_RESPONSES = (
+    *_ITEMS,
+    *_TOOLS,
+    *_obeyed("max_output_tokens", "temperature", "top_p", "top_logprobs", "text", "stream"),
+    *_obeyed("tools", "tool_choice", "parallel_tool_calls", "truncation"),
+    _SPECULATIVE,
+    *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
+    *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
+    *_obeyed("include", why="message.output_text.logprobs; of the rest there is nothing to show"),
+    *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
+    *_granted("safety_identifier", why="shown in the answer, without effect"),
+    *_ignored("client_metadata", "access_programs", why=_LABEL),
+    *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
+    *_ignored("moderation", why=_NO_MODERATION, same=({},)),
+    *_ignored("context_management", why="a prompt that becomes too long is a 400", same=([],)),
+    *_ignored("image", why="there are no images", same=({},)),
+    *_obeyed("store", "background", why="with --data-dir"),
 )
 
 TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
@@ -283,6 +330,8 @@ TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
     Endpoint.CHAT: _CHAT,
     Endpoint.COMPLETION: _COMPLETION,
     Endpoint.RESPONSES: _RESPONSES,
+    Endpoint.INPUT_TOKENS: _INPUT_TOKENS,
+    Endpoint.COMPACT: _COMPACT,
 }
 
 

@@ -28,6 +28,8 @@ _CONVERSATION: Mapping[Endpoint, tuple[str, str | None]] = {
     Endpoint.COUNT_TOKENS: ("messages", "system"),
     Endpoint.CHAT: ("messages", None),
     Endpoint.RESPONSES: ("input", "instructions"),
+    Endpoint.INPUT_TOKENS: ("input", "instructions"),
+    Endpoint.COMPACT: ("input", "instructions"),
 }
 """Where an endpoint has its turns, and system text besides them."""
 
@@ -98,7 +100,7 @@ def _with_lines(last: JsonObject, lines: str, endpoint: Endpoint) -> list[JsonOb
     content = last.get("content")
     if last.get("role") == "user" and isinstance(content, str):
         return [{**last, "content": f"{content}\n\n{lines}"}]
-    kind = "input_text" if endpoint is Endpoint.RESPONSES else "text"
+    kind = "input_text" if endpoint.takes_items else "text"
     if last.get("role") == "user" and isinstance(content, list):
         return [{**last, "content": [*content, {"type": kind, "text": lines}]}]
     return [last, {"role": "user", "content": lines}]

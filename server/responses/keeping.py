@@ -18,11 +18,12 @@ def take_keeping(endpoint: Endpoint, body: JsonObject, before: bytes | None) -> 
     `before` are the items of the conversation that it continues, a JSON array: they are put in
     front of its own. Raises `InvalidTypeError`, `InvalidValueError`.
     """
-    if endpoint is not Endpoint.RESPONSES:
+    if not endpoint.takes_items:
         return None
+    stores = endpoint is Endpoint.RESPONSES
     keeping = Keeping(
-        store=_flag(body, "store"),
-        background=_flag(body, "background") or False,
+        store=_flag(body, "store") if stores else False,
+        background=stores and (_flag(body, "background") or False),
         previous=_name(body, "previous_response_id"),
         stream=body.get("stream") is True,
         items=to_json(_items(body.get(_INPUT))),

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from server.frontend import JsonObject
 from server.vllm.drafts.usage import add_prediction_counts
-from server.vllm.responses.answer import response_json
+from server.vllm.responses.answer import compacted_json, response_json
 from server.vllm.serving import adapted
 from server.vllm.streams.stamps import put_on
 
@@ -44,17 +44,20 @@ def request_models() -> dict[str, type[BaseModel]]:
     from vllm.entrypoints.anthropic import protocol as anthropic
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.pooling.classify import protocol as classify
     from vllm.entrypoints.pooling.embed import protocol as embed
     from vllm.entrypoints.pooling.pooling import protocol as pooling
     from vllm.entrypoints.pooling.scoring import protocol as scoring
     from vllm.entrypoints.serve.tokenize import protocol as tokenize
 
+    from server.vllm.responses import requests as responses
+
     return {
         "chat": ChatCompletionRequest,
         "completion": CompletionRequest,
-        "responses": ResponsesRequest,
+        "responses": responses.ResponseRequest,
+        "input_tokens": responses.InputTokensRequest,
+        "compact": responses.CompactRequest,
         "messages": anthropic.AnthropicMessagesRequest,
         "count_tokens": anthropic.AnthropicCountTokensRequest,
         "tokenize": tokenize.TokenizeCompletionRequest,
@@ -79,10 +82,13 @@ def request_models() -> dict[str, type[BaseModel]]:
 
 
 _ANTHROPIC = "anthropic_serving_messages"
+_RESPONSES = "openai_serving_responses"
 _SERVED_BY = {
     "chat": ("openai_serving_chat", "create_chat_completion"),
     "completion": ("openai_serving_completion", "create_completion"),
-    "responses": ("openai_serving_responses", "create_responses"),
+    "responses": (_RESPONSES, "create_responses"),
+    "input_tokens": (_RESPONSES, "count_input_tokens"),
+    "compact": (_RESPONSES, "create_responses"),
     "messages": (_ANTHROPIC, "create_messages"),
     "count_tokens": (_ANTHROPIC, "count_tokens"),
     "tokenize": ("serving_tokenization", "create_tokenize"),
@@ -108,6 +114,7 @@ _SERVED_BY = {
 
 _BODIES: Mapping[str, ToBody] = {
     "responses": response_json,
+    "compact": compacted_json,
     "count_tokens": _body_without_nulls,
 }
 

@@ -35,6 +35,7 @@ from server.request.pooling import check_pooling_limits
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_thinking
 from server.request.volatile_lines import settle_lines
+from server.responses.compaction import expand_compactions, summarise
 from server.responses.keeping import take_keeping
 from server.responses.shown_request import shown_request
 from server.speculation.wishes import DraftWishes, settle_drafts
@@ -93,16 +94,20 @@ class BodyReader:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
-        stamp = {}
+        stamp: JsonObject = {}
         if endpoint is Endpoint.RESPONSES:
             stamp = shown_request(body, rules.sampling)
         keeping = take_keeping(endpoint, body, before)
         if keeping is not None and keeping.previous is not None and before is None:
             return ReadRequest(answers=1, told=None, keeping=keeping)
+        if keeping is not None:
+            expand_compactions(body)
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
         ignored = treat(endpoint, body) + self._settle_variables(endpoint, body)
+        if endpoint is Endpoint.COMPACT:
+            stamp["output"] = summarise(body, rules.limits.max_model_len)
         ignored += settle_thinking(endpoint, body, rules.thinker)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
         known = model_field_names(self._models[form])

@@ -20,13 +20,15 @@ from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreRespo
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import Endpoint, JsonObject, WireSchemas
-from server.vllm.responses.schema import ResponseObject
+from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
 
 _REF = "#/components/schemas/{model}"
 _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
     Endpoint.CHAT: ChatCompletionResponse,
     Endpoint.COMPLETION: CompletionResponse,
     Endpoint.RESPONSES: ResponseObject,
+    Endpoint.INPUT_TOKENS: InputTokens,
+    Endpoint.COMPACT: CompactedResponse,
     Endpoint.MESSAGES: AnthropicMessagesResponse,
     Endpoint.COUNT_TOKENS: AnthropicCountTokensResponse,
     Endpoint.TOKENIZE: TokenizeResponse,
@@ -41,6 +43,9 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
     Endpoint.RERANK_V1: RerankResponse,
     Endpoint.RERANK_V2: RerankResponse,
 }
+
+_NEVER_STREAMS = (Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
+"""Endpoints that share the request of one which does."""
 
 
 def wire_schemas(
@@ -78,6 +83,7 @@ def wire_schemas(
         streaming={
             endpoint
             for endpoint, form in forms.items()
-            if any("stream" in model.model_fields for model in form)
+            if endpoint not in _NEVER_STREAMS
+            and any("stream" in model.model_fields for model in form)
         },
     )

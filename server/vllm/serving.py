@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from server.vllm.errors import RefusedError
 from server.vllm.messages.serving import over_chat_requests
+from server.vllm.responses.serving import counting
 from server.vllm.tool_calls import with_object_calls
 
 _Serving = TypeVar("_Serving")
@@ -51,12 +52,15 @@ def adapted(serving: _Serving) -> _Serving:
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     ours: tuple[type, ...] = ()
     if isinstance(serving, GenerateBaseServing):
         ours += (_raises_in_streams(),)
     if isinstance(serving, AnthropicServingMessages):
         ours += (over_chat_requests(),)
+    if isinstance(serving, OpenAIServingResponses):
+        ours += (counting(),)
     made = copy.copy(serving)
     made.__class__ = type(type(serving).__name__, (*ours, type(serving)), {})
     _hold_to_objects(made)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conformance.open_responses import check_response, check_stream
+from tests.conformance.open_responses import check_compacted, check_response, check_stream
 from tests.conformance.target import absent
 
 PATH = "/v1/responses"
@@ -175,3 +175,38 @@ def test_log_probabilities_cover_the_text(http: httpx.Client, model: str) -> Non
     for found in done["logprobs"]:
         assert bytes(found["bytes"]).decode(errors="replace") == found["token"]
         assert len(found["top_logprobs"]) == 2
+
+
+@pytest.mark.parametrize("name", ["multi-turn", "tool output"])
+def test_a_compacted_window_goes_on(http: httpx.Client, model: str, name: str) -> None:
+    body = {"model": model, "input": CASES[name]["input"], "instructions": "Keep all names."}
+    answer = http.post(f"{PATH}/compact", json=body)
+    if answer.status_code in (404, 405):
+        absent(f"{PATH}/compact")
+    assert answer.status_code == 200, answer.text
+    window = check_compacted(answer.content)["output"]
+    assert window[-1]["type"] == "compaction"
+    users = [item for item in window if item.get("role") == "user"]
+    assert "".join(part["text"] for item in users for part in item["content"]) == "".join(
+        item["content"] for item in CASES[name]["input"] if item.get("role") == "user"
+    )
+    for stream in (False, True):
+        turns = {"input": [*window, user("And now?")]}
+        answer = post(http, model, "basic", stream=stream, **turns)
+        if stream:
+            check_stream(answer.text)
+        else:
+            assert check_response(answer.content)["output"]
+
+
+@pytest.mark.parametrize("name", ["basic", "text", "multi-turn", "tool output"])
+def test_tokens_are_counted(http: httpx.Client, model: str, name: str) -> None:
+    answer = http.post(f"{PATH}/input_tokens", json={"model": model, **CASES[name]})
+    if answer.status_code in (404, 405):
+        absent(f"{PATH}/input_tokens")
+    assert answer.status_code == 200, answer.text
+    usage = check_response(post(http, model, name).content)["usage"]
+    assert answer.json() == {
+        "object": "response.input_tokens",
+        "input_tokens": usage["input_tokens"],
+    }

@@ -27,6 +27,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [USER], "max_tokens": 1},
     "completion": {"prompt": "hi", "max_tokens": 1},
     "responses": {"input": "hi", "max_output_tokens": 1},
+    "input_tokens": {"input": "hi"},
+    "compact": {"input": "hi"},
     "messages": {"messages": [USER], "max_tokens": 1},
     "count_tokens": {"messages": [USER]},
     "tokenize": {"prompt": "hi"},

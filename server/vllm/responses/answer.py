@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from server.errors import InternalError
 from server.frontend import JsonObject
 from server.request.record import RequestRecord, record_var
+from server.responses.compaction import compacted
 from server.vllm.responses.items import is_whole
 
 _VLLM_FIELDS = (
@@ -31,6 +33,18 @@ def response_json(answer: Any, stamp: JsonObject) -> bytes:
     return to_json(response)
 
 
+def compacted_json(answer: Any, stamp: JsonObject) -> bytes:
+    """Return the body for vLLM's `ResponsesResponse` that summarises a conversation.
+
+    `stamp` has as its `output` what stays of that. Raises `InternalError` for an empty summary.
+    """
+    response = response_of(answer, {}, record_var.get())
+    summary = _text_of(response["output"])
+    if not summary:
+        raise InternalError("The model returned no summary of the conversation; it is unchanged.")
+    return to_json(compacted(response, stamp["output"], summary))
+
+
 def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) -> JsonObject:
     """Return vLLM's `ResponsesResponse` with OpenAI's fields; its items are vLLM's."""
     found: JsonObject = answer.model_dump(mode="json", by_alias=True)
@@ -43,6 +57,15 @@ def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) ->
     if found["usage"] is not None:
         found["usage"] = _usage(found["usage"], record)
     return found | stamp
+
+
+def _text_of(output: list[JsonObject]) -> str:
+    """Return the text of the messages, or of reasoning that took all tokens."""
+    texts = {"message": "", "reasoning": ""}
+    for item in output:
+        if item["type"] in texts:
+            texts[item["type"]] += "".join(part["text"] for part in item["content"] or ())
+    return (texts["message"] or texts["reasoning"]).strip()
 
 
 def _usage(usage: JsonObject, record: RequestRecord | None) -> JsonObject:

@@ -1,4 +1,4 @@
-"""The JSON schema of a response, for the server's OpenAPI document."""
+"""The JSON schemas of what the Responses API returns, for the server's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from openai.types.responses.response import ToolChoice
 from openai.types.responses.response_error import ResponseError
+from pydantic import BaseModel
 from typing_extensions import TypedDict
-from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse, ResponseUsage
 
 
 class TextFormat(TypedDict, total=False):
@@ -26,8 +27,25 @@ class ResponseObject(ResponsesResponse):
     text: TextFormat  # type: ignore[assignment]
     tool_choice: ToolChoice | dict[str, Any]  # type: ignore[assignment]
     tools: list[dict[str, Any]]  # type: ignore[assignment]
-    service_tier: Literal["default", "flex", "priority"]  # type: ignore[assignment]
-    top_logprobs: int  # type: ignore[assignment]
+    service_tier: Literal["default", "flex", "priority"]
+    top_logprobs: int
     store: bool
     safety_identifier: str | None
     prompt_cache_key: str | None
+
+
+class InputTokens(BaseModel):
+    """How many tokens a prompt has."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class CompactedResponse(BaseModel):
+    """A conversation as the messages that stay and a summary of the rest."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage

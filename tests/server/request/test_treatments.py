@@ -11,7 +11,11 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_token
 from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import (
+    input_token_count_params,
+    response_compact_params,
+    response_create_params,
+)
 
 from server.errors import UnsupportedFieldError
 from server.frontend import Endpoint
@@ -36,6 +40,8 @@ DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
     Endpoint.CHAT: (chat_create_params.CompletionCreateParamsNonStreaming,),
     Endpoint.COMPLETION: (completion_create_params.CompletionCreateParamsNonStreaming,),
     Endpoint.RESPONSES: (response_create_params.ResponseCreateParamsNonStreaming,),
+    Endpoint.INPUT_TOKENS: (input_token_count_params.InputTokenCountParams,),
+    Endpoint.COMPACT: (response_compact_params.ResponseCompactParams,),
 }
 # A header of Anthropic's, which its client takes for a parameter.
 HEADERS = {"betas"}

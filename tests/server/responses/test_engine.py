@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -246,3 +247,117 @@ def test_what_cannot_be_made_fails_with_the_reason(client: openai.OpenAI) -> Non
     (event,) = list(stream)
     assert event.type == "response.failed"
     assert "nobody" in event.response.error.message
+
+
+def test_a_stream_that_fails_ends_with_the_failed_response(server: RealServer) -> None:
+    body = {**WISH, "input": "x", "stream": True, "max_output_tokens": 400, "ignore_eos": True}
+    with server.client.stream(
+        "POST", "/v1/responses", json=body, headers={"x-request-timeout-ms": "400"}
+    ) as stream:
+        frames = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+    *events, error, failed = map(json.loads, frames)
+    assert [event["sequence_number"] for event in (*events, error, failed)] == list(
+        range(len(frames))
+    )
+    assert (error["type"], error["code"]) == ("error", "deadline_exceeded")
+    assert error["error"]["message"] == error["message"]
+    assert failed["type"] == "response.failed"
+    response = failed["response"]
+    assert (response["id"], response["status"]) == (events[0]["response"]["id"], "failed")
+    assert response["error"] == {"code": "deadline_exceeded", "message": error["message"]}
+
+
+def prompt_tokens(client: openai.OpenAI, given: Any, **wish: Any) -> int:
+    return ask(client, given, store=False, **wish).usage.input_tokens  # type: ignore[no-any-return]
+
+
+def test_a_prompt_has_the_tokens_that_a_chat_has(client: openai.OpenAI) -> None:
+    turns: Any = [user("one"), {"role": "assistant", "content": "two"}, user("three")]
+    chat = client.chat.completions.create(model="tiny", messages=turns, max_tokens=1)
+    assert chat.usage is not None
+    assert prompt_tokens(client, turns) == chat.usage.prompt_tokens
+
+
+def test_a_count_is_what_the_request_costs(client: openai.OpenAI) -> None:
+    first = ask(client, "one")
+    for wish in (
+        {"input": "one"},
+        {"input": [user("one"), user("two")], "instructions": "Be short."},
+        {"input": "look", "tools": [TOOL]},
+        {"input": "two", "previous_response_id": first.id},
+    ):
+        given = dict(wish)
+        counted = client.responses.input_tokens.count(model="tiny", **wish)  # type: ignore[arg-type]
+        assert counted.object == "response.input_tokens"
+        # A response needs the store for the one that it continues.
+        response = ask(client, given.pop("input"), **given)
+        assert counted.input_tokens == response.usage.input_tokens
+
+
+def test_a_prompt_beyond_the_context_is_counted(client: openai.OpenAI) -> None:
+    counted = client.responses.input_tokens.count(model="tiny", input="a b c d e f " * 400)
+    assert counted.input_tokens > 512
+
+
+def test_a_count_names_what_it_ignores(client: openai.OpenAI) -> None:
+    raw = client.responses.input_tokens.with_raw_response.count(
+        model="tiny", input="one", extra_body={"temperature": 1, "max_output_tokens": 5}
+    )
+    assert raw.headers["x-rbln-ignored-fields"] == "max_output_tokens, temperature"
+    with pytest.raises(openai.BadRequestError, match="tempratur"):
+        client.responses.input_tokens.count(model="tiny", input="one", extra_body={"tempratur": 1})
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(model="tiny")
+    assert caught.value.param == "input"
+
+
+CONVERSATION: list[Any] = [
+    {"role": "developer", "content": "Be short."},
+    user("one"),
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": [{"type": "input_text", "text": "three"}]},
+]
+
+
+def test_a_conversation_is_compacted_and_continued(client: openai.OpenAI) -> None:
+    compacted = client.responses.compact(model="tiny", input=CONVERSATION)
+    assert compacted.object == "response.compaction"
+    assert compacted.usage.output_tokens > 0
+    # The client has no type for a user's message in an output.
+    *kept, compaction = [item.to_dict(warnings=False) for item in compacted.output]
+    assert [item["role"] for item in kept] == ["developer", "user"]
+    assert [part["text"] for part in kept[1]["content"]] == ["one", "three"]
+    assert compaction["type"] == "compaction"
+    # The window is what stays and the summary; another turn goes behind it.
+    window = [*kept, compaction]
+    told = [*window, user("four")]
+    assert prompt_tokens(client, told) > prompt_tokens(client, [*kept, user("four")])
+    # So it is once more, and for what a stored conversation was.
+    again = client.responses.compact(model="tiny", input=told)  # type: ignore[arg-type]
+    assert [item.type for item in again.output].count("compaction") == 1
+    first = ask(client, told)
+    stored = client.responses.compact(model="tiny", previous_response_id=first.id)
+    assert [item.type for item in stored.output] == ["message", "message", "compaction"]
+    assert ask(client, "five", previous_response_id=first.id).output_text
+
+
+def test_a_compaction_that_is_none_is_refused(client: openai.OpenAI) -> None:
+    for content in ("", "gAAAAAB", "rbln1.", "rbln1.!!", "rbln1.bnVsbA==", "rbln1.e30="):
+        item = {"type": "compaction", "encrypted_content": content}
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, [user("one"), item])
+        assert caught.value.param == "input[1].encrypted_content"
+
+
+def test_what_cannot_be_compacted_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.compact(model="tiny", input=[])
+    assert caught.value.param == "input"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.compact(model="tiny", input="one", extra_body={"temperature": 1})
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.compact(model="tiny", input="a b c d e f " * 400)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.compact(model="tiny", previous_response_id="resp_none")
