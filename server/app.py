@@ -128,7 +128,7 @@ def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
         allow_methods=settings.allowed_methods,
         allow_headers=settings.allowed_headers,
         allow_credentials=settings.allow_credentials,
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
     )
 
 

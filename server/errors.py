@@ -80,10 +80,11 @@ class ErrorObject(TypedDict):
 
 
 class ErrorEnvelope(TypedDict):
-    """The body of every error; `type` is there on Anthropic's routes alone."""
+    """The body of every error; all but `error` is there for clients of Anthropic's API alone."""
 
     error: ErrorObject
     type: NotRequired[Literal["error"]]
+    request_id: NotRequired[str]
 
 
 _ANTHROPIC_TYPES: Mapping[int, str] = {
@@ -103,6 +104,7 @@ class ServerError(Exception):
 
     `headers` go with the answer; `retry_after_s` adds two, in whole seconds and milliseconds.
     OpenAI's clients read the latter first. `rejection` is the metrics' label of a limit.
+    `anthropic_code` is a code of Anthropic's API that its clients act on.
     """
 
     rejection: str | None = None
@@ -114,8 +116,10 @@ class ServerError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic_code: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.anthropic_code = anthropic_code
         # What a client sent may be in both; it must not come back at its full length.
         self.message = clip(message, _MAX_MESSAGE)
         self.param = None if param is None else clip(param, _MAX_PARAM)
@@ -140,23 +144,27 @@ class ServerError(Exception):
         error = ErrorObject(message=self.message, type=row.type, param=self.param, code=row.code)
         return {"error": error}
 
+    def body(self) -> bytes:
+        """Return the JSON body in OpenAI's form."""
+        return json.dumps(self.envelope()).encode()
+
+    def anthropic_body(self, request_id: str | None = None) -> bytes:
+        """Return the JSON body in the form of Anthropic's API, with its own `type`."""
+        error: dict[str, object] = {**self.envelope()["error"]}
+        error["type"] = _ANTHROPIC_TYPES.get(self.row.status, error["type"])
+        if self.anthropic_code is not None:
+            error["details"] = {"error_code": self.anthropic_code}
+        identity = {} if request_id is None else {"request_id": request_id}
+        return json.dumps({"type": "error", "error": error, **identity}).encode()
+
     def response_event(self, number: int) -> dict[str, object]:
         """Return the error as an event of the Responses API with the sequence number `number`.
 
         OpenAI documents the fields beside the type; its server and Open Responses nest them.
         """
         error = self.envelope()["error"]
-        beside = {name: error[name] for name in ("code", "message", "param")}
+        beside = {"code": error["code"], "message": error["message"], "param": error["param"]}
         return {"type": "error", **beside, "error": error, "sequence_number": number}
-
-    def body(self, *, anthropic: bool = False) -> bytes:
-        """Return the JSON body; Anthropic's clients look for their API's own `type` of errors."""
-        envelope = self.envelope()
-        if anthropic:
-            error = envelope["error"]
-            error["type"] = _ANTHROPIC_TYPES.get(self.row.status, error["type"])
-            envelope = {"type": "error", "error": error}
-        return json.dumps(envelope).encode()
 
 
 class RequestError(ServerError):

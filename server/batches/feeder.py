@@ -246,7 +246,9 @@ class Feeder:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
             return InsideAnswer(
-                error.row.status, "", error.body(anthropic=Endpoint(batch.endpoint).anthropic)
+                error.row.status,
+                "",
+                error.anthropic_body() if Endpoint(batch.endpoint).anthropic else error.body(),
             )
         return await ask(self._app, batch.endpoint, body, Insider(batch.owner, (Tier.FLEX,)))
 

@@ -11,7 +11,6 @@ from starlette.types import Send
 from server.errors import ServerError
 from server.frontend import Endpoint, named_frame
 from server.request.record import RequestRecord
-from server.request.route_table import Route
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _MOST_S = 0.5
@@ -24,10 +23,10 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
     record.note(error)
     endpoint = _ENDPOINTS.get(record.route.template)
     if not record.status:
-        await _send_envelope(error, record.route, send)
+        await _send_envelope(error, record, send)
     elif record.stream and endpoint is not None:
         make = record.failure_frames
-        frames = error_frame(error, endpoint, record.sent_frames) if make is None else make(error)
+        frames = error_frame(error, endpoint, record) if make is None else make(error)
         # A client that does not read any more does not get to hold the connection, either.
         with suppress(TimeoutError):
             async with asyncio.timeout(_MOST_S):
@@ -35,8 +34,8 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
                 await send(last)
 
 
-async def _send_envelope(error: ServerError, route: Route, send: Send) -> None:
-    body = error.body(anthropic=route.anthropic)
+async def _send_envelope(error: ServerError, record: RequestRecord, send: Send) -> None:
+    body = error.anthropic_body(record.request_id) if record.anthropic else error.body()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
     status = error.row.status
@@ -44,10 +43,10 @@ async def _send_envelope(error: ServerError, route: Route, send: Send) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def error_frame(error: ServerError, endpoint: Endpoint, number: int) -> str:
-    """Return the frames that end a failed stream after `number` others, in the endpoint's form."""
+def error_frame(error: ServerError, endpoint: Endpoint, record: RequestRecord) -> str:
+    """Return the frames that end the failed stream of a request, in the endpoint's form."""
     if endpoint is Endpoint.RESPONSES:
-        return named_frame("error", json.dumps(error.response_event(number)))
+        return named_frame("error", json.dumps(error.response_event(record.sent_frames)))
     if endpoint.anthropic:
-        return named_frame("error", error.body(anthropic=True))
+        return named_frame("error", error.anthropic_body(record.request_id))
     return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"

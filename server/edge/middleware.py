@@ -25,9 +25,14 @@ from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
 from server.request.record import INSIDER, RequestRecord, record_of, record_var
-from server.request.request_id import HEADER, request_id_of, with_request_id
+from server.request.request_id import (
+    ANTHROPIC_HEADER,
+    HEADER,
+    request_id_of,
+    with_request_id,
+)
 from server.request.route_table import Scope as KeyScope
-from server.request.route_table import route_of, route_path
+from server.request.route_table import is_anthropic, route_of, route_path
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -64,6 +69,8 @@ class EdgeMiddleware:
         request_id = request_id_of(scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], request_id)
         record = RequestRecord(route_of(route_path(scope)), scope["method"], time.perf_counter())
+        record.request_id = request_id
+        record.anthropic = is_anthropic(record.route, scope)
         state = scope.setdefault("state", {})
         record.insider = state.get(INSIDER)
         state["record"] = record
@@ -73,7 +80,7 @@ class EdgeMiddleware:
         tracing = self._tracing() if record.route.gated else None
         span = _begin(tracing, scope, record, request_id) if tracing is not None else None
         try:
-            await self._app(scope, receive, self._stamped(send, record, request_id))
+            await self._app(scope, receive, self._stamped(send, record))
         finally:
             # A stack, last in first out: one of them that fails keeps no permit or count from the
             # others.
@@ -87,13 +94,15 @@ class EdgeMiddleware:
                 for end in reversed(record.on_end):
                     ending.callback(end)
 
-    def _stamped(self, send: Send, record: RequestRecord, request_id: str) -> Send:
+    def _stamped(self, send: Send, record: RequestRecord) -> Send:
         """Return a `send` that notes the status and adds our headers."""
+        names = (HEADER, ANTHROPIC_HEADER) if record.anthropic else (HEADER,)
+        ids = [(name, record.request_id.encode("ascii")) for name in names]
 
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                headers = [*message.get("headers", ()), (HEADER, request_id.encode("ascii"))]
+                headers = [*message.get("headers", ()), *ids]
                 headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
                 if not self._lifecycle.accepting and record.route.scope not in _QUIET:
                     # Clients should come back over a new connection, to another server.

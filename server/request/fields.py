@@ -200,7 +200,9 @@ def _taken_off(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
         passes = value is None or any(_equal(value, other) for other in row.same)
         if row.treatment is Treatment.REFUSED and not passes:
             raise UnsupportedFieldError(
-                f"'{path}' is not supported, got {describe(value)}: {row.why}.", param=path
+                f"'{path}' is not supported, got {describe(value)}: {row.why}.",
+                param=path,
+                anthropic_code=row.code,
             )
         if row.treatment is Treatment.IGNORED and not passes:
             ignored.add(row.path)

@@ -45,7 +45,8 @@ class Insider:
 class RequestRecord:
     """One request from its head to the last byte of its answer.
 
-    `started` is on `time.perf_counter`'s clock. `key` is the name of the API key, None without
+    `started` is on `time.perf_counter`'s clock. `anthropic`: the client expects the forms of
+    Anthropic's API. `key` is the name of the API key, None without
     keys; `owner` is the owner of what the request stores; an admin may see more. `insider` is set
     for requests of the service itself. `tiers` are those that the request may run in, and `tier`
     the one that it does, once its body was read.
@@ -62,6 +63,8 @@ class RequestRecord:
     route: Route
     method: str
     started: float
+    request_id: str = ""
+    anthropic: bool = False
     stream: bool = False
     status: int = 0
     outcome: str | None = None

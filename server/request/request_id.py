@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Iterable
 
 HEADER = b"x-request-id"
+ANTHROPIC_HEADER = b"request-id"
+"""Where clients of Anthropic's API look for it."""
 
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

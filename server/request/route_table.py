@@ -65,10 +65,13 @@ class Route:
 
     @property
     def anthropic(self) -> bool:
-        """Whether clients expect Anthropic's envelope of errors."""
+        """Whether it is of Anthropic's API alone."""
         return self.template.startswith(Endpoint.MESSAGES.value)
 
 
+_MODELS = ("/v1/models", "/v1/models/{model}")
+_ANTHROPIC_VERSION = b"anthropic-version"
+"""The header that every client of Anthropic's API sends."""
 _RESPONSES = "/v1/responses/"
 _MESSAGES = "/v1/messages/batches/"
 
@@ -98,8 +101,8 @@ ROUTES: tuple[Route, ...] = (
         suffix="/input_items",
     ),
     Route("/v1/responses/{response_id}", Scope.API, False, _RESPONSES),
-    Route("/v1/models", Scope.API),
-    Route("/v1/models/{model}", Scope.API, prefix="/v1/models/"),
+    Route(_MODELS[0], Scope.API),
+    Route(_MODELS[1], Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),
     Route("/v1/lora_adapters", Scope.API),
     Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
@@ -132,6 +135,18 @@ def route_path(scope: AsgiScope) -> str:
     root_path: str = scope.get("root_path", "")
     rest = path.removeprefix(root_path)
     return rest if rest == "" or rest.startswith("/") else path
+
+
+def is_anthropic(route: Route, scope: AsgiScope) -> bool:
+    """Return whether a request is one of Anthropic's API, which has its own forms.
+
+    Both APIs have models, and paths that do not exist: there the client's header decides.
+    """
+    if route is not OTHER and route.template not in _MODELS:
+        return route.anthropic
+    if route_path(scope).startswith(f"{Endpoint.MESSAGES.value}/"):
+        return True
+    return any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
 
 
 def scope_of(route: Route, method: str) -> Scope:

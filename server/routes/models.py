@@ -1,8 +1,9 @@
-"""`/v1/models` and `/v1/models/{id}`: what is served, as OpenAI's model objects."""
+"""`/v1/models` and `/v1/models/{id}`: what is served, as OpenAI's or Anthropic's model objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -10,10 +11,15 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from server.edge.openapi import DescribedRoute, failing
-from server.errors import ModelNotFoundError, describe
+from server.errors import InvalidValueError, ModelNotFoundError, NotFoundError, describe
 from server.frontend import Frontend, JsonObject
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
+
+_DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
+_UNKNOWN: JsonObject = dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at"))
+_VARY = {"vary": "anthropic-version"}
+"""The header of a request that decides about the form."""
 
 
 class ModelObject(TypedDict):
@@ -30,6 +36,27 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
+class ModelInfo(TypedDict):
+    """Anthropic's model object; it has further fields."""
+
+    id: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class ModelPage(TypedDict):
+    """One page of Anthropic's list of models."""
+
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRouter:
     """Return the models' routes; the gate has made sure that there is a front end."""
     router = APIRouter(route_class=DescribedRoute)
@@ -38,14 +65,26 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         served = await frontend().models()
         return served if record_of(request.scope).is_admin else [*map(shown.model, served)]
 
-    @router.get("/v1/models", response_model=ModelList)
-    async def models(request: Request) -> JSONResponse:
-        """The served model and its adapters."""
-        return JSONResponse({"object": "list", "data": await cards(request)})
+    @router.get(
+        "/v1/models",
+        response_model=ModelList | ModelPage,
+        responses=failing(InvalidValueError, NotFoundError),
+    )
+    async def models(
+        request: Request,
+        limit: str | None = None,
+        after_id: str | None = None,
+        before_id: str | None = None,
+    ) -> JSONResponse:
+        """The served model and its adapters; in Anthropic's form and pages with its header."""
+        served = await cards(request)
+        if record_of(request.scope).anthropic:
+            return JSONResponse(_model_page(served, limit, after_id, before_id), headers=_VARY)
+        return JSONResponse({"object": "list", "data": served}, headers=_VARY)
 
     @router.get(
         "/v1/models/{model:path}",
-        response_model=ModelObject,
+        response_model=ModelObject | ModelInfo,
         responses=failing(ModelNotFoundError),
     )
     async def model(model: str, request: Request) -> JSONResponse:
@@ -53,7 +92,8 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         served = await cards(request)
         for card in served:
             if card["id"] == model:
-                return JSONResponse(card)
+                is_anthropic = record_of(request.scope).anthropic
+                return JSONResponse(_model_info(card) if is_anthropic else card, headers=_VARY)
         names = ", ".join(repr(card["id"]) for card in served)
         raise ModelNotFoundError(
             f"The model {describe(model)} does not exist; this server has {names}.",
@@ -61,3 +101,60 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         )
 
     return router
+
+
+def _model_info(card: JsonObject) -> JsonObject:
+    """Return Anthropic's object for a model object of OpenAI's with vLLM's fields."""
+    created = datetime.fromtimestamp(card.get("created", 0), UTC)
+    longest = card.get("max_model_len")
+    return {
+        "id": card["id"],
+        "type": "model",
+        "display_name": card["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": longest,
+        "max_tokens": longest,
+        **_UNKNOWN,
+    }
+
+
+def _model_page(
+    cards: list[JsonObject], limit: str | None, after_id: str | None, before_id: str | None
+) -> JsonObject:
+    """Return a page of the models after or before one of them.
+
+    Raises `InvalidValueError`, `NotFoundError`.
+    """
+    models = [_model_info(card) for card in cards]
+    size = _size(limit)
+    if after_id is not None:
+        models = models[_place(models, after_id, "after_id") + 1 :]
+    if before_id is not None:
+        models = models[: _place(models, before_id, "before_id")]
+    # The page before a model ends with its neighbour.
+    page = models[-size:] if before_id is not None else models[:size]
+    return {
+        "data": page,
+        "has_more": len(models) > size,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+    }
+
+
+def _size(limit: str | None) -> int:
+    if limit is None:
+        return _DEFAULT_LIMIT
+    size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 4 else 0
+    if not 1 <= size <= _MAX_LIMIT:
+        raise InvalidValueError(
+            f"'limit' must be between 1 and {_MAX_LIMIT}, got {describe(limit)}.", param="limit"
+        )
+    return size
+
+
+def _place(models: list[JsonObject], name: str, param: str) -> int:
+    names = [model["id"] for model in models]
+    if name not in names:
+        raise NotFoundError(f"'{param}' is {describe(name)}, which is not there.", param=param)
+    return names.index(name)

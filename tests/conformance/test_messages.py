@@ -146,3 +146,58 @@ def test_what_the_server_would_have_to_do_is_refused(
     body: Any = caught.value.body
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
+
+
+@anthropic.beta_tool
+def read_lamp(room: str) -> str:
+    """Read whether the lamp of a room is lit."""
+    return f"The lamp in {room} is lit."
+
+
+def test_the_tool_runner_falls_back_from_threads(messages: anthropic.Anthropic, model: str) -> None:
+    runner = messages.beta.messages.tool_runner(
+        model=model, max_tokens=8, messages=HI, tools=[read_lamp], max_iterations=2
+    )
+    assert runner.until_done().role == "assistant"
+
+
+def test_a_thread_is_refused_by_a_code(messages: anthropic.Anthropic, model: str) -> None:
+    thread: Any = {"thread": {"type": "create"}}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        messages.messages.create(model=model, messages=HI, max_tokens=1, extra_body=thread)
+    assert caught.value.error_code == "thread_unsupported_request"
+
+
+def test_answers_and_errors_have_the_request_id(messages: anthropic.Anthropic, model: str) -> None:
+    raw = messages.messages.with_raw_response.create(model=model, messages=HI, max_tokens=1)
+    assert raw.request_id
+    assert raw.parse()._request_id == raw.request_id
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        messages.messages.create(model=model, messages=HI, max_tokens=-1)
+    body: Any = caught.value.body
+    assert caught.value.request_id == body["request_id"]
+
+
+def test_models_have_their_own_form(messages: anthropic.Anthropic, model: str) -> None:
+    page = messages.models.list(limit=1)
+    assert page.data[0].type == "model"
+    assert page.first_id == page.data[0].id
+    found = messages.models.retrieve(model)
+    assert (found.id, found.display_name, found.lifecycle) == (model, model, "active")
+    assert found.max_input_tokens
+    assert found.created_at.tzinfo is not None
+    assert [one.id for one in messages.models.list()].count(model) == 1
+    assert messages.models.list(after_id=model).has_more is False
+    with pytest.raises(anthropic.NotFoundError):
+        messages.models.list(after_id="no-such-model")
+    with pytest.raises(anthropic.BadRequestError):
+        messages.models.list(limit=0)
+
+
+@pytest.mark.parametrize("path", ["/v1/no-such-route", "/v1/messages/no/such/route"])
+def test_an_unknown_path_has_the_envelope(messages: anthropic.Anthropic, path: str) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        messages.post(path, cast_to=object, body={})
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert body["request_id"] == caught.value.request_id

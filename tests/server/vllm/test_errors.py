@@ -11,6 +11,8 @@ from server.errors import TABLE, OverloadedError, ServerError, describe
 from server.frontend import Endpoint
 from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
+from server.request.record import RequestRecord
+from server.request.route_table import route_of
 
 
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:
@@ -39,17 +41,21 @@ def test_retry_after_is_a_header() -> None:
 
 def test_error_frames_follow_each_dialect() -> None:
     error = OverloadedError("busy", param="x")
-    chat = error_frame(error, Endpoint.CHAT, 2)
+    record = RequestRecord(route_of("/v1/responses"), "POST", 0.0, request_id="r1")
+    record.sent_frames = 2
+    chat = error_frame(error, Endpoint.CHAT, record)
     assert chat.endswith("\n\ndata: [DONE]\n\n")
     assert json.loads(chat.split("\n\n")[0].removeprefix("data: "))["error"]["param"] == "x"
-    responses = error_frame(error, Endpoint.RESPONSES, 2)
+    responses = error_frame(error, Endpoint.RESPONSES, record)
     assert responses.startswith("event: error\n")
     event = json.loads(responses.partition("data: ")[2])
     assert (event["code"], event["param"], event["sequence_number"]) == ("overloaded", "x", 2)
     assert event["error"] == error.envelope()["error"]
-    messages = error_frame(error, Endpoint.MESSAGES, 2)
+    messages = error_frame(error, Endpoint.MESSAGES, record)
     assert messages.startswith("event: error\n")
-    assert json.loads(messages.partition("data: ")[2])["type"] == "error"
+    event = json.loads(messages.partition("data: ")[2])
+    assert (event["type"], event["error"]["type"]) == ("error", "rate_limit_error")
+    assert event["request_id"] == "r1"
 
 
 def test_descriptions_are_short() -> None:

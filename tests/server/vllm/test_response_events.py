@@ -17,6 +17,9 @@ from vllm.outputs import CompletionOutput
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
+from server.errors import DrainingError
+from server.request.record import RequestRecord
+from server.request.route_table import route_of
 from server.vllm.responses.stream import response_frames
 from server.vllm.serving import adapted
 
@@ -83,7 +86,7 @@ async def events_of(
         tokenizer,
         None,
     )
-    frames = [frame async for frame in response_frames(made, {})]
+    frames = [frame async for frame in response_frames(made, {}, None)]
     events = [json.loads(frame.partition("\ndata: ")[2]) for frame in frames]
     for frame, event in zip(frames, events, strict=True):
         assert frame.startswith(f"event: {event['type']}\n")
@@ -149,3 +152,33 @@ async def test_an_answer_cut_anywhere_is_one_story(tokenizer: Any, text: str, th
 
 async def test_an_answer_without_text_has_no_items(tokenizer: Any) -> None:
     assert check_agreement(await events_of(tokenizer.eos_token, tokenizer)) == []
+
+
+async def test_a_stream_that_fails_says_so_in_two_events(tokenizer: Any) -> None:
+    record = RequestRecord(route_of("/v1/responses"), "POST", 0.0)
+    served = serving(thinks=False)
+    request = ResponsesRequest(input="hi", model="m", stream=True, store=False)
+    context = SimpleContext(response_parser=None)
+    ids = tokenizer.encode("Hello there.", add_special_tokens=False)
+    made = served.responses_stream_generator(
+        request,
+        SamplingParams(max_tokens=100),
+        outputs(context, ids, tokenizer, "stop"),
+        context,
+        "m",
+        tokenizer,
+        None,
+    )
+    frames = response_frames(made, {"store": False}, record)
+    begun = [await anext(frames) for _ in range(5)]
+    await frames.aclose()
+    assert record.failure_frames is not None
+    text = "".join(begun) + record.failure_frames(DrainingError("The server ends."))
+    events = [json.loads(part.partition("\ndata: ")[2]) for part in text.split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in events] == list(range(7))
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2]["error"]["code"] == events[-2]["code"] == "draining"
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["store"]) == ("failed", False)
+    assert failed["error"] == {"code": "draining", "message": "The server ends."}
+    assert failed["id"] == events[0]["response"]["id"]
