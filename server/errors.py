@@ -34,6 +34,7 @@
     +-- ClientConnectionsError       too many connections from one address
     +-- TooManyConnectionsError      too many connections in all
     +-- QueueTimeoutError            waited too long for its turn
+    +-- StorageUnavailableError      the disk of what is stored fails
     +-- NotTriedError                the machine is too busy to try a grammar
     +-- DeadlineError                the answer did not arrive in time
     +-- NotReadyError                still starting
@@ -316,6 +317,10 @@ class DeadlineError(ServerError):
     """The time that the request had is over."""
 
 
+class StorageUnavailableError(ServerError):
+    """The data directory cannot be read or written now."""
+
+
 class NotTriedError(ServerError):
     """The machine was too busy to try a grammar; another time it will not be."""
 
@@ -384,6 +389,7 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     ClientConnectionsError: ErrorRow(429, _LIMIT, "too_many_client_connections", "rejected"),
     TooManyConnectionsError: ErrorRow(503, _AWAY, "too_many_connections", "rejected"),
     QueueTimeoutError: ErrorRow(503, _AWAY, "queue_timeout", "timeout"),
+    StorageUnavailableError: ErrorRow(503, _AWAY, "storage_unavailable", "server_error"),
     NotTriedError: ErrorRow(503, _AWAY, "grammar_not_tried", "timeout"),
     DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
     NotReadyError: ErrorRow(503, _AWAY, "not_ready", "rejected"),

@@ -14,7 +14,12 @@ from contextlib import aclosing
 from pydantic_core import from_json, to_json
 from starlette.requests import Request
 
-from server.errors import ServerError, StorageFullError, UnsupportedFieldError
+from server.errors import (
+    ServerError,
+    StorageFullError,
+    StorageUnavailableError,
+    UnsupportedFieldError,
+)
 from server.frontend import (
     Endpoint,
     Frontend,
@@ -112,7 +117,7 @@ class Keeper:
         record.on_end.append(reservation.release)
         try:
             await self._service.reserve(reservation, len(keeping.items))
-        except StorageFullError:
+        except (StorageFullError, StorageUnavailableError):
             if keeping.store or keeping.background:
                 raise
             return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.batches.inside import InsideAnswer, ask
+from server.errors import StorageFullError, StorageUnavailableError
 from server.frontend import Endpoint, JsonObject, data_of, named_frame
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle, Phase
@@ -177,7 +177,7 @@ class Runner:
         while True:
             try:
                 return await self._database.run(work)
-            except (sqlite3.Error, OSError) as error:
+            except (StorageFullError, StorageUnavailableError) as error:
                 logger.error("responses in the background wait for the disk: %s", error)
                 await asyncio.sleep(_DISK_PAUSE_S)
 

@@ -12,16 +12,24 @@ from server.batches.bodies import CreateBatchBody, wish_of
 from server.batches.service import BatchService
 from server.edge.model_body import parse_body
 from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
-from server.errors import InvalidValueError, NotEnabledError, NotFoundError, StorageFullError
+from server.errors import (
+    InvalidValueError,
+    NotEnabledError,
+    NotFoundError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from server.frontend import JsonObject
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
 
 _MAX_LIMIT = 100
-_CREATE = failing(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError)
-_KNOWN = failing(NotFoundError, NotEnabledError)
-_CHANGED = failing(NotFoundError, InvalidValueError, NotEnabledError)
+_CREATE = failing(
+    *(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError, StorageUnavailableError)
+)
+_KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
+_CHANGED = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
 
 
 def batches_router(store: Callable[[], BatchService], settings: ServerSettings) -> APIRouter:

@@ -22,6 +22,7 @@ from server.errors import (
     NotEnabledError,
     NotFoundError,
     StorageFullError,
+    StorageUnavailableError,
     UnknownFieldError,
     describe,
 )
@@ -54,9 +55,12 @@ _UPLOAD = {
 _UPLOAD_FAILURES = (
     *(MediaTypeError, MissingFieldError, InvalidValueError, UnknownFieldError),
     *(BodyTooLargeError, BodyTimeoutError, StorageFullError, NotEnabledError),
+    StorageUnavailableError,
 )
-_KNOWN = failing(NotEnabledError, NotFoundError)
-_LISTED = failing(NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError)
+_KNOWN = failing(NotEnabledError, NotFoundError, StorageUnavailableError)
+_LISTED = failing(
+    *(NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError, StorageUnavailableError)
+)
 _ORDER = Query(
     description="`asc` or `desc`, by creation.", json_schema_extra={"enum": ["asc", "desc"]}
 )

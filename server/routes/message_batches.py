@@ -21,15 +21,16 @@ from server.errors import (
     NotEnabledError,
     NotFoundError,
     StorageFullError,
+    StorageUnavailableError,
 )
 from server.request.body import read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings
 
 _MAX_LIMIT = 1000
-_CREATE = failing(*BODY_FAILURES, StorageFullError, NotEnabledError)
-_KNOWN = failing(NotFoundError, NotEnabledError)
-_ASKED = failing(NotFoundError, InvalidValueError, NotEnabledError)
+_CREATE = failing(*(*BODY_FAILURES, StorageFullError, NotEnabledError, StorageUnavailableError))
+_KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
+_ASKED = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
 
 
 class MessageBatchList(TypedDict):

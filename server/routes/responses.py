@@ -18,6 +18,7 @@ from server.errors import (
     InvalidValueError,
     NotEnabledError,
     NotFoundError,
+    StorageUnavailableError,
     UnsupportedFieldError,
     describe,
 )
@@ -30,8 +31,11 @@ from server.storage.files import Page
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0
 """As vLLM has it where its flag is not given; these routes work without an engine."""
-_KNOWN = failing(NotFoundError, NotEnabledError)
-_ASKED = failing(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError)
+_KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
+_ASKED = failing(
+    *(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError),
+    StorageUnavailableError,
+)
 _ORDER = Query(description="`asc` or `desc`.", json_schema_extra={"enum": ["asc", "desc"]})
 _STREAM = Query(
     description="`true`: the events of a response that was made with `background` and `stream`."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from server.settings import SettingsError
+from server.storage.disk_errors import disk_errors
 from server.storage.schema import MIGRATIONS, VERSION
 
 T = TypeVar("T")
@@ -45,11 +46,14 @@ class Database:
             ) from None
 
     async def run(self, work: Work[T]) -> T:
-        """Do `work` in one transaction; what it raises undoes it."""
+        """Do `work` in one transaction; what it raises undoes it.
+
+        Raises `StorageFullError` or `StorageUnavailableError` where the disk fails.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work)
 
     async def read(self, work: Work[T]) -> T:
-        """Do `work`, which changes nothing, on one state of the database."""
+        """Do `work`, which changes nothing, on one state of the database. Raises as `run` does."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._look, work)
 
     def run_now(self, work: Work[T]) -> T:
@@ -57,10 +61,14 @@ class Database:
         return self._thread.submit(self._do, work).result()
 
     def _do(self, work: Work[T]) -> T:
-        with self._connection:
+        with disk_errors(), self._connection:
             return work(self._connection)
 
     def _look(self, work: Work[T]) -> T:
+        with disk_errors():
+            return self._read(work)
+
+    def _read(self, work: Work[T]) -> T:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _connect(self._path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,11 @@ from typing_extensions import TypedDict
 from server.errors import BodyTooLargeError, NotFoundError, describe
 from server.host.tasks import to_its_end
 from server.storage.database import Database
+from server.storage.disk_errors import disk_errors
 from server.storage.folder import DataFolder
 from server.storage.quotas import Reservation, StorageQuotas, usage_of
+
+logger = logging.getLogger(__name__)
 
 INPUT, OUTPUT = "batch", "batch_output"
 _PIECE_BYTES = 4 << 20
@@ -110,8 +115,14 @@ class FileStore:
     ) -> StoredFile:
         """Store what `source` yields; `check` makes purpose and seconds to keep of its fields.
 
-        Raises what both raise, `BodyTooLargeError` and `StorageFullError`.
+        Raises what both raise, `BodyTooLargeError`, `StorageFullError`, `StorageUnavailableError`.
         """
+        with disk_errors():
+            return await self._create(owner, source, check)
+
+    async def _create(
+        self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
+    ) -> StoredFile:
         reservation = Reservation(self._quotas, owner, "files")
         file_id = new_id("file-")
         part = self._folder.parts / file_id
@@ -129,7 +140,9 @@ class FileStore:
             await to_its_end(self._keep(part, file, reservation))
         finally:
             reservation.release()
-            await asyncio.to_thread(part.unlink, missing_ok=True)
+            # A part that cannot be removed now is removed at the next start.
+            with suppress(OSError):
+                await asyncio.to_thread(part.unlink, missing_ok=True)
         return file
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
@@ -149,13 +162,13 @@ class FileStore:
     async def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises `NotFoundError`."""
         await self._database.run(partial(_delete, owner=owner, file_id=file_id))
-        (self._folder.files / file_id).unlink(missing_ok=True)
+        await self._remove(file_id)
 
     async def remove_expired(self, now: int) -> int:
         """Delete what has expired by `now`; returns how many files that were."""
         gone = await self._database.run(partial(_expire, now=now))
         for file_id in gone:
-            (self._folder.files / file_id).unlink(missing_ok=True)
+            await self._remove(file_id)
         return len(gone)
 
     async def remove_unknown(self) -> None:
@@ -191,6 +204,16 @@ class FileStore:
             await asyncio.to_thread(os.fsync, file.fileno())
         return size
 
+    async def _remove(self, file_id: str) -> None:
+        """Remove content without a row; what cannot be removed now is at the next start."""
+        try:
+            await asyncio.to_thread(self._unlink, file_id)
+        except OSError as error:
+            logger.warning("The content of %s stays until the next start: %s", file_id, error)
+
+    def _unlink(self, file_id: str) -> None:
+        (self._folder.files / file_id).unlink(missing_ok=True)
+
     def _append(self, file: BinaryIO, chunk: bytes) -> None:
         self._folder.require(len(chunk))
         file.write(chunk)
@@ -201,7 +224,8 @@ class FileStore:
             await asyncio.to_thread(self._folder.keep, part, file.id)
             await self._database.run(partial(self._insert, file=file, reservation=reservation))
         except Exception:
-            await asyncio.to_thread((self._folder.files / file.id).unlink, missing_ok=True)
+            with suppress(OSError):
+                await asyncio.to_thread(self._unlink, file.id)
             raise
 
     def _insert(

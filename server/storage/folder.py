@@ -18,6 +18,7 @@ from pathlib import Path
 from rbln_backend.host.replaced_files import sync_directory
 from server.errors import StorageFullError
 from server.settings import SettingsError
+from server.storage.disk_errors import disk_errors
 
 _MODE = 0o700
 
@@ -51,7 +52,8 @@ class DataFolder:
 
     def require(self, size: int) -> None:
         """Raise `StorageFullError` unless `size` more bytes leave the floor's room."""
-        free = self.free_bytes()
+        with disk_errors():
+            free = self.free_bytes()
         if size > free:
             raise StorageFullError(
                 f"{size} bytes cannot be stored: the disk has {max(free, 0)} bytes to spare above "
