@@ -233,5 +233,12 @@ def test_blocks_outside_the_cache_are_refused() -> None:
         attend(run, 15, tables)  # the first block only
         with pytest.raises(IndexError, match=rf"\[0\]\[1\] is {bad}, the cache has 4 blocks"):
             attend(run, 16, tables)
-    with pytest.raises(RuntimeError, match=r"seq_idx\[0\] is -1"):
-        attend(run, -1, run.tables)
+    for start in (-1, 1 << 40, 2**63 - 1):
+        # The last would overflow, and no block would be looked at.
+        with pytest.raises(RuntimeError, match=rf"seq_idx\[0\] is {start}"):
+            attend(run, start, torch.tensor([[9, 9, 9]]))
+    nothing = [x[:0] for x in (run.q, run.k, run.v)]
+    with pytest.raises(RuntimeError, match=r"block_tables has shape .* for a batch of 0"):
+        torch.ops.rbln_emulated_ops.flash_causal_attention_naive_decode(
+            *nothing, run.cache, run.scale, torch.zeros(0, 1), run.tables, run.scale
+        )

@@ -174,7 +174,12 @@ def test_the_fused_layer(dtype: torch.dtype, window: bool) -> None:
 def test_more_rows_than_there_are_is_refused() -> None:
     step = Step(torch.float32)
     flash = ATTENTION.flash_causal_attention_naive_prefill
-    for counts, reason in (((40, 0, 1, 0), "41 rows, q 40"), ((-1, 0, 1, 0), "has -1")):
+    most = 2**63 - 1
+    for counts, reason in (
+        ((40, 0, 1, 0), "41 rows, q 40"),
+        ((-1, 0, 1, 0), "has -1"),
+        ((1, most, most, 3), f"{1 + most} rows, q 40"),
+    ):
         at = (step.starts, step.tables, torch.tensor(counts))
         with pytest.raises(RuntimeError, match=reason):
             causal(step, flash, step.cache, step.qkv, *at)

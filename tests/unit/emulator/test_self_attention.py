@@ -127,6 +127,9 @@ def test_mistakes_are_named() -> None:
     layer = Layer(torch.float32, batch=2, length=1, window=False)
     for place, value, message in (
         (1, 400, r"q has shape \[2, 325\]; expected 2 rows with 6 heads of 32 from column 400 on"),
+        # Sums and products that would overflow.
+        (1, 2**63 - 1, r"q has shape .* from column 9223372036854775807 on"),
+        (24, 2**62, r"q has shape .* and groups of 4611686018427387904"),
         (2, layer.qkv[:1], r"k has shape \[1, 325\]; expected 2 rows with 2 heads"),
         (4, layer.qkv.double(), "k or v has dtype Double instead of Float"),
         (6, torch.ones(5), "q_norm has 5 elements instead of 32"),

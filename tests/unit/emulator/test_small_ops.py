@@ -121,6 +121,14 @@ def test_rotary_positions_are_checked() -> None:
             OPS.rotary_embedding(torch.tensor([0, position]), q, k, cache, 8, True)
 
 
+def test_a_graph_cannot_divide_by_a_head_size_of_zero() -> None:
+    """The number stands in stored graphs."""
+    q, k, cache = torch.randn(2, 8), torch.randn(2, 8), torch.randn(10, 8)
+    for head_size in (0, -8):
+        with pytest.raises(RuntimeError, match=f"head_size is {head_size}"):
+            OPS.rotary_embedding(torch.tensor([0, 1]), q, k, cache, head_size, True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_keep_their_bits_in_any_batch_stride_and_thread_count(dtype: torch.dtype) -> None:
     x, residual = (torch.randn(70, 1026).to(dtype) for _ in range(2))

@@ -227,6 +227,23 @@ def test_impossible_requests_are_refused(
     assert run.cache.isnan().all()
 
 
+def test_lengths_whose_difference_overflows() -> None:
+    """The kernels count in 64 bits."""
+    run = Windows(bodies=NATIVE, window=8, length=2)
+    most = 2**63 - 1
+
+    def lengths(cached: int, end: int) -> tuple[Tensor, ...]:
+        return torch.tensor([[cached]]), torch.tensor([[end]]), run.scale, torch.tensor([1])
+
+    with pytest.raises(RuntimeError, match=rf"cache_seq_len\[0\] is {most - 2} and cache_offset"):
+        NATIVE[PREFILL](*run.tokens, run.cache, *lengths(most - 2, most), run.scale)
+    # No new tokens, though the difference in 64 bits is 2.
+    assert not NATIVE[PREFILL](
+        *run.tokens, run.cache, *lengths(most - 1, -most - 1), run.scale
+    ).any()
+    assert run.cache.isnan().all()
+
+
 def test_a_soft_cap_must_be_positive(bodies: Bodies) -> None:
     run = Windows(bodies=bodies, window=8, length=2, soft_cap=0.0)
     with pytest.raises((RuntimeError, ValueError), match=r"logits_soft_cap is 0.*positive"):

@@ -49,6 +49,15 @@ def check_gathered(channel: int) -> None:
             assert torch.equal(op.all_gather(own, dim, RANKS, group), expected)
 
 
+def check_counts(channel: int) -> None:
+    """How many ranks there are stands in stored graphs, too, and the kernels write for each."""
+    x = torch.ones(6, 2)
+    for op in (torch.ops.rbln_channels.all_gather, torch.ops.rbln_channels.reduce_scatter):
+        for ranks in (0, 1, 3):
+            with pytest.raises(RuntimeError, match=f"of {ranks} ranks over a channel of {RANKS}"):
+                op(x, 0, ranks, channel)
+
+
 def graph_of_collectives() -> fx.Graph:
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -106,6 +115,7 @@ def main(rank: int, meeting: str, cache_root: Path) -> None:
     assert channel is not None
     check_sums(channel)
     check_gathered(channel)
+    check_counts(channel)
     check_graphs(group, channel)
     check_peers(group)
     check_death(channel)

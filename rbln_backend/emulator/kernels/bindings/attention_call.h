@@ -41,9 +41,12 @@ struct Options {
 };
 
 inline void check_tables(const Tensor& tables, int64_t batch) {
-  TORCH_CHECK(tables.numel() > 0 && tables.numel() % batch == 0, "block_tables has shape ",
+  TORCH_CHECK(batch > 0 && tables.numel() > 0 && tables.numel() % batch == 0, "block_tables has shape ",
               tables.sizes(), " for a batch of ", batch);
 }
+
+// Positions beyond any context, whose sums with lengths would overflow.
+constexpr int64_t kPositions = int64_t{1} << 40;
 
 // The first query position of each request; checks every block that its keys will be read from.
 // Each has `length` rows, or as many as `counts` says.
@@ -55,7 +58,7 @@ inline std::vector<int64_t> checked_starts(const Tensor& seq_idx, const std::vec
               " for a batch of ", batch);
   const int64_t width = int64_t(tables.size()) / batch, block_size = cache.size(4);
   for (int64_t b = 0; b < batch; ++b) {
-    TORCH_CHECK(starts[b] >= 0, "seq_idx[", b, "] is ", starts[b]);
+    TORCH_CHECK(starts[b] >= 0 && starts[b] < kPositions, "seq_idx[", b, "] is ", starts[b]);
     const int64_t rows = counts.empty() ? length : counts[size_t(b)];
     const int64_t used =
         rows == 0 ? 0 : std::min(width, (starts[b] + rows + block_size - 1) / block_size);
@@ -82,9 +85,10 @@ inline std::vector<int64_t> checked_counts(const std::vector<int64_t>& cached,
                                     const Tensor& cache) {
   std::vector<int64_t> counts(cached.size());
   for (size_t b = 0; b < cached.size(); ++b) {
-    counts[b] = std::max<int64_t>(0, ends[b] - cached[b]);
-    if (counts[b] == 0) continue;
-    TORCH_CHECK(cached[b] >= 0, "cache_seq_len[", b, "] is ", cached[b]);
+    if (ends[b] <= cached[b]) continue;
+    TORCH_CHECK(cached[b] >= 0 && ends[b] < kPositions, "cache_seq_len[", b, "] is ", cached[b],
+                " and cache_offset ", ends[b]);
+    counts[b] = ends[b] - cached[b];
     TORCH_CHECK(counts[b] <= length, "cache_offset[", b, "] is ", ends[b], ", ", counts[b],
                 " more than cache_seq_len, but q has ", length, " rows");
     TORCH_CHECK_INDEX(blocks[b] >= 0 && blocks[b] < cache.size(0), "block_tables[", b, "] is ",
@@ -99,9 +103,10 @@ inline std::vector<int64_t> checked_row_counts(const Tensor& counts, int64_t len
   int64_t total = 0;
   for (const int64_t count : rows) {
     TORCH_CHECK(count >= 0, "query_counts has ", count);
+    TORCH_CHECK(count <= length - total, "query_counts has ", uint64_t(total) + uint64_t(count),
+                " rows, q ", length);
     total += count;
   }
-  TORCH_CHECK(total <= length, "query_counts has ", total, " rows, q ", length);
   return rows;
 }
 

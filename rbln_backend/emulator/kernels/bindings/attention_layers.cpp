@@ -15,8 +15,10 @@ struct HeadRows {
   HeadRows(const Tensor& source, const char* name, int64_t column, int64_t tokens, int64_t heads_,
            int64_t head_size_)
       : tensor(source), stride(source.stride(0)), heads(heads_), head_size(head_size_) {
+    // Neither a product nor a sum of these overflows: heads are at most the columns of q.
     TORCH_CHECK(source.dim() == 2 && source.size(0) == tokens && source.stride(1) == 1 &&
-                    column >= 0 && column + heads * head_size <= source.size(1),
+                    column >= 0 && column <= source.size(1) &&
+                    heads * head_size <= source.size(1) - column,
                 name, " has shape ", source.sizes(), "; expected ", tokens, " rows with ", heads,
                 " heads of ", head_size, " from column ", column, " on");
     data = static_cast<const char*>(source.const_data_ptr()) + column * source.element_size();
@@ -90,7 +92,8 @@ Tensor self_attention(const Tensor& q, int64_t q_column, const Tensor& k, int64_
                   kv_cache.stride(5) == 1,
               "kv_cache has shape ", kv_cache.sizes(), " instead of [N,2,Hkv,1,S,D]");
   for (const Tensor* tensor : {&k, &v}) check_dtype(*tensor, "k or v", q);
-  TORCH_CHECK(batch > 0 && group > 0 && q.dim() == 2 && q.size(0) % batch == 0, "q has shape ",
+  TORCH_CHECK(batch > 0 && group > 0 && q.dim() == 2 && group <= q.size(1) &&
+                  q.size(0) % batch == 0, "q has shape ",
               q.sizes(), " for a batch of ", batch, " and groups of ", group);
   check_tables(block_tables, batch);
   const int64_t tokens = q.size(0), kv_heads = kv_cache.size(2), head_size = kv_cache.size(5);

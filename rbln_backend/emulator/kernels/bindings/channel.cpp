@@ -30,14 +30,22 @@ Tensor all_reduce(const Tensor& x, int64_t number) {
   return out;
 }
 
+// The kernels go by the channel's ranks, whatever a graph says.
+Channel& channel_of(int64_t number, int64_t world_size) {
+  Channel& line = channel(number);
+  TORCH_CHECK(line.ranks() == world_size, "a collective of ", world_size, " ranks over a channel of ",
+              line.ranks());
+  return line;
+}
+
 Tensor reduce_scatter(const Tensor& x, int64_t dim, int64_t world_size, int64_t number) {
+  Channel* const line = &channel_of(number, world_size);
   TORCH_CHECK(dim == 0 && x.dim() > 0 && x.size(0) % world_size == 0,
               "x of shape ", x.sizes(), " does not fall into ", world_size, " parts along ", dim);
   const Tensor source = dense(x);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes[0] /= world_size;
   const Tensor out = empty_like_dtype(sizes, x);
-  Channel* const line = &channel(number);
   launch([line, dtype = dtype_of(x, "x"), in = source.const_data_ptr(),
           target = out.mutable_data_ptr(), count = out.numel()] {
     line->reduce_scatter(dtype, in, target, count);
@@ -46,6 +54,7 @@ Tensor reduce_scatter(const Tensor& x, int64_t dim, int64_t world_size, int64_t 
 }
 
 Tensor all_gather(const Tensor& x, int64_t dim, int64_t world_size, int64_t number) {
+  Channel* const line = &channel_of(number, world_size);
   const Tensor source = dense(x);
   if (dim < 0) dim += x.dim();
   TORCH_CHECK(dim >= 0 && dim < x.dim(), "x has no dimension ", dim);
@@ -54,7 +63,6 @@ Tensor all_gather(const Tensor& x, int64_t dim, int64_t world_size, int64_t numb
   int64_t rows = 1, row_bytes = int64_t(x.element_size());
   for (int64_t i = 0; i < x.dim(); ++i) (i < dim ? rows : row_bytes) *= x.size(i);
   const Tensor out = empty_like_dtype(sizes, x);
-  Channel* const line = &channel(number);
   launch([line, in = source.const_data_ptr(), target = out.mutable_data_ptr(), rows, row_bytes] {
     line->all_gather(in, target, rows, row_bytes);
   });

@@ -99,6 +99,7 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
   check_dtype(cos_sin_cache, "cos_sin_cache", q);
   const Rows queries(q), keys(k);
   TORCH_CHECK(queries.count == keys.count, "q has ", queries.count, " rows and k ", keys.count);
+  TORCH_CHECK(head_size > 0, "head_size is ", head_size);
   TORCH_CHECK(queries.width % head_size == 0 && keys.width % head_size == 0,
               "the widths of q and k, ", queries.width, " and ", keys.width,
               ", are not multiples of head_size ", head_size);

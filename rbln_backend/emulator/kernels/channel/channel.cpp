@@ -121,6 +121,8 @@ class SharedChannel final : public Channel {
       peers_.push_back(other == rank ? nullptr : std::make_unique<Peer>(processes[other]));
   }
 
+  int64_t ranks() const override { return ranks_; }
+
   void all_reduce(Dtype dtype, const void* in, void* out, int64_t count) override {
     const int64_t width = bytes_of(dtype);
     const int64_t at_once = seat_bytes_ / width;

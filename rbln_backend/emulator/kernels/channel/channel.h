@@ -14,6 +14,8 @@ class Channel {
  public:
   virtual ~Channel() = default;
 
+  virtual int64_t ranks() const = 0;
+
   // out[i] = the sum over the ranks of in[i], added in their order in float32 and rounded once: the
   // same bits on every rank.
   virtual void all_reduce(Dtype dtype, const void* in, void* out, int64_t count) = 0;
