@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from rbln_backend.gguf.families import family_of
+from rbln_backend.errors import CheckpointError
+from rbln_backend.gguf.families import Family, family_of
 from rbln_backend.gguf.keys import ModelKeys
 from rbln_backend.gguf.reader import GgufFile
 from rbln_backend.gguf.tokenizer import make_tokenizer, special_tokens
+from rbln_backend.gguf.vocabulary import check_vocabulary
 from rbln_backend.gguf.weights import EMBEDDING, HEAD, Weights
 from rbln_backend.quantization.schemes import GGUF
 
@@ -37,8 +39,9 @@ def write_checkpoint(path: Path, folder: Path, report: Report = lambda _done, _t
     keys = ModelKeys(file.metadata, file.architecture)
     fields = family.config(file, keys)
     keys.refuse_unread()
+    check_vocabulary(file.metadata, fields["vocab_size"])
     tokens = special_tokens(file)
-    config = CONFIG_MAPPING[family.model_type](**fields, **tokens, dtype=file.dtype)
+    config = _config(family, {**fields, **tokens, "dtype": file.dtype})
     weights = Weights.of(file, family, config)
     config.architectures = [weights.architecture]
     if weights.forms:
@@ -49,6 +52,14 @@ def write_checkpoint(path: Path, folder: Path, report: Report = lambda _done, _t
     tokenizer.save_pretrained(folder)
     _write_weights(weights, folder, report)
     return _told(weights)
+
+
+def _config(family: Family, fields: Mapping[str, Any]) -> PreTrainedConfig:
+    try:
+        return CONFIG_MAPPING[family.model_type](**fields)
+    except Exception as error:
+        # transformers checks values in ways of its own; the file is what is wrong with them.
+        raise CheckpointError(f"its keys make no {family.model_type} model: {error}") from error
 
 
 def _quantization(weights: Weights, config: PreTrainedConfig) -> dict[str, Any]:

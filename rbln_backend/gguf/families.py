@@ -40,6 +40,8 @@ _FUSED = {
     "ffn_down": "mlp.down_proj",
     **_TWO_NORMS,
 }
+EMBEDDING = "token_embd.weight"
+_MAX_HEAD = 1 << 16
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 
@@ -64,23 +66,49 @@ class Family:
         return {**config, **self.extra(file, keys, config)}
 
 
+def _embedding_shape(file: GgufFile) -> tuple[int, ...]:
+    if EMBEDDING not in file.tensors:
+        raise CheckpointError(f"the file lacks {EMBEDDING}")
+    shape = file.shape(EMBEDDING)
+    if len(shape) != 2:
+        raise CheckpointError(f"{EMBEDDING} has the shape {shape}, which is not a matrix")
+    return shape
+
+
 def common_config(file: GgufFile, keys: ModelKeys) -> Config:
     """Return what every family's configuration has."""
-    hidden, heads = keys.require("embedding_length"), keys.require("attention.head_count")
-    head_dim = keys.get("attention.key_length", hidden // heads)
-    keys.only("attention.value_length", head_dim)
-    vocab_size = file.shape("token_embd.weight")[0]
+    hidden, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    head_dim = keys.count("attention.key_length", hidden // heads)
+    vocab_size, width = _embedding_shape(file)
     keys.only("vocab_size", vocab_size)
+    keys.only("embedding_length", width)
+    kv_heads = keys.count("attention.head_count_kv", heads)
+    prefix = f"{file.architecture}.attention"
+    if head_dim % 2 or head_dim > _MAX_HEAD:
+        raise CheckpointError(
+            f"{prefix}.key_length: {head_dim}; must be an even number up to {_MAX_HEAD:,}"
+        )
+    keys.only("attention.value_length", head_dim)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{prefix}.head_count_kv: {kv_heads}; must divide the {heads} heads of queries"
+        )
+    layers = keys.count("block_count")
+    if layers > len(file.tensors):
+        # A model with so many would be put together before it is compared with the file.
+        raise CheckpointError(
+            f"{file.architecture}.block_count: {layers}; the file has {len(file.tensors)} tensors"
+        )
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": keys.require("feed_forward_length"),
-        "num_hidden_layers": keys.require("block_count"),
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": keys.require("context_length"),
-        "rms_norm_eps": keys.require("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.count("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_parameters": rope_parameters(file, keys, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
@@ -96,7 +124,7 @@ def _llama(file: GgufFile, _keys: ModelKeys, _config: Config) -> Config:
 def _phi3(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
     # Longer contexts than the first have frequencies by tensors, which are refused.
     keys.only("rope.scaling.original_context_length", config["max_position_embeddings"])
-    return {"sliding_window": keys.get("attention.sliding_window") or None}
+    return {"sliding_window": keys.count("attention.sliding_window", 0, least=0) or None}
 
 
 def _gemma2(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
@@ -104,13 +132,13 @@ def _gemma2(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
         **_GELU,
         **_windows(keys, config, period=2),
         "query_pre_attn_scalar": _query_scale(config, layers_of_27b=46),
-        "attn_logit_softcapping": keys.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.get("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
     }
 
 
 def _gemma3(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
-    local = keys.get("rope.freq_base_swa", 10000.0)
+    local = keys.number("rope.freq_base_swa", 10000.0)
     return {
         **_GELU,
         **_windows(keys, config, period=6),
@@ -118,7 +146,7 @@ def _gemma3(_file: GgufFile, keys: ModelKeys, config: Config) -> Config:
         # The file's keys are those of the layers that see everything.
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": float(local)},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
     }
 
@@ -130,7 +158,7 @@ def _windows(keys: ModelKeys, config: Config, period: int) -> Config:
         "sliding_attention" if (layer + 1) % period else "full_attention"
         for layer in range(config["num_hidden_layers"])
     ]
-    return {"sliding_window": keys.require("attention.sliding_window"), "layer_types": kinds}
+    return {"sliding_window": keys.count("attention.sliding_window"), "layer_types": kinds}
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from rbln_backend.errors import CheckpointError
+
+MAX_COUNT = (1 << 31) - 1
 
 
 class ModelKeys:
@@ -29,24 +32,47 @@ class ModelKeys:
             raise CheckpointError(f"{self._full(name)} differs between layers, which is not read")
         return value
 
-    def require(self, name: str) -> Any:
-        """Return a key's value. Raises `CheckpointError` where the file lacks it."""
-        value = self.get(name)
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number. Raises `CheckpointError` where it is missing or out of bounds."""
+        value = self._present(name, default)
+        if type(value) is not int or not least <= value <= MAX_COUNT:
+            self._refuse(name, f"a whole number from {least} to {MAX_COUNT:,}", value)
+        return int(value)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a positive number. Raises `CheckpointError` for anything else."""
+        value = self._present(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            self._refuse(name, "a positive number", value)
+        return float(value)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a text. Raises `CheckpointError` for anything else."""
+        value = self._present(name, default)
+        if not isinstance(value, str):
+            self._refuse(name, "a text", value)
+        return str(value)
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
         if value is None:
             raise CheckpointError(f"the file has no {self._full(name)}")
         return value
 
+    def _refuse(self, name: str, wanted: str, value: object) -> NoReturn:
+        raise CheckpointError(f"{self._full(name)}: {value!r:.100}; must be {wanted}")
+
     def only(self, name: str, wanted: Any) -> None:
         """Raise `CheckpointError` for another value than the one that the model's code has."""
         if (found := self.get(name, wanted)) != wanted:
-            raise CheckpointError(f"{self._full(name)} must be {wanted}, not {found}")
+            raise CheckpointError(f"{self._full(name)} must be {wanted}, not {found!s:.100}")
 
     def refuse_unread(self) -> None:
         """Raise `CheckpointError` for a key whose meaning nobody has asked for."""
         for name, value in self._values.items():
             if name not in self._asked:
                 raise CheckpointError(
-                    f"{self._full(name)} = {value}: not read from GGUF; use the model's "
+                    f"{self._full(name)} = {value!s:.100}: not read from GGUF; use the model's "
                     "Hugging Face checkpoint"
                 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +13,22 @@ from transformers.integrations.gguf.reader import (
     GgufHeader,
     LazyGgufTensor,
     load_gguf_state_dict,
-    read_gguf_metadata,
 )
 
 from rbln_backend.checkpoints.parts import parts_of
 from rbln_backend.errors import CheckpointError
 from rbln_backend.gguf.blocks import TYPES, BlockType, Parts
 from rbln_backend.gguf.five_bits import Q5_0, Q5_1, announce, expand_five_bits
-from rbln_backend.gguf.part import read_part
+from rbln_backend.gguf.head import Head, read_head
 
-_ARRAYS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 # Elements that are expanded at a time, which bounds the float32 beside the result.
 _PIECE = 1 << 24
-# Whatever bytes that are no such file make of a parser.
-_DAMAGE = (struct.error, ValueError, LookupError, OverflowError, MemoryError)
+MAX_PARTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """An open file; `metadata` has its keys, token and merge lists in full, `header` all tensors.
+    """An open file; `metadata` has its keys, `header` all tensors.
 
     Invariant: every tensor lies within the file and is of a type that can be expanded.
     """
@@ -50,22 +46,17 @@ class GgufFile:
         """
         announce()
         try:
-            header = GgufHeader.from_file(str(path))
-            metadata, _ = read_gguf_metadata(str(path), _ARRAYS)
-            headers = [header, *_further_parts(path, header.architecture, metadata)]
-            for part in headers:
-                _check_whole(part)
-            tensors = {k: v for part in headers for k, v in load_gguf_state_dict(part).items()}
-        except CheckpointError:
-            # One of the values that are wrong, too, and says it better.
-            raise
+            head = read_head(path)
+            header = head.as_header(path, _architecture(head))
+            headers = [header, *_further_parts(path, header.architecture, head.keys)]
         except OSError as error:
             name = Path(error.filename or path).name
             raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error
-        except _DAMAGE as error:
-            raise CheckpointError(f"it cannot be read as GGUF: {error}") from error
         everything = tuple(info for part in headers for info in part.tensors)
-        return cls(path, metadata, header._replace(tensors=everything), tensors)
+        tensors = {k: v for part in headers for k, v in load_gguf_state_dict(part).items()}
+        if len(tensors) < len(everything):
+            raise CheckpointError("two parts of the model have tensors of one name")
+        return cls(path, head.keys, header._replace(tensors=everything), tensors)
 
     @property
     def architecture(self) -> str:
@@ -115,9 +106,20 @@ class GgufFile:
         return torch.cat(expanded).reshape(shape)
 
 
-def _further_parts(path: Path, architecture: str, metadata: Mapping[str, Any]) -> list[GgufHeader]:
+def _architecture(head: Head) -> str:
+    architecture = head.keys.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError(
+            f"general.architecture: {architecture!r:.100}; must be the name of a family"
+        )
+    return architecture
+
+
+def _further_parts(path: Path, architecture: str, keys: Mapping[str, Any]) -> list[GgufHeader]:
     """The heads of all parts after the first, each in its place."""
-    count, paths = metadata.get("split.count", 1), parts_of(path)
+    count, paths = keys.get("split.count", 1), parts_of(path)
+    if type(count) is not int or count > MAX_PARTS:
+        raise CheckpointError(f"split.count: {count!r:.100}; must be a number up to {MAX_PARTS:,}")
     if len(paths) != max(1, count) or path != paths[0]:
         raise CheckpointError(
             f"it is one of {count} parts: name the first, ...-00001-of-{count:05}.gguf, beside the "
@@ -125,16 +127,11 @@ def _further_parts(path: Path, architecture: str, metadata: Mapping[str, Any]) -
         )
     headers = []
     for number, part in enumerate(paths[1:], 1):
-        keys, header = read_part(part, architecture)
-        if (keys.get("split.no"), keys.get("split.count")) != (number, count):
+        try:
+            head = read_head(part)
+        except CheckpointError as error:
+            raise CheckpointError(f"{part.name}: {error}") from None
+        if (head.keys.get("split.no"), head.keys.get("split.count")) != (number, count):
             raise CheckpointError(f"{part.name} is not part {number + 1} of {count} of this model")
-        headers.append(header)
+        headers.append(head.as_header(part, architecture))
     return headers
-
-
-def _check_whole(part: GgufHeader) -> None:
-    ends = (part.data_start + info.offset + info.nbytes for info in part.tensors)
-    missing = max(ends, default=0) - Path(part.path).stat().st_size
-    if missing > 0:
-        name = Path(part.path).name
-        raise CheckpointError(f"the last {missing:,} bytes of {name} are missing; fetch it again")

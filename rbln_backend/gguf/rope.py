@@ -25,9 +25,9 @@ _TOLERANCE = 1e-3
 
 def rope_parameters(file: GgufFile, keys: ModelKeys, head_dim: int) -> dict[str, Any]:
     """Return transformers' `rope_parameters`. Raises `CheckpointError` for any other kind."""
-    theta = float(keys.get("rope.freq_base", 10000.0))
+    theta = keys.number("rope.freq_base", 10000.0)
     keys.only("rope.dimension_count", head_dim)
-    kind = keys.get("rope.scaling.type", "none")
+    kind = keys.text("rope.scaling.type", "none")
     if FACTORS in file.tensors:
         if kind != "none":
             raise CheckpointError(f"the file has {FACTORS} and scaling {kind!r} at once")
@@ -37,12 +37,12 @@ def rope_parameters(file: GgufFile, keys: ModelKeys, head_dim: int) -> dict[str,
     scaling = {
         "rope_theta": theta,
         "rope_type": kind,
-        "factor": keys.require("rope.scaling.factor"),
+        "factor": keys.number("rope.scaling.factor"),
     }
     if kind == "yarn":
         # Whether the model was trained with it; it is applied either way.
         keys.get("rope.scaling.finetuned")
-        original = keys.require("rope.scaling.original_context_length")
+        original = keys.count("rope.scaling.original_context_length")
         return {**scaling, "original_max_position_embeddings": original}
     if kind != "linear":
         raise CheckpointError(f"rope.scaling.type {kind!r} is not read; linear and yarn are")

@@ -60,7 +60,8 @@ def make_tokenizer(file: GgufFile, max_length: int) -> PreTrainedTokenizerFast:
     try:
         architecture, parts, _ = get_gguf_tokenizer(str(file.path))
         tokenizer, _ = convert_gguf_tokenizer(architecture, parts)
-    except (ValueError, LookupError, TypeError) as error:
+    except Exception as error:
+        # The tokenizers library raises plain exceptions.
         raise CheckpointError(f"the file's tokenizer cannot be made: {error}") from error
     if kind == "gpt2":
         _cut_as(tokenizer, cut)

@@ -54,8 +54,12 @@ class Weights:
         Raises `CheckpointError` where one has a tensor, or a shape, that the other has not.
         """
         names = {_name(name, family): name for name in file.tensors if name != FACTORS}
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            # Whatever a model's code makes of sizes that do not fit together.
+            raise CheckpointError(f"its keys make no {config.model_type} model: {error}") from error
         wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         _compare(file, names, wanted)
         heads: dict[str, Any] = {}

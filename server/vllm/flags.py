@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend import api
 from rbln_backend.checkpoints.folders import checkpoint_of, is_made_here
+from rbln_backend.checkpoints.paths import path_problem
 from rbln_backend.errors import CheckpointError, ConfigError
 from rbln_backend.settings import resolve
 from server.frontend import LaunchError
@@ -99,9 +100,8 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
+    _check_paths(args)
     _use_made_checkpoint(args)
-    if args.model.startswith(("/", ".", "~")) and not Path(args.model).expanduser().is_dir():
-        raise LaunchError(f"MODEL: there is no directory {args.model!r}", exit_code=2)
     _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
@@ -135,6 +135,19 @@ def _use_made_checkpoint(args: Namespace) -> None:
     logger.info("MODEL %s is the checkpoint %s", args.model, folder)
     args.served_model_name = args.served_model_name or [args.model]
     args.model = args.model_tag = folder
+
+
+def _check_paths(args: Namespace) -> None:
+    """Raise `LaunchError` for a path that is not there, before a model hub is asked for it."""
+    given = {
+        "MODEL": args.model,
+        "--tokenizer": args.tokenizer,
+        "--hf-config-path": args.hf_config_path,
+    }
+    for flag, name in given.items():
+        problem = None if name is None else path_problem(name)
+        if problem is not None:
+            raise LaunchError(f"{flag}: {problem}", exit_code=2)
 
 
 def _as_today(argv: Sequence[str]) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +208,16 @@ def test_a_folder_without_a_tokenizer(verdict: Verdict, folder: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["/nowhere"], "there is no directory '/nowhere'"),
+        (["/nowhere"], "MODEL: there is no directory '/nowhere'"),
+        (["./nowhere"], "MODEL: there is no directory './nowhere'"),
+        (["~/nowhere"], "MODEL: there is no directory '~/nowhere'"),
+        (["nowhere/at/all"], "MODEL: there is no directory 'nowhere/at/all'"),
+        (["tests/nowhere"], "MODEL: there is no directory 'tests/nowhere'"),
+        (["nowhere.gguf"], "MODEL: there is no file 'nowhere.gguf'"),
+        (["some-org/nowhere.GGUF"], "MODEL: there is no file 'some-org/nowhere.GGUF'"),
+        (["pyproject.toml"], "MODEL: 'pyproject.toml' is a file; name a folder"),
+        ([".", "--tokenizer", "./nowhere"], "--tokenizer: there is no directory './nowhere'"),
+        ([".", "--hf-config-path", "/nowhere"], "--hf-config-path: there is no directory"),
         ([".", "--no-such-flag"], "--no-such-flag"),
         ([".", "--uds", "x"], "--uds cannot be used"),
         ([], "MODEL is missing"),
@@ -217,6 +228,28 @@ def test_usage_errors_end_with_2(check: Check, args: list[str], words: str) -> N
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stdout == ""
+
+
+def test_a_missing_file_is_asked_of_no_hub(tmp_path: Path) -> None:
+    """A process of its own: the hub's client reads where the hub is when it is imported."""
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{hub.server_port}"
+        environ = {**OFFLINE, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": place}
+        done = rbln_serve("check", "nowhere/model.gguf", **environ)
+        hub.shutdown()
+    assert (done.returncode, asked) == (2, [])
+    assert "MODEL: there is no file 'nowhere/model.gguf'" in done.stderr
 
 
 def test_a_name_that_the_hub_does_not_give(verdict: Verdict, folder: Any) -> None:

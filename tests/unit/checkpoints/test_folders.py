@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from rbln_backend.checkpoints.catalogue import CATALOGUE, Download
 from rbln_backend.checkpoints.folders import checkpoint_of, fetch, is_made_here
+from rbln_backend.checkpoints.paths import path_problem
 from rbln_backend.errors import CheckpointError
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
@@ -114,3 +115,38 @@ def test_a_file_in_parts_is_another_when_any_part_is(
     with pytest.raises(CheckpointError, match=f"the last 10 bytes of {second.name} are missing"):
         checkpoint_of(str(first), tmp_path)
     assert left(tmp_path) == [folder.name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("/nowhere", "./nowhere", "../nowhere", "~/nowhere", "~nobody/x", "a/b/c", "here/nowhere"),
+        *(
+            "none.gguf",
+            "~nobody/none.gguf",
+            "org/none.gguf",
+            "org/none.GGUF",
+            "here/file.txt",
+            "x" * 5000,
+        ),
+    ],
+)
+def test_what_can_only_be_a_path_is_not_a_name_of_a_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file.txt").touch()
+    assert path_problem(name) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["here", "./here", "./here/a.gguf", "gpt2", "some-org/some-model", "s3://a/b/c"]
+)
+def test_folders_and_names_of_hubs_are_left_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "a.gguf").touch()
+    assert path_problem(name) is None
