@@ -14,10 +14,10 @@ class NarrowedScheduler(Scheduler):
 
     @contextmanager
     def _at_most(self, tokens: int | None) -> Iterator[None]:
-        """Give the step ``tokens`` tokens; None: as many as any."""
+        """Give the step ``tokens`` tokens, None or more than the budget: as many as any."""
         whole_budget = self.max_num_scheduled_tokens
         if tokens is not None:
-            self.max_num_scheduled_tokens = tokens
+            self.max_num_scheduled_tokens = min(tokens, whole_budget)
         try:
             yield
         finally:

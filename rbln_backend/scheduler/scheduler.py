@@ -34,7 +34,12 @@ from rbln_backend.scheduler.foremost import behind_the_foremost
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.scheduler.sharing import adapter_of, goes_on_alike, prompts_together
+from rbln_backend.scheduler.sharing import (
+    StepBounds,
+    adapter_of,
+    goes_on_alike,
+    prompts_together,
+)
 from rbln_backend.scheduler.turns import can_decode, needs_chunk
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -246,9 +251,17 @@ class RblnScheduler(NarrowedScheduler):
             return {}
         if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) < 2:
             return {}
-        room = self.max_num_running_reqs - len(self.running) + len(prefilling)
+        bounds = StepBounds(
+            requests=self.max_num_running_reqs - len(self.running) + len(prefilling),
+            tokens=self.max_num_scheduled_tokens,
+            prompt_tokens=self._most_of_a_prompt(self._chunks.largest),
+        )
         waiting = takewhile(self._can_begin, self._in_turn())
-        return prompts_together(self._chunks, prefilling, waiting, room, self.kv_cache_manager)
+        return prompts_together(self._chunks, prefilling, waiting, bounds, self.kv_cache_manager)
+
+    def _most_of_a_prompt(self, tokens: int) -> int:
+        """Of so many tokens that a prompt lacks, what upstream lets one step take."""
+        return min(tokens, self.scheduler_config.long_prefill_token_threshold or tokens)
 
     def _in_turn(self) -> Iterable[Request]:
         """All that wait, in the order in which upstream looks at them."""
@@ -352,7 +365,7 @@ class RblnScheduler(NarrowedScheduler):
         request = prefilling[0] if prefilling else self._next_waiting()
         if self._chunks is None or request is None or comes_seldom(request, others):
             return self._at_most(None)
-        left = request.num_tokens - request.num_computed_tokens
+        left = self._most_of_a_prompt(request.num_tokens - request.num_computed_tokens)
         return self._at_most(self._chunks.next_chunk(left))
 
     def _next_waiting(self) -> Request | None:

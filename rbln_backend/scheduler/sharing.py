@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.vllm_compat.surface import KVCacheManager, Request
+
+
+class StepBounds(NamedTuple):
+    """What vLLM's scheduler lets one step take."""
+
+    requests: int
+    tokens: int
+    """Of all requests together."""
+    prompt_tokens: int
+    """Of one prompt; more of it is cut off for later steps."""
 
 
 def adapter_of(request: Request) -> int | None:
@@ -24,17 +35,17 @@ def prompts_together(
     plan: ChunkPlan,
     prefilling: Sequence[Request],
     waiting: Iterable[Request],
-    room: int,
+    bounds: StepBounds,
     cache: KVCacheManager,
 ) -> dict[str, int]:
     """What the next prefill step lacks of each prompt that it should compute, by request.
 
     Empty where it should take a chunk of one prompt. ``prefilling``: those that are under way;
-    ``waiting``: those that can begin, both in the order in which they should; at most ``room`` of
-    both.
+    ``waiting``: those that can begin, both in the order in which they should. Every prompt is
+    taken whole, so that none that ``bounds`` would cut is among them.
     """
     chosen = _Chosen(cache.block_pool.hash_block_size)
-    most = min(room, plan.prompts)
+    most = min(bounds.requests, plan.prompts)
     for request in takewhile(chosen.has_adapter, prefilling[:most]):
         chosen.add(request, request.num_computed_tokens)
     for request in waiting:
@@ -44,7 +55,10 @@ def prompts_together(
             break
         hit = request.num_computed_tokens or cache.get_computed_blocks(request)[1]
         chosen.add(request, hit)
-    count = plan.together(chosen.left) if chosen.left else 1
+    whole = list(takewhile(lambda tokens: tokens <= bounds.prompt_tokens, chosen.left))
+    count = plan.together(whole) if whole else 1
+    while sum(whole[:count]) > bounds.tokens and count > 1:
+        count -= 1
     if count == 1:
         return {}
     ids = [request.request_id for request in chosen.requests[:count]]

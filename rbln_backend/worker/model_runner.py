@@ -30,6 +30,7 @@ from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
+from rbln_backend.worker.sampling.sampler import drawing
 from rbln_backend.worker.step.batches import StepWork
 from rbln_backend.worker.step.runner import StepRunner
 
@@ -122,8 +123,13 @@ class RblnModelRunner:
     ) -> tuple[list[list[int]], LogprobsLists | None]:
         if work.phase is Phase.VERIFY:
             return self._verification.sample(work, logits)
-        sampled = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
+        metadata = work.batch.sampling_metadata
+        if work.unfinished:
+            metadata = drawing(metadata, [*{*range(work.num_reqs)} - {*work.unfinished}])
+        sampled = self._sampler(logits=logits, sampling_metadata=metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
+        for row in work.unfinished:
+            token_ids[row] = []
         self._batches.record(work, token_ids)
         logprobs = sampled.logprobs_tensors
         return token_ids, logprobs.tolists() if logprobs is not None else None

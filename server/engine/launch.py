@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend import api
 from rbln_backend.errors import ConfigError
+from rbln_backend.reporting.computed_rows import computed_rows
 from rbln_backend.reporting.progress import ProgressReader
 from rbln_backend.reporting.start_costs import ReadyTimes
 from rbln_backend.settings import resolve
@@ -32,7 +33,7 @@ from server.engine.process import (
 )
 from server.engine.self_test import self_test
 from server.engine.socket import EngineSocket, receive_directly
-from server.engine.watch import HangWatch
+from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import refuse_damaged_weights
 from server.frontend import Frontend
 from server.host.importing import uncollected
@@ -52,10 +53,12 @@ logger = logging.getLogger(__name__)
 class VllmEngine:
     """A running AsyncLLM with its front end."""
 
-    def __init__(self, engine: GatedLLM, frontend: VllmFrontend, watch: HangWatch) -> None:
+    def __init__(
+        self, engine: GatedLLM, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
+    ) -> None:
         self._engine = engine
         self._frontend = frontend
-        self._watch = watch
+        self._hang_watch, self._idle_watch = hang, idle
         self._hang: str | None = None
         self._processes = engine_processes()
         # After the processes that are the engine were counted; kept, so that it runs to its end.
@@ -75,14 +78,24 @@ class VllmEngine:
                 return f"engine process {process.name} ended with exit code {process.exitcode}"
         if self._engine.errored:
             return "the engine reported a fatal error"
-        if (silent_s := self._watch.hung_for_s()) is not None:
-            self._hang = (
-                f"the engine has hung for {silent_s:.0f} s, the limit of --step-timeout-s, and was "
-                "killed"
-            )
-            # Whoever waits for an answer of it learns of its end by its end.
+        self._hang = self._find_hang()
+        if self._hang is not None:
+            # Waiting clients notice when the process exits.
             self.kill()
         return self._hang
+
+    def _find_hang(self) -> str | None:
+        limit = "the limit of --step-timeout-s, and was killed"
+        if (silent_s := self._hang_watch.hung_for_s()) is not None:
+            return f"the engine has hung for {silent_s:.0f} s, {limit}"
+        if (idle_s := self._idle_watch.idle_for_s()) is not None:
+            requests = self._engine.output_processor.request_states
+            logger.error("No step ran for these requests: %s", ", ".join([*requests][:10]))
+            return (
+                f"the engine has {len(requests)} requests and ran no step for {idle_s:.0f} s, "
+                f"{limit}"
+            )
+        return None
 
     async def shutdown(self, timeout_s: float) -> None:
         """Stop the engine process; it is killed after `timeout_s` seconds."""
@@ -144,10 +157,17 @@ class VllmLauncher:
 
                 frontend = await build_frontend(engine, args, tasks, self._settings)
                 await self_test(engine, tasks)
-                watch = HangWatch(
-                    self._settings.step_timeout_s, lambda: socket.num_messages, engine.is_sleeping
+                limit_s = self._settings.step_timeout_s
+                engines = engine.vllm_config.parallel_config.data_parallel_size
+                return VllmEngine(
+                    *(engine, frontend),
+                    HangWatch(limit_s, lambda: socket.num_messages, engine.is_sleeping),
+                    IdleWatch(
+                        limit_s,
+                        lambda: len(engine.output_processor.request_states),
+                        partial(computed_rows, self._run_dir, engines),
+                    ),
                 )
-                return VllmEngine(engine, frontend, watch)
             except Exception as error:
                 # The boundary of start-up: whatever failed in there ends the process with a reason.
                 logger.debug("Start-up failed", exc_info=True)

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer, descendants
+from tests.server.stalling_scheduler import FORGOTTEN
 
 pytestmark = pytest.mark.engine
 
@@ -182,3 +184,32 @@ def test_sigterm_during_start_up_ends_promptly_with_0(server: RealServer, delay_
         server.terminate()
         assert server.process.wait(10) == 0
         assert time.monotonic() - asked < 3
+
+
+def test_an_engine_that_runs_no_step_for_a_request_is_killed(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    """It answers whatever it is asked, and other requests run: that is no hang of the process."""
+    stalls = ("--scheduler-cls", "tests.server.stalling_scheduler.StallingScheduler")
+    model = checkpoints("llama", dtype="float32")
+    with RealServer(model, tmp_path, "--step-timeout-s", "4", *stalls) as server:
+        server.until_ready()
+        out: list[httpx.Response] = []
+        body = {"prompt": [FORGOTTEN, 5, 6], "max_tokens": 3}
+        waits = threading.Thread(
+            target=lambda: out.append(server.client.post("/v1/completions", json=body))
+        )
+        waits.start()
+        for _ in range(3):
+            other = server.client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 3})
+            assert other.status_code == 200
+        deadline = time.monotonic() + 60
+        while server.client.get("/readyz").status_code == 200:
+            assert time.monotonic() < deadline, "a stalled engine goes on"
+            time.sleep(0.05)
+        reason = server.client.get("/readyz").json()["reason"]
+        assert "has 1 requests and ran no step for 4 s, the limit of --step-timeout-s" in reason
+        waits.join(20)
+        assert out[0].json()["error"]["code"] == "engine_failed"
+        assert server.process.wait(30) == 1
+        assert "No step ran for these requests: cmpl-" in server.log.read_text()

@@ -9,7 +9,7 @@ request's generator advances once for each of its tokens and for no other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,9 +21,8 @@ from rbln_backend.vllm_compat.surface import (
     LogprobsTensors,
     Sampler,
     SamplerOutput,
-    SamplingMetadata,
 )
-from rbln_backend.worker.sampling.sampler import GreedySampler
+from rbln_backend.worker.sampling.sampler import GreedySampler, drawing
 from rbln_backend.worker.step.batches import RequestBatches, StepWork
 
 
@@ -70,7 +69,7 @@ class Verification:
             ]
             sampled = self._sampler(
                 logits=logits[torch.tensor(at)],
-                sampling_metadata=_drawing(batch.sampling_metadata, going),
+                sampling_metadata=drawing(batch.sampling_metadata, going),
             )
             tokens = places.add(sampled, going)
             self._batches.record(work, tokens)
@@ -138,11 +137,3 @@ def _num_right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
         if draft != tokens[place]:
             return place
     return len(drafts)
-
-
-def _drawing(metadata: SamplingMetadata, going: Sequence[int]) -> SamplingMetadata:
-    """The metadata with the generators of ``going`` alone."""
-    if metadata.generators.keys() <= set(going):
-        return metadata
-    own = {row: generator for row, generator in metadata.generators.items() if row in going}
-    return replace(metadata, generators=own)

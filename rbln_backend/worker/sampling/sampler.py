@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,3 +101,11 @@ def _is_biased(metadata: SamplingMetadata) -> bool:
         elif isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
             return True
     return False
+
+
+def drawing(metadata: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
+    """The metadata with the generators of ``rows`` alone: those of others do not advance."""
+    if metadata.generators.keys() <= set(rows):
+        return metadata
+    own = {row: generator for row, generator in metadata.generators.items() if row in rows}
+    return replace(metadata, generators=own)

@@ -29,11 +29,13 @@ class StepWork:
     num_tokens: int
     """Tokens of the step: those of a chunk in prefill, ``num_rows`` in decode, with drafts more."""
     samples: bool
-    """False for a chunk that is not the last of its prompt: it produces no token."""
+    """False for a chunk that is the last of no prompt: it produces no token."""
     drafts: Sequence[Sequence[int]] = ()
     """The drafts of each request, in batch order; empty where none are checked."""
     counts: Sequence[int] = ()
     """The tokens of each request, in batch order, in prefill."""
+    unfinished: Sequence[int] = ()
+    """Rows of a chunk that samples whose prompts go on after it; nothing is sampled for them."""
     readers: Sequence[CachedRequestState] = ()
     """Further requests, in rows behind the batch's: each reads a token of its prompt there, and
     nothing is sampled for it."""
@@ -96,14 +98,14 @@ class RequestBatches:
         batch = self._prefill if phase.takes_chunk else self._decode
         self._readers = self._admit(batch, scheduled)
         num_tokens = scheduled.total_num_scheduled_tokens
-        samples = self._samples(scheduled, phase)
         drafted = scheduled.scheduled_spec_decode_tokens
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
         tokens = scheduled.num_scheduled_tokens
         counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
-        return StepWork(
-            *(phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts, self._readers)
-        )
+        unfinished = self._unfinished(batch, counts)
+        samples = not unfinished or len(unfinished) < batch.num_reqs
+        work = (phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
+        return StepWork(*work, unfinished, self._readers)
 
     def adapter_ids(self) -> set[int]:
         """The adapters of the requests that are in a batch, or read beside one."""
@@ -224,13 +226,15 @@ class RequestBatches:
         batch.refresh_metadata()
         return readers
 
-    def _samples(self, scheduled: SchedulerOutput, phase: Phase) -> bool:
-        if not phase.takes_chunk:
-            return True
-        # Where there are several, the chunk is the last of each.
-        request_id, count = next(iter(scheduled.num_scheduled_tokens.items()))
-        request = self.requests[request_id]
-        return request.num_computed_tokens + count >= request.num_tokens
+    def _unfinished(self, batch: InputBatch, counts: Sequence[int]) -> list[int]:
+        """Return the rows of a chunk whose prompts go on after it; none in a decode step."""
+        rows = zip(batch.req_ids, counts, strict=False)
+        return [
+            row
+            for row, (request_id, count) in enumerate(rows)
+            if (request := self.requests[request_id]).num_computed_tokens + count
+            < request.num_tokens
+        ]
 
 
 def _new_state(data: NewRequestData) -> CachedRequestState:

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.scheduler.sharing import prompts_together
+from rbln_backend.scheduler.sharing import StepBounds, prompts_together
 
 UNIT = 4
 HASH = get_hash_fn_by_name("sha256")
@@ -46,10 +46,16 @@ def prompt(length: int, first: int) -> list[int]:
 
 
 def together(
-    *waiting: Request, prefilling: tuple[Request, ...] = (), room: int = 9, **hits: int
+    *waiting: Request,
+    prefilling: tuple[Request, ...] = (),
+    room: int = 9,
+    tokens: int = 128,
+    prompt_tokens: int = 128,
+    **hits: int,
 ) -> dict[str, int]:
     cache: Any = Cache(hits)
-    return prompts_together(PLAN, prefilling, waiting, room, cache)
+    bounds = StepBounds(room, tokens, prompt_tokens)
+    return prompts_together(PLAN, prefilling, waiting, bounds, cache)
 
 
 def test_prompts_that_fit_go_together_in_their_order() -> None:
@@ -91,3 +97,21 @@ def test_the_prompts_of_a_step_have_one_adapter() -> None:
     waiting = [request(str(n), prompt(20, 100 * n), adapter) for n, adapter in enumerate((1, 1, 2))]
     assert together(*waiting) == {"0": 20, "1": 20}
     assert together(*waiting[1:]) == {}
+
+
+def test_no_prompt_that_a_step_would_cut_is_among_them() -> None:
+    short, long = request("short", prompt(16, 0)), request("long", prompt(100, 200))
+    long.num_computed_tokens = 60
+    assert together(short, prefilling=(long,)) == {"long": 40, "short": 16}
+    assert together(short, prefilling=(long,), prompt_tokens=40) == {"long": 40, "short": 16}
+    assert together(short, prefilling=(long,), prompt_tokens=39) == {}
+    waiting = request("waiting", prompt(40, 400))
+    assert together(short, waiting) == {"short": 16, "waiting": 40}
+    assert together(short, waiting, prompt_tokens=39) == {}
+
+
+def test_all_of_them_are_within_the_budget_of_a_step() -> None:
+    some = [request(name, prompt(16, 100 * n)) for n, name in enumerate("abcd")]
+    assert together(*some, tokens=64) == dict.fromkeys("abcd", 16)
+    assert together(*some, tokens=63) == dict.fromkeys("abc", 16)
+    assert together(*some, tokens=31) == {}
