@@ -117,6 +117,8 @@ class UsageFile:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:
             return Usage()
+        except RecursionError as error:
+            raise ValueError(f"it is nested too deeply: {error}") from None
         return Usage({"prefill": found.prefill, "decode": found.decode}, found.about)
 
     def add(self, counted: Usage) -> None:

@@ -123,6 +123,6 @@ def _replace(building: Path, folder: Path, source: Source) -> None:
 def _holds(folder: Path, source: Source) -> bool:
     try:
         content = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return bool(content == asdict(source))

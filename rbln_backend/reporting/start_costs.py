@@ -29,6 +29,8 @@ _WARMUP_S = 0.5
 _FIRST_START_S = 20.0
 
 _MOST_KEYS = 200
+_LONGEST_S = 1e7
+_PHASES = {"load", "warmup"}
 
 
 class _CostFile:
@@ -38,12 +40,14 @@ class _CostFile:
         self._path = cache_root / "rbln" / "start_costs.json"
 
     def read(self) -> dict[str, object]:
-        """Return what is known."""
+        """Return what is known: seconds, and seconds of phases."""
         try:
             content = json.loads(self._path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return content if isinstance(content, dict) else {}
+        if not isinstance(content, dict):
+            return {}
+        return {name: value for name, value in content.items() if _is_cost(value)}
 
     def write(self, news: Mapping[str, object]) -> None:
         """Add to what is known; of too much, what was told first goes."""
@@ -53,6 +57,16 @@ class _CostFile:
             replace_file(self._path, json.dumps(latest).encode())
         except OSError as error:
             logger.debug("What this start took is not kept: %s", error)
+
+
+def _is_cost(value: object) -> bool:
+    if isinstance(value, dict):
+        return value.keys() == _PHASES and all(_is_seconds(part) for part in value.values())
+    return _is_seconds(value)
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, float) and 0 <= value < _LONGEST_S
 
 
 class ReadyTimes:

@@ -21,6 +21,7 @@ from server.commands.stdout import answers_alone_on_stdout
 
 _ROW = "{:<32}  {:<12}  {:<28}  {:>9}  {:>10}\n"
 _DAY_S = 86400.0
+_MAX_NAME = 80
 
 
 def list_entries(args: Namespace) -> int:
@@ -36,11 +37,12 @@ def list_entries(args: Namespace) -> int:
         about = _graph(entry)
         used = _age(now - entry.last_used)
         size = f"{entry.size_bytes / 1000:.0f}"
-        model = f"{about['architecture']} {about['dtype']}"
-        sys.stdout.write(_ROW.format(entry.key.digest, about["graph"], model, size, used))
+        model = _printable(f"{about['architecture']} {about['dtype']}")
+        graph = _printable(about["graph"])
+        sys.stdout.write(_ROW.format(entry.key.digest, graph, model, size, used))
     for kernel in kernels:
         used, size = _age(now - kernel.last_used), f"{kernel.size_bytes / 1000:.0f}"
-        target = kernel.target or "unknown"
+        target = _printable(kernel.target) or "unknown"
         sys.stdout.write(_ROW.format(kernel.key, "kernels", f"for {target}", size, used))
     total = _bytes(entries, kernels)
     sys.stdout.write(
@@ -105,9 +107,11 @@ def prune(args: Namespace) -> int:
     else:
         verb = "would remove" if args.dry_run else "removed"
         for entry in graphs:
-            sys.stdout.write(f"{verb} {entry.key.digest} {_graph(entry)['graph']}\n")
+            graph = _printable(_graph(entry)["graph"])
+            sys.stdout.write(f"{verb} {entry.key.digest} {graph}\n")
         for kernel in kernels:
-            sys.stdout.write(f"{verb} {kernel.key} kernels for {kernel.target or 'unknown'}\n")
+            target = _printable(kernel.target) or "unknown"
+            sys.stdout.write(f"{verb} {kernel.key} kernels for {target}\n")
         freed = _bytes(graphs, kernels)
         sys.stdout.write(f"{verb} {len(graphs) + len(kernels)} entries, {freed / 1e6:.1f} MB\n")
     if failed:
@@ -171,6 +175,11 @@ def _kernel(kernel: KernelFiles) -> dict[str, Any]:
         "size_bytes": kernel.size_bytes,
         "last_used": kernel.last_used,
     }
+
+
+def _printable(text: str) -> str:
+    """Return a name from a bundle without what would control a terminal."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text[:_MAX_NAME])
 
 
 def _bytes(entries: Sequence[Entry], kernels: Sequence[KernelFiles]) -> int:

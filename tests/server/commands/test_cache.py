@@ -195,6 +195,23 @@ def test_a_graph_that_a_start_would_not_run_is_neither_whole_nor_moved(
     assert err == f"rbln-serve cache: error: graph {KEYS[0].digest}: {reason}\n"
 
 
+def test_names_from_a_bundle_control_no_terminal(run: Run, root: Path) -> None:
+    store = ArtifactStore(graph_store(root), max_bytes=1 << 30, on_event=lambda _: None)
+    forged = CacheKey(
+        {"architecture": "\x1b[2J\nLlama" + "x" * 500, "phase": "\x1b[H", "bucket": 1}
+    )
+    store.store(forged, {"program.json": PROGRAM})
+    library = b"\x7fELF other"
+    files = {LIBRARY: library, RECORD: make_record(library, "\x1b[31mavx2")}
+    publish(kernel_store(root) / KERNEL[::-1], files)
+    for words in (("list",), ("prune", "--keep-days", "0", "--dry-run")):
+        out = run(*words, "--cache-root", root)[1]
+        assert "\x1b" not in out
+        assert "?[H-1" in out
+        assert "for ?[31mavx2" in out
+        assert max(map(len, out.splitlines())) < 200
+
+
 def test_pruning_takes_what_is_unused_longest(run: Run, root: Path) -> None:
     for days, key in enumerate(KEYS, start=1):
         manifest = entry(root, key) / "manifest.json"

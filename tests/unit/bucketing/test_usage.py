@@ -49,7 +49,11 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", json.dumps({"format": 9}), '{"format": 1, "decode": 3}']
+    "text",
+    [
+        *("", "{", "[]", "{}", json.dumps({"format": 9}), '{"format": 1, "decode": 3}'),
+        '{"format": 1, "about": {"x": ' + "[" * 100_000,
+    ],
 )
 def test_a_damaged_file_is_set_aside(tmp_path: Path, text: str) -> None:
     file = UsageFile(tmp_path / "model.json")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from rbln_backend.reporting.start_costs import ReadyTimes, StartCosts
 
 
@@ -37,15 +39,31 @@ def test_what_cannot_be_kept_or_read_is_guessed(tmp_path: Path) -> None:
     assert costs.phases_s(weight_bytes=0, graphs=1, layers=1) == guessed
 
 
-def test_a_damaged_file_is_as_good_as_none_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"kernels": ', "[" * 100_000, '{"kernels": NaN}', "[1]"])
+def test_a_damaged_file_is_as_good_as_none_and_replaced(tmp_path: Path, text: str) -> None:
     (tmp_path / "rbln").mkdir()
     file = tmp_path / "rbln" / "start_costs.json"
-    file.write_text('{"kernels": ')
+    file.write_text(text)
     costs = StartCosts(tmp_path, "model")
     assert costs.kernels_s() > 1
     costs.keep_kernels(12.0)
     assert json.loads(file.read_text()) == {"kernels": 12.0}
     assert [path.name for path in file.parent.iterdir()] == ["start_costs.json"]
+
+
+@pytest.mark.parametrize(
+    "value", ["1e400", "-1.0", '"9"', "{}", '{"load": 1.0}', '{"load": 1.0, "warmup": "x"}', "NaN"]
+)
+def test_a_value_that_is_no_time_is_as_good_as_none(tmp_path: Path, value: str) -> None:
+    costs = StartCosts(tmp_path, "model")
+    guessed = costs.phases_s(weight_bytes=0, graphs=1, layers=1)
+    costs.keep({"load": 99.0, "warmup": 99.0})
+    file = tmp_path / "rbln" / "start_costs.json"
+    (key,) = json.loads(file.read_text())
+    file.write_text(f'{{"{key}": {value}, "kernels": {value}, "ready-x": {value}}}')
+    assert costs.phases_s(weight_bytes=0, graphs=1, layers=1) == guessed
+    assert 0 < costs.kernels_s() < 1000
+    assert ReadyTimes(tmp_path, ["a"]).expected_s() == 20.0
 
 
 def test_a_command_line_takes_what_it_took_and_another_what_the_last_one_took(
