@@ -24,8 +24,11 @@ from observability_page import (
     PANEL_HEADER,
     PARAGRAPHS,
     SET_UP,
+    SPAN_HEADER,
+    TRACES,
     alert_rows,
     dashboard_parts,
+    span_rows,
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
@@ -168,7 +171,7 @@ def models_page() -> str:
 
 
 def observability_page() -> str:
-    """Return the page of dashboards and alerts."""
+    """Return the page of traces, dashboards and alerts."""
     parts = [
         block
         for heading, picture, rows in dashboard_parts()
@@ -180,6 +183,9 @@ def observability_page() -> str:
         PARAGRAPHS[0],
         SET_UP,
         *PARAGRAPHS[1:],
+        "## Traces",
+        *TRACES,
+        _table(SPAN_HEADER, span_rows()),
         "## Alerts",
         "critical pages, warning is looked at on the same day, info is a hint. Each name leads to "
         "its runbook; the expressions are in `deploy/prometheus/alerts.yml`.",

@@ -1,4 +1,4 @@
-"""What docs/observability.md says: the dashboards with their panels, and the table of alerts."""
+"""Text and tables of docs/observability.md: traces, alerts, dashboards with their panels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,81 @@ import yaml
 
 from deploy.grafana.generate import DASHBOARDS
 from deploy.grafana.panel import Dashboard
+from server.observability.genai import OPERATIONS
 
 _ALERTS = Path(__file__).resolve().parents[1] / "deploy" / "prometheus" / "alerts.yml"
 _LABEL = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
 ALERT_HEADER = ("Alert", "Severity", "After", "Says")
 PANEL_HEADER = ("Panel", "Shows")
+SPAN_HEADER = ("Attribute", "Value")
+
+TRACES = (
+    "`--otlp-traces-endpoint URL` sends OpenTelemetry spans, for a first look to a Jaeger on the "
+    "same host:",
+    """\
+```sh
+docker run -d -p 4317:4317 -p 16686:16686 jaegertracing/jaeger:2.1.0    # its page: port 16686
+rbln-serve serve MODEL --otlp-traces-endpoint http://localhost:4317
+```""",
+    "**Request spans** (`SERVER`). Each request to a route that needs the engine has one, below "
+    "the span that its header `traceparent` names. Its name is `{operation} {model}`, such as "
+    "`chat default-model`; a request that is refused before its model is known is named after the "
+    "operation alone, a route that does not run the model after method and route "
+    "(`POST /tokenize`). It ends after the last byte of the answer, and also where the client "
+    "leaves, a deadline passes, or admission or a check refuses the request. Lines of batches and "
+    "background responses have spans of kind `INTERNAL` in traces of their own, without `http.*` "
+    "and `url.*`. Requests that come before the service is ready have none, nor have probes, "
+    "`/metrics`, the console and routes of stored files, batches and responses.",
+    "**Engine spans** (`llm_request`, `INTERNAL`). One for each sequence that the engine worked on "
+    "for the request, below its span: two for `n: 2`. Aborted sequences have one, the self-test at "
+    "the start has none. `gen_ai.latency.*` are seconds, by vLLM's names; a stage that was not "
+    "reached is absent.",
+    "**Names** are those of OpenTelemetry's semantic conventions for HTTP and generative AI "
+    "(schema URL `https://opentelemetry.io/schemas/1.41.1`; scope `rbln_serve` with the server's "
+    "version). No attribute holds text of prompts, answers, tools or stop sequences. Texts of "
+    "clients are cut after 256 characters.",
+    "**Status.** `Error` where the server is the reason: a status of 500 or more, deadlines, and "
+    "streams that fail after their head was sent. Refused requests (4xx) and those that their "
+    "client left are not errors of the server: their status is unset, and `error.type` says why.",
+    "`OTEL_SERVICE_NAME` (`rbln-serve` unless set) and the other variables of OpenTelemetry's SDK "
+    "apply, the sampler's too; `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses `grpc` or "
+    "`http/protobuf`. Without the flag nothing of OpenTelemetry is imported.",
+)
+_SPAN_ROWS = (
+    ("gen_ai.operation.name", "{operations}"),
+    ("gen_ai.provider.name", "`rbln_serve`"),
+    ("gen_ai.request.model", "The model that the request names, also an unknown one."),
+    (
+        "gen_ai.request.*",
+        "`max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `frequency_penalty`, "
+        "`presence_penalty`, `choice.count` (above 1), `stream` and `encoding_formats`, where the "
+        "request has them; also `gen_ai.embeddings.dimension.count`.",
+    ),
+    ("gen_ai.response.model", "The served model or adapter that answers."),
+    ("gen_ai.response.id", "The id of the answer."),
+    (
+        "gen_ai.response.finish_reasons",
+        "By the API's own words, one for each choice. Of engine spans: `stop`, `length`, `abort` "
+        "or `error`.",
+    ),
+    (
+        "gen_ai.usage.*",
+        "`input_tokens`, `output_tokens` and `cache_read.input_tokens` (prompt tokens found in the "
+        "prefix cache): what the engine has worked on, also for an answer that was cut off. Absent "
+        "where the engine got no request.",
+    ),
+    ("error.type", "The error's `code`; `aborted` where the client left."),
+    (
+        "http.*, url.*, network.protocol.version",
+        "`http.request.method`, `http.route`, `http.response.status_code` (499: the client left "
+        "before the head of the answer), `http.request.header.x-request-id`, `url.path` (never the "
+        "query) and `url.scheme`.",
+    ),
+    ("server.address, server.port", "By the request's header `Host`."),
+    ("user_agent.original", "The request's header `User-Agent`."),
+    ("rbln_serve.outcome", "The outcome, as in the metrics."),
+    ("rbln_serve.key", "The name of the API key."),
+)
 
 SET_UP = """\
 ```sh
@@ -51,6 +121,15 @@ PARAGRAPHS = (
     "fast. Time is in seconds "
     "since the server's start.",
 )
+
+
+def span_rows() -> list[tuple[str, ...]]:
+    """Return a row for each attribute of spans."""
+    operations = ", ".join(f"`{name}`" for name in dict.fromkeys(OPERATIONS.values()))
+    return [
+        (", ".join(f"`{name}`" for name in names.split(", ")), about.format(operations=operations))
+        for names, about in _SPAN_ROWS
+    ]
 
 
 def alert_rows() -> list[tuple[str, ...]]:

@@ -30,6 +30,7 @@ ENV_PREFIX = "RBLN_SERVE_"
 # What vLLM's users have set already.
 _VLLM_KEY = "VLLM_API_KEY"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+_OTEL_NAME, _OTEL_ATTRIBUTES = "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"
 # What vLLM tells of a start is for who looks into vLLM.
 _LEVELS_OF_VLLM = {"debug": "DEBUG", "info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}
 
@@ -88,6 +89,15 @@ def hand_on_log_level(settings: ServerSettings) -> None:
     They inherit the environment; call it before vLLM is imported, which reads its level then.
     """
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
+
+
+def hand_on_service_name() -> None:
+    """Give spans the service name rbln-serve, unless OpenTelemetry's variables have another.
+
+    vLLM sets up the tracer provider in this process and in the engine's, by these variables alone.
+    """
+    if "service.name=" not in os.environ.get(_OTEL_ATTRIBUTES, ""):
+        os.environ.setdefault(_OTEL_NAME, "rbln-serve")
 
 
 def _check_together(settings: ServerSettings) -> None:

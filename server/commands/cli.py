@@ -25,6 +25,7 @@ from server.settings import (
     ServerSettings,
     SettingsError,
     hand_on_log_level,
+    hand_on_service_name,
     load_settings,
 )
 
@@ -330,6 +331,7 @@ def _run(
     outlive_readers()
     configure(settings.log_level, settings.log_format)
     hand_on_log_level(settings)
+    hand_on_service_name()
     try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.admission import Admission
 from server.edge.auth import Access
 from server.edge.last_words import send_error
+from server.edge.spans import METHODS, begin_span, end_span
 from server.errors import InternalError, ServerError
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
@@ -35,13 +36,10 @@ from server.request.route_table import Scope as KeyScope
 from server.request.route_table import is_anthropic, route_of, route_path
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from server.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 # Polled by machines; their lines would drown the others.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
@@ -78,7 +76,8 @@ class EdgeMiddleware:
         request_id_var.set(request_id)
         record_var.set(record)
         tracing = self._tracing() if record.route.gated else None
-        span = _begin(tracing, scope, record, request_id) if tracing is not None else None
+        if tracing is not None:
+            begin_span(tracing, scope, record, request_id)
         try:
             await self._app(scope, receive, self._stamped(send, record))
         finally:
@@ -88,8 +87,8 @@ class EdgeMiddleware:
                 # They hold the engine's side of the request, which is looked up by weak references
                 # to it: what a record keeps would stay for ever.
                 ending.callback(record.close_meters)
-                if tracing is not None and span is not None:
-                    ending.callback(_end, tracing, span, record)
+                if tracing is not None:
+                    ending.callback(end_span, tracing, record)
                 ending.callback(self._finish, record)
                 for end in reversed(record.on_end):
                     ending.callback(end)
@@ -124,7 +123,7 @@ class EdgeMiddleware:
         if record.insider is None:
             self._metrics.observe_request(
                 route=route,
-                method=record.method if record.method in _METHODS else "other",
+                method=record.method if record.method in METHODS else "other",
                 code=code,
                 outcome=outcome,
                 stream=record.stream,
@@ -161,30 +160,6 @@ class EdgeMiddleware:
             *(record.method, route, code, outcome, seconds),
             extra={FIELDS: fields},
         )
-
-
-def _begin(tracing: Tracing, scope: Scope, record: RequestRecord, request_id: str) -> Span:
-    """Begin the request's span and have the engine's spans lie below it."""
-    attributes = {
-        "http.request.method": record.method,
-        "http.route": record.route.template,
-        "http.request.header.x-request-id": request_id,
-    }
-    name = f"{record.method} {record.route.template}"
-    span, scope["headers"] = tracing.begin(scope["headers"], name, attributes)
-    return span
-
-
-def _end(tracing: Tracing, span: Span, record: RequestRecord) -> None:
-    prompt, completion = record.tokens()
-    attributes: dict[str, str | int] = {
-        "rbln_serve.outcome": record.final_outcome(),
-        "gen_ai.usage.prompt_tokens": prompt,
-        "gen_ai.usage.completion_tokens": completion,
-    }
-    if record.key is not None:
-        attributes["rbln_serve.key"] = record.key
-    tracing.end(span, record.status or CLIENT_GONE, attributes)
 
 
 class GateMiddleware:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GracefulHTTPError
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
+from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 from rbln_backend.config import QUEUE_TIMEOUT
+from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError
 from server.request.record import RequestRecord, record_var
 
@@ -34,7 +35,7 @@ _SERVING_LOGGERS = (
 )
 
 
-class QueueAwareOutputs(OutputProcessor):
+class QueueAwareOutputs(TracedOutputs):
     """vLLM's output processor, which also knows who waits for which output."""
 
     def __init__(self, engine: AsyncLLM, max_queue_s: float) -> None:

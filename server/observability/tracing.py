@@ -1,54 +1,73 @@
-"""One OpenTelemetry span for each request, around those of the engine.
+"""OpenTelemetry spans of requests, around those of the engine.
 
-Imported only when traces are asked for. The spans go where vLLM sends its own, by way of the
-provider that it has set up; a request's trace context is replaced by the span's, so that the
-engine's spans become its children.
+Imported only where `--otlp-traces-endpoint` is set. The spans go where vLLM sends its own, through
+the provider that vLLM has set up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_tracer, set_span_in_context
+from opentelemetry.semconv.schemas import Schemas
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    TracerProvider,
+    get_tracer,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-Headers = Sequence[tuple[bytes, bytes]]
+from server import __version__
+from server.observability.genai import AttributeValue
 
+SCHEMA_URL = Schemas.V1_41_1.value
+"""The release of the semantic conventions whose names the attributes have."""
 _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class Tracing:
-    """Begins and ends the spans of requests."""
+    """Begins and ends the spans of requests; without a `provider` those of the process's."""
 
-    def __init__(self) -> None:
-        self._tracer = get_tracer("rbln_serve")
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._tracer = get_tracer("rbln_serve", __version__, provider, SCHEMA_URL)
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(
-        self, headers: Headers, name: str, attributes: Mapping[str, str]
-    ) -> tuple[Span, list[tuple[bytes, bytes]]]:
-        """Return a span below the one that the headers name, and the headers naming it instead."""
-        above = {
+        self,
+        name: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        attributes: Mapping[str, AttributeValue],
+        *,
+        remote: bool,
+    ) -> Span:
+        """Start the span of a request below the one that its headers name.
+
+        `remote`: the request came over HTTP; other requests are the server's own.
+        """
+        parent = {
             name.decode("ascii"): value.decode("latin-1")
             for name, value in headers
             if name in _CONTEXT
         }
-        span = self._tracer.start_span(
+        return self._tracer.start_span(
             name,
-            context=self._propagator.extract(above),
-            kind=SpanKind.SERVER,
+            context=self._propagator.extract(parent),
+            kind=SpanKind.SERVER if remote else SpanKind.INTERNAL,
             attributes=dict(attributes),
         )
-        below: dict[str, str] = {}
-        self._propagator.inject(below, set_span_in_context(span))
-        kept = [item for item in headers if item[0] not in _CONTEXT]
-        return span, [*kept, *((k.encode("ascii"), v.encode("latin-1")) for k, v in below.items())]
 
-    def end(self, span: Span, status: int, attributes: Mapping[str, str | int]) -> None:
-        """End a span; statuses of 500 and more are errors."""
-        span.set_attribute("http.response.status_code", status)
-        for name, value in attributes.items():
-            span.set_attribute(name, value)
-        if status >= 500:
+    def context_of(self, span: Span) -> dict[str, str]:
+        """Return the headers that name a span as the parent of others."""
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, set_span_in_context(span))
+        return headers
+
+    def end(self, span: Span, attributes: Mapping[str, AttributeValue], *, failed: bool) -> None:
+        """End a span; `failed`: the server, not the client, is the reason for an error."""
+        span.set_attributes(attributes)
+        if failed:
             span.set_status(Status(StatusCode.ERROR))
         span.end()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from server.errors import ServerError
+from server.errors import ErrorRow, ServerError
 from server.frontend import JsonObject
 from server.request.deadline import Deadline
 from server.request.route_table import Route
 from server.speculation.wishes import DraftWishes
 from server.tiers.tier import EVERY_TIER, Tier, Tiers
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 Meter = Callable[[], tuple[int, int]]
 """Tells what one of the engine's requests has used so far: prompt and completion tokens."""
@@ -57,7 +61,9 @@ class RequestRecord:
     vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
     which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
     guided, one of `GUIDES`. `sent_frames` counts the frames of a stream; `failure_frames` makes
-    those that end it with an error, where the endpoint's depend on what was sent before.
+    those that end it with an error, where the endpoint's depend on what was sent before. `error` is
+    how the error looks that ended it. `span` is the request's, None where none is recorded or it
+    has ended; `trace_headers` name it to the engine.
     """
 
     route: Route
@@ -80,6 +86,9 @@ class RequestRecord:
     failure: ServerError | None = None
     rejection: str | None = None
     guide: str | None = None
+    error: ErrorRow | None = None
+    span: Span | None = None
+    trace_headers: Mapping[str, str] | None = None
     sent_bytes: int = 0
     sent_frames: int = 0
     failure_frames: Callable[[ServerError], str] | None = None
@@ -109,6 +118,7 @@ class RequestRecord:
 
     def note(self, error: ServerError) -> None:
         """Remember how the request failed."""
+        self.error = error.row
         self.outcome, self.rejection = error.row.outcome, error.rejection
 
     def final_outcome(self) -> str:

@@ -58,6 +58,12 @@ from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_e
 from server.vllm.rendering.variables import templates_of
 from server.vllm.rules import make_rules
 from server.vllm.streams import text_chunks
+from server.vllm.streams.spans import (
+    describe_answer,
+    describe_request,
+    described_frames,
+    name_model,
+)
 from server.vllm.streams.stamps import stamped_frames
 from server.vllm.tool_calls import tool_parser_of
 
@@ -236,7 +242,8 @@ class VllmFrontend:
             record.drafts = told.drafts
         if told.ignored and record is not None:
             record.answer_headers[IGNORED_HEADER] = ", ".join(told.ignored)
-        await self._find_model(told.fields)
+        describe_request(record, endpoint, told.fields)
+        name_model(record, endpoint, await self._find_model(told.fields))
         check_priority_header(request.headers, self._limits)
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
@@ -257,13 +264,14 @@ class VllmFrontend:
         if isinstance(answer, bytes):
             return answer
         stamped = stamped_frames(endpoint, answer, given.stamp)
-        return self._frames(stamped, asked)
+        return self._frames(described_frames(record, endpoint, stamped), asked)
 
     async def _answer(
         self, handler: Handler, model: BaseModel, request: Request, stamp: JsonObject
     ) -> bytes | AsyncGenerator[Any, None]:
         assert handler.serve is not None
         result = await handler.serve(model, request)
+        describe_answer(result)
         if isinstance(result, ErrorResponse):
             error = result.error
             raise RefusedError(error.message, error.code, error.param)
@@ -274,12 +282,15 @@ class VllmFrontend:
         frames: AsyncGenerator[Any, None] = result
         return frames
 
-    async def _find_model(self, fields: JsonObject) -> None:
+    async def _find_model(self, fields: JsonObject) -> str:
+        """Return the model or adapter that answers. Raises `ModelNotFoundError`."""
         name = fields.get("model")
-        if not isinstance(name, str) or self._models.is_base_model(name):
-            return
+        if not isinstance(name, str):
+            return str(self._models.model_name())
+        if self._models.is_base_model(name):
+            return name
         if self.adapters is not None and lease(self.adapters, name):
-            return
+            return name
         served = ", ".join(repr(card["id"]) for card in await self.models())
         raise ModelNotFoundError(
             f"The model {describe(name)} does not exist; this server has {served}.", param="model"

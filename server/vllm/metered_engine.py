@@ -29,6 +29,8 @@ class MeteredLLM(AsyncLLM):
         """Add a request to the engine as AsyncLLM does, in the class of its service tier."""
         record = record_var.get()
         tier = None if record is None else record.tier
+        if record is not None and record.trace_headers is not None:
+            kwargs["trace_headers"] = record.trace_headers
         if tier is not None and tier.engine_priority is not None:
             kwargs["priority"] = tier.engine_priority
         collector = await super().add_request(request_id, *args, **kwargs)

@@ -20,10 +20,16 @@ class Collector(service.TraceServiceServicer):
 
     endpoint: str = ""
     spans: list[Any] = field(default_factory=list)
+    scopes: dict[bytes, tuple[str, str, str]] = field(default_factory=dict)
+    """Name, version and schema URL of what recorded a span, by the span's id."""
+    services: set[str] = field(default_factory=set)
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the service's own name)
-        for resource in request.resource_spans:
-            for scope in resource.scope_spans:
+        for group in request.resource_spans:
+            self.services.add(attributes(group.resource)["service.name"])
+            for scope in group.scope_spans:
+                about = scope.scope.name, scope.scope.version, scope.schema_url
+                self.scopes |= {span.span_id: about for span in scope.spans}
                 self.spans.extend(scope.spans)
         return messages.ExportTraceServiceResponse()
 
@@ -53,7 +59,12 @@ def collecting() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """Return a span's attributes by name."""
-    return {
-        item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes
-    }
+    """Return the attributes of a span, or of a resource, by name."""
+    return {item.key: _plain(item.value) for item in span.attributes}
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_plain(item) for item in value.array_value.values]
+    return getattr(value, kind)

@@ -1,0 +1,300 @@
+"""The spans of requests, as a collector gets them: names, attributes, parents, status, end."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from http.client import HTTPConnection
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.semconv.attributes import (
+    error_attributes,
+    http_attributes,
+    network_attributes,
+    server_attributes,
+    url_attributes,
+    user_agent_attributes,
+)
+
+from server import __version__
+from tests.conformance.collector import attributes
+from tests.conformance.target import Target
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a secret of the prompt"}]
+PARENT = "b7ad6b7169203331"
+_OWN = {"rbln_serve.outcome", "rbln_serve.key", "http.request.header.x-request-id"}
+_ENGINE = "gen_ai.latency."
+
+
+@pytest.fixture(autouse=True)
+def only_ours(target: Target) -> None:
+    if not target.ours:
+        pytest.skip("only of this server")
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **more}
+
+
+class Traced:
+    """A request in a trace of its own, which `headers` name."""
+
+    def __init__(self, target: Target) -> None:
+        assert target.collector is not None
+        self.trace = secrets.token_hex(16)
+        self.headers = {"traceparent": f"00-{self.trace}-{PARENT}-01"}
+        self._collector = target.collector
+
+    def spans(self, engine: int) -> tuple[Any, list[Any]]:
+        """Return the request's span and those of the engine, once all have come."""
+        found = self._collector.wait_for(self.trace, 1 + engine)
+        ours = [span for span in found if span.parent_span_id.hex() == PARENT]
+        assert len(ours) == 1
+        below = [span for span in found if span.parent_span_id == ours[0].span_id]
+        assert len(found) == 1 + len(below) == 1 + engine
+        assert {span.name for span in below} <= {"llm_request"}
+        return ours[0], below
+
+
+def ask(target: Target, path: str, body: dict[str, Any], engine: int = 1) -> tuple[Any, list[Any]]:
+    """Return the spans of a request that is read to its end."""
+    traced = Traced(target)
+    with target.http() as http:
+        http.post(path, json=body, headers=traced.headers)
+    return traced.spans(engine)
+
+
+def known_names() -> set[str]:
+    """Every attribute that the installed semantic conventions define."""
+    modules = (
+        *(gen_ai_attributes, error_attributes, http_attributes, network_attributes),
+        *(server_attributes, url_attributes, user_agent_attributes),
+    )
+    return {
+        value for module in modules for value in vars(module).values() if isinstance(value, str)
+    }
+
+
+def test_a_chat_has_the_names_of_the_conventions(target: Target) -> None:
+    traced = Traced(target)
+    headers = traced.headers | {"x-request-id": "traced-1", "user-agent": "tests/1"}
+    settings = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3, "stop": ["a secret stop"]}
+    with target.http() as http:
+        answer = http.post(CHAT, json=chat(**settings), headers=headers)
+    assert answer.status_code == 200
+    ours, (engine,) = traced.spans(engine=1)
+    assert (ours.name, ours.kind) == ("chat tiny", Span.SpanKind.SPAN_KIND_SERVER)
+    assert ours.status.code == Status.StatusCode.STATUS_CODE_UNSET
+    usage = answer.json()["usage"]
+    said = attributes(ours)
+    assert said == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "rbln_serve",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.seed": 3,
+        "gen_ai.response.model": "tiny",
+        "gen_ai.response.id": "chatcmpl-traced-1",
+        "gen_ai.response.finish_reasons": ["length"],
+        "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": said["gen_ai.usage.cache_read.input_tokens"],
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "http.route": CHAT,
+        "http.request.header.x-request-id": ["traced-1"],
+        "network.protocol.version": "1.1",
+        "server.address": httpx.URL(target.base_url).host,
+        "server.port": httpx.URL(target.base_url).port,
+        "url.path": CHAT,
+        "url.scheme": "http",
+        "user_agent.original": "tests/1",
+        "rbln_serve.outcome": "ok",
+        "rbln_serve.key": "suite",
+    }
+    assert said.keys() - _OWN <= known_names()
+    assert (engine.name, engine.kind) == ("llm_request", Span.SpanKind.SPAN_KIND_INTERNAL)
+    below = attributes(engine)
+    assert below["gen_ai.request.id"] == "chatcmpl-traced-1"
+    assert below["gen_ai.usage.output_tokens"] == 5
+    assert below["gen_ai.response.finish_reasons"] == ["length"]
+    stages = {name.removeprefix(_ENGINE) for name in below if name.startswith(_ENGINE)}
+    assert stages >= {"time_in_queue", "time_to_first_token", "time_in_model_decode", "e2e"}
+    assert "secret" not in json.dumps([said, below])
+
+
+def test_what_recorded_a_span_is_named_with_version_and_schema(target: Target) -> None:
+    ours, _ = ask(target, CHAT, chat())
+    assert target.collector is not None
+    schema = "https://opentelemetry.io/schemas/1.41.1"
+    assert target.collector.scopes[ours.span_id] == ("rbln_serve", __version__, schema)
+    assert target.collector.services == {"rbln-serve"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "operation", "prefix", "reason"),
+    [
+        (CHAT, chat(), "chat", "chatcmpl-", "length"),
+        (
+            "/v1/completions",
+            {"prompt": "a b", "max_tokens": 3, "ignore_eos": True},
+            *("text_completion", "cmpl-", "length"),
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "max_output_tokens": 3, "ignore_eos": True},
+            *("chat", "resp_", "max_output_tokens"),
+        ),
+        (
+            "/v1/messages",
+            {"model": "tiny", "messages": MESSAGES, "max_tokens": 3},
+            *("chat", "msg_", "max_tokens"),
+        ),
+    ],
+)
+def test_every_api_has_its_answer_in_the_span(
+    target: Target,
+    path: str,
+    body: dict[str, Any],
+    operation: str,
+    prefix: str,
+    reason: str,
+    stream: bool,
+) -> None:
+    ours, _ = ask(target, path, body | ({"stream": True} if stream else {}))
+    said = attributes(ours)
+    assert ours.name == f"{operation} tiny"
+    assert said["gen_ai.operation.name"] == operation
+    assert said["gen_ai.response.id"].startswith(prefix)
+    assert said["gen_ai.response.finish_reasons"] == [reason]
+    assert said["gen_ai.usage.output_tokens"] == 3 if "max_tokens" not in body else True
+    assert said.get("gen_ai.request.stream", False) is stream
+
+
+def test_each_sequence_has_a_span_below_the_requests(target: Target) -> None:
+    ours, engine = ask(target, CHAT, chat(n=2, temperature=1), engine=2)
+    assert attributes(ours)["gen_ai.request.choice.count"] == 2
+    assert attributes(ours)["gen_ai.usage.output_tokens"] == 10
+    assert attributes(ours)["gen_ai.response.finish_reasons"] == ["length", "length"]
+    assert [attributes(span)["gen_ai.usage.output_tokens"] for span in engine] == [5, 5]
+    _, engine = ask(target, "/v1/completions", {"prompt": ["a", "b c"], "max_tokens": 2}, engine=2)
+    assert len(engine) == 2
+
+
+def test_a_stop_string_is_a_stop(target: Target) -> None:
+    with target.http() as http:
+        body = {"prompt": "a b c", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    ours, (engine,) = ask(target, "/v1/completions", body | {"stop": [text[3:6]]})
+    for span in (ours, engine):
+        assert attributes(span)["gen_ai.response.finish_reasons"] == ["stop"]
+
+
+def leave(target: Target, body: dict[str, Any], headers: dict[str, str]) -> None:
+    """Close the connection of a chat while the engine makes its answer."""
+    address = httpx.URL(target.base_url)
+    connection = HTTPConnection(str(address.host), address.port, timeout=60)
+    every = target.headers | headers | {"content-type": "application/json"}
+    connection.request("POST", CHAT, json.dumps(body), every)
+    with target.http() as http:
+        while not re.search(r"num_requests_running\{.*\} [1-9]", http.get("/metrics").text):
+            time.sleep(0.005)
+    connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_its_client_leaves_has_its_spans(target: Target, stream: bool) -> None:
+    traced = Traced(target)
+    leave(target, chat(max_tokens=480, stream=stream, n=2, temperature=1), traced.headers)
+    ours, engine = traced.spans(engine=2)
+    said = attributes(ours)
+    assert (ours.name, said["rbln_serve.outcome"]) == ("chat tiny", "aborted")
+    assert said["error.type"] == "aborted"
+    # The client's doing, not the server's.
+    assert ours.status.code == Status.StatusCode.STATUS_CODE_UNSET
+    assert said["http.response.status_code"] == (200 if stream else 499)
+    assert said["gen_ai.usage.output_tokens"] < 2 * 480
+    for span in engine:
+        assert attributes(span)["gen_ai.response.finish_reasons"] == ["abort"]
+        assert span.end_time_unix_nano <= ours.end_time_unix_nano
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "code"),
+    [
+        ({}, chat(temperature=-1), 400, "invalid_value"),
+        ({}, chat(temperature="a secret"), 400, "invalid_type"),
+        ({}, chat(model="unknown"), 404, "model_not_found"),
+        ({"authorization": "Bearer wrong"}, chat(), 401, "invalid_api_key"),
+    ],
+)
+def test_a_request_that_is_refused_has_its_span(
+    target: Target, headers: dict[str, str], body: dict[str, Any], status: int, code: str
+) -> None:
+    traced = Traced(target)
+    with target.http() as http:
+        answer = http.post(CHAT, json=body, headers=traced.headers | headers)
+    assert answer.status_code == status
+    ours, _ = traced.spans(engine=0)
+    said = attributes(ours)
+    assert ours.name.split()[0] == said["gen_ai.operation.name"] == "chat"
+    assert (said["http.response.status_code"], said["error.type"]) == (status, code)
+    assert ours.status.code == Status.StatusCode.STATUS_CODE_UNSET
+    assert "gen_ai.usage.input_tokens" not in said
+    assert "secret" not in json.dumps(said)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_is_the_servers_error(target: Target, stream: bool) -> None:
+    traced = Traced(target)
+    headers = traced.headers | {"x-request-timeout-ms": "150"}
+    with target.http() as http:
+        http.post(CHAT, json=chat(max_tokens=480, stream=stream), headers=headers)
+    ours, (engine,) = traced.spans(engine=1)
+    said = attributes(ours)
+    assert said["http.response.status_code"] == (200 if stream else 504)
+    assert (said["error.type"], said["rbln_serve.outcome"]) == ("deadline_exceeded", "timeout")
+    assert ours.status.code == Status.StatusCode.STATUS_CODE_ERROR
+    assert attributes(engine)["gen_ai.response.finish_reasons"] == ["abort"]
+
+
+def test_the_span_of_a_stream_ends_with_its_last_byte(target: Target) -> None:
+    traced = Traced(target)
+    body = chat(max_tokens=60, stream=True)
+    with (
+        target.http() as http,
+        http.stream("POST", CHAT, json=body, headers=traced.headers) as answer,
+    ):
+        arrived = [time.time_ns() for line in answer.iter_lines() if line]
+    ours, _ = traced.spans(engine=1)
+    assert ours.start_time_unix_nano < arrived[0] < ours.end_time_unix_nano
+    # Of all but the last lines it can be said for sure that they came before.
+    assert arrived[len(arrived) // 2] < ours.end_time_unix_nano
+
+
+def test_a_route_without_the_model_has_a_span_of_http(target: Target) -> None:
+    ours, _ = ask(target, "/tokenize", {"prompt": "hi"}, engine=0)
+    said = attributes(ours)
+    assert (ours.name, said["http.route"]) == ("POST /tokenize", "/tokenize")
+    assert not [name for name in said if name.startswith("gen_ai.")]
+
+
+def test_only_requests_have_spans_of_the_engine(target: Target) -> None:
+    """The self-test at the start is no client's request."""
+    assert target.collector is not None
+    ask(target, CHAT, chat())
+    roots = [span.name for span in target.collector.spans if not span.parent_span_id]
+    assert "llm_request" not in roots
