@@ -347,7 +347,7 @@ class InternalError(ServerError):
 
 REJECTIONS = (
     *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
-    *("queue_timeout", "background"),
+    *("queue_timeout", "background", "conversations"),
 )
 """What work is refused for: permits, vLLM's two limits, the grammar gate's queue, that
 of large bodies, vLLM without saying which, time in queue, responses in the background."""

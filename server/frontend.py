@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic_core import from_json
 from starlette.requests import Request
 
 if TYPE_CHECKING:
@@ -290,6 +289,6 @@ def named_frame(name: str, data: bytes | str) -> str:
     return f"event: {name}{_DATA}{text}\n\n"
 
 
-def data_of(frame: str) -> JsonObject:
-    """Return the data of a frame with a name."""
-    return dict(from_json(frame.partition(_DATA)[2]))
+def data_text(frame: str) -> bytes:
+    """Return the data of a frame with a name, as its text."""
+    return frame.partition(_DATA)[2].encode()

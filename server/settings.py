@@ -109,6 +109,11 @@ def _check_together(settings: ServerSettings) -> None:
         )
     if settings.enable_ssl_refresh and settings.ssl_certfile is None:
         raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
+    if settings.max_continued_bytes < settings.max_conversation_bytes:
+        raise SettingsError(
+            f"--max-continued-bytes {settings.max_continued_bytes} is less than "
+            f"--max-conversation-bytes {settings.max_conversation_bytes}"
+        )
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(
             "--allow-credentials cannot be used with --allowed-origins '*': name the origins"

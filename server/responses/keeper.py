@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from pydantic_core import from_json, to_json
+from msgspec import Raw
 from starlette.requests import Request
 
 from server.errors import (
@@ -23,15 +23,15 @@ from server.errors import (
 from server.frontend import (
     Endpoint,
     Frontend,
-    JsonObject,
     Keeping,
     ReadRequest,
-    data_of,
+    data_text,
     named_frame,
 )
 from server.request.record import RequestRecord, record_of
 from server.responses.events import END_EVENTS
 from server.responses.service import ResponseService
+from server.storage.raw_json import all_fields_of, object_of, string_of
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Keeper:
         self._require_possible(keeping, record)
         if keeping.previous is not None:
             assert self._service is not None
-            before = await self._service.conversation(record.owner, keeping.previous)
+            before = await self._service.conversation(record, keeping.previous)
             given = await self._frontend().read(endpoint, raw, before)
             given.stamp["previous_response_id"] = keeping.previous
         given.stamp["store"] = keeping.kept = await self._is_to_keep(keeping, record)
@@ -84,7 +84,7 @@ class Keeper:
             response = await service.begin(owner, keeping, raw, tier, shown)
             if keeping.stream:
                 return await service.follow(response, -1)
-            return to_json(response.shown())
+            return response.shown()
         result = await self._frontend().handle(endpoint, given, request)
         if isinstance(result, bytes):
             return await _kept(service, owner, keeping, result)
@@ -126,19 +126,19 @@ class Keeper:
 
 
 async def _kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bytes:
-    """Keep an answer, or say that it is not kept where nobody had asked for it."""
-    answer: JsonObject = from_json(whole)
-    if await _is_kept(service, owner, keeping, answer):
-        return whole
-    return to_json(answer | {"store": False})
+    """Keep an answer, or say that it is not kept where nothing had asked for it."""
+    return whole if await _is_kept(service, owner, keeping, whole) else _not_kept(whole)
 
 
-async def _is_kept(
-    service: ResponseService, owner: str, keeping: Keeping, answer: JsonObject
-) -> bool:
-    """Keep an answer; whether that was possible. Raises where it was asked for."""
+def _not_kept(whole: bytes) -> bytes:
+    """Return the text of a response that says that it is not kept."""
+    return object_of({**all_fields_of(whole), "store": False})
+
+
+async def _is_kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bool:
+    """Keep an answer; return whether that was possible. Raises where it was asked for."""
     try:
-        await service.keep(owner, keeping, answer)
+        await service.keep(owner, keeping, whole)
     except (ServerError, OSError, sqlite3.Error) as error:
         if keeping.store:
             raise
@@ -154,8 +154,10 @@ async def _keeping_end(
     async with aclosing(frames):
         async for frame in frames:
             if frame.startswith(END_EVENTS):
-                event = data_of(frame)
-                if not await _is_kept(service, owner, keeping, event["response"]):
-                    event["response"]["store"] = False
-                    frame = named_frame(event["type"], to_json(event))
+                event = all_fields_of(data_text(frame))
+                whole = bytes(event["response"])
+                if not await _is_kept(service, owner, keeping, whole):
+                    name = str(string_of(bytes(event["type"])))
+                    data = object_of({**event, "response": Raw(_not_kept(whole))})
+                    frame = named_frame(name, data)
             yield frame

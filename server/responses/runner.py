@@ -13,15 +13,17 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
-from pydantic_core import from_json, to_json
+from msgspec import Raw
+from pydantic_core import from_json
 from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.batches.inside import InsideAnswer, ask
 from server.errors import StorageFullError, StorageUnavailableError
-from server.frontend import Endpoint, JsonObject, data_of, named_frame
+from server.frontend import Endpoint, data_text, named_frame
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle, Phase
 from server.request.record import Insider
@@ -31,6 +33,7 @@ from server.responses.response import Response
 from server.responses.table import Waiting
 from server.responses.turns import FairQueue
 from server.storage.database import Database, T, Work
+from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
@@ -122,12 +125,16 @@ class Runner:
             self._runs[turn.id] = _Run(turn.owner, log, task)
 
     async def _make(self, app: ASGIApp, identity: str, log: EventLog) -> None:
-        response = await self._store(partial(table.begin, response_id=identity))
-        if response is not None:
-            await self._make_begun(app, response, log)
-        log.end()
-        self._runs.pop(identity, None)
-        self._wake.set()
+        try:
+            response = await self._store(partial(table.begin, response_id=identity))
+            if response is not None:
+                await self._make_begun(app, response, log)
+        except Exception:
+            logger.exception("%s could not be stored", identity)
+        finally:
+            log.end()
+            self._runs.pop(identity, None)
+            self._wake.set()
 
     async def _make_begun(self, app: ASGIApp, response: Response, log: EventLog) -> None:
         identity = response.id
@@ -182,14 +189,14 @@ class Runner:
                 await asyncio.sleep(_DISK_PAUSE_S)
 
 
-def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> JsonObject:
-    """Return what the request's answer makes of the response."""
+def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> dict[str, Any]:
+    """Return the fields that the request's answer gives the response, as JSON texts."""
     if answer.status != _OK:
         return table.failure(from_json(answer.body)["error"]["message"])
     if not response.streams:
-        return dict(from_json(answer.body))
+        return dict(all_fields_of(answer.body))
     if _has_ended(log):
-        return dict(data_of(log.frames[-1])["response"])
+        return dict(all_fields_of(fields_of(data_text(log.frames[-1]), "response")["response"]))
     return table.failure("The answer was cut off.")
 
 
@@ -198,11 +205,8 @@ def _has_ended(log: EventLog) -> bool:
     return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)
 
 
-def _failed_frame(response: Response, log: EventLog, changes: JsonObject) -> str:
+def _failed_frame(response: Response, log: EventLog, changes: dict[str, Any]) -> str:
     kind = "response.failed"
-    data = {
-        "type": kind,
-        "sequence_number": len(log.frames),
-        "response": response.shown() | changes,
-    }
-    return named_frame(kind, to_json(data))
+    shown = object_of({**all_fields_of(response.shown()), **changes})
+    data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
+    return named_frame(kind, object_of(data))

@@ -15,7 +15,8 @@ from server.errors import InvalidValueError
 from server.frontend import JsonObject, Keeping
 from server.host.tasks import to_its_end, while_running
 from server.lifecycle import Lifecycle
-from server.responses import table
+from server.request.record import RequestRecord
+from server.responses import conversations, table
 from server.responses.response import Response, made, queued
 from server.responses.runner import Runner
 from server.settings import ServerSettings
@@ -41,6 +42,8 @@ class ResponseService:
         self._background = table.BackgroundLimits(
             settings.max_background_per_key, settings.max_background
         )
+        self._max_conversation_bytes = settings.max_conversation_bytes
+        self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
         self._runner = Runner(store.database, lifecycle, admission)
         self._counts: Mapping[str, int] = {}
 
@@ -65,17 +68,22 @@ class ResponseService:
         reserve = partial(self._quotas.reserve, reservation=reservation, size=size)
         await self._database.run(reserve)
 
-    async def conversation(self, owner: str, last: str) -> bytes:
+    async def conversation(self, record: RequestRecord, last: str) -> bytes:
         """Return all turns up to `last` as a JSON array of items.
 
-        Raises `NotFoundError`, `InvalidValueError`.
+        Its bytes count until the request of `record` ends. Raises `NotFoundError`,
+        `InvalidValueError`, `OverloadedError`.
         """
-        return await self._database.run(partial(table.conversation, owner=owner, last=last))
+        find = partial(conversations.find, last=last, max_bytes=self._max_conversation_bytes)
+        found = await self._database.read(partial(find, owner=record.owner))
+        self._continued.hold(found.bytes, record)
+        items_of = partial(conversations.items_of, owner=record.owner, conversation=found)
+        return await self._database.read(items_of)
 
-    async def keep(self, owner: str, keeping: Keeping, answer: JsonObject) -> None:
-        """Keep a response that is complete. Raises `StorageFullError`."""
+    async def keep(self, owner: str, keeping: Keeping, whole: bytes) -> None:
+        """Keep a response, whose JSON text is `whole`. Raises `StorageFullError`."""
         assert keeping.reservation is not None
-        response = made(owner, keeping.previous, keeping.items, answer, keep_s=self._keep_s)
+        response = made(owner, keeping.previous, keeping.items, whole, keep_s=self._keep_s)
         await asyncio.to_thread(self._store.folder.require, response.bytes)
         insert = partial(table.insert, response=response, reservation=keeping.reservation)
         await self._database.run(insert)
@@ -88,7 +96,7 @@ class ResponseService:
         Raises `StorageFullError`, and `OverloadedError` where too many wait or run.
         """
         make = partial(queued, shown=shown, keep_s=self._keep_s)
-        response = await asyncio.to_thread(make, owner, keeping.previous, keeping.items, raw, tier)
+        response = await asyncio.to_thread(make, owner, keeping, raw, tier)
         await to_its_end(self._queue(response, keeping))
         return response
 
@@ -99,9 +107,10 @@ class ResponseService:
         await self._database.run(partial(queue, reservation=keeping.reservation))
         self._runner.add(table.Waiting(response.id, response.owner))
 
-    async def get(self, owner: str, response_id: str) -> Response:
-        """Return a response. Raises `NotFoundError`."""
-        return await self._database.read(partial(table.get, owner=owner, response_id=response_id))
+    async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:
+        """Return a response, its input only on demand. Raises `NotFoundError`."""
+        get = partial(table.get, owner=owner, response_id=response_id, with_input=with_input)
+        return await self._database.read(get)
 
     async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
         """Return the events behind the number `after`, as they come. Raises `InvalidValueError`."""

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pydantic_core import from_json, to_json
-
-from server.errors import InvalidValueError, NotFoundError, OverloadedError, describe
-from server.frontend import JsonObject
+from server.errors import NotFoundError, OverloadedError, describe
 from server.responses.response import OPEN, Response
 from server.storage.quotas import Reservation
+from server.storage.raw_json import all_fields_of, object_of, string_of
 
-MAX_TURNS = 1000
-"""Of a conversation."""
 _TRIES = 3
 _OPEN = f"status IN ({', '.join(repr(status) for status in OPEN)})"
 _COLUMNS = [field.name for field in dataclasses.fields(Response)]
-_PREVIOUS = "previous_response_id"
+_UNREAD = {"request": "NULL AS request", "input": "x'' AS input"}
+"""Columns as queries have them that need none of their megabytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,43 +66,17 @@ def queue(
 
 
 def get(
-    db: sqlite3.Connection, owner: str, response_id: str, param: str = "response_id"
+    db: sqlite3.Connection, owner: str, response_id: str, *, with_input: bool = False
 ) -> Response:
-    """Return a response of an owner. Raises `NotFoundError`."""
+    """Return a response of an owner, its input only on demand. Raises `NotFoundError`."""
+    unread = ("request",) if with_input else ("request", "input")
     row = db.execute(
-        "SELECT * FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
+        f"SELECT {_columns(unread)} FROM responses WHERE id = ? AND owner = ?",
+        (response_id, owner),
     ).fetchone()
     if row is None:
-        raise NotFoundError(f"There is no response {describe(response_id)}.", param=param)
+        raise NotFoundError(f"There is no response {describe(response_id)}.", param="response_id")
     return Response.of(row)
-
-
-def conversation(db: sqlite3.Connection, owner: str, last: str) -> bytes:
-    """Return the items of all turns up to the response `last`: a JSON array.
-
-    Raises `NotFoundError` where one of them is gone, `InvalidValueError` where the last has no
-    answer, or there are too many.
-    """
-    turns: list[Response] = []
-    wanted: str | None = last
-    while wanted is not None:
-        response = get(db, owner, wanted, _PREVIOUS)
-        if not turns and response.status not in ("completed", "incomplete"):
-            raise InvalidValueError(
-                f"The response {describe(last)} is {response.status} and cannot be continued.",
-                param=_PREVIOUS,
-            )
-        turns.append(response)
-        if len(turns) > MAX_TURNS:
-            raise InvalidValueError(
-                f"The conversation has more than {MAX_TURNS} turns.", param=_PREVIOUS
-            )
-        wanted = response.previous
-    items = []
-    for turn in reversed(turns):
-        items += from_json(turn.input)
-        items += from_json(turn.answer)["output"]
-    return to_json(items)
 
 
 def begin(db: sqlite3.Connection, response_id: str) -> Response | None:
@@ -114,11 +86,8 @@ def begin(db: sqlite3.Connection, response_id: str) -> Response | None:
         (response_id,),
     )
     # Its items are in the request as well.
-    columns = ", ".join(name for name in _COLUMNS if name != "input")
-    row = db.execute(
-        f"SELECT {columns}, x'' AS input FROM responses WHERE id = ? AND {_OPEN}", (response_id,)
-    ).fetchone()
-    return None if row is None else Response.of(row)
+    response = _of_id(db, response_id, unread=("input",))
+    return response if response is not None and response.is_open else None
 
 
 def add_events(
@@ -143,22 +112,25 @@ def events(db: sqlite3.Connection, response_id: str, after: int) -> list[str]:
     return [row[0] for row in rows]
 
 
-def end(db: sqlite3.Connection, response_id: str, changes: JsonObject) -> Response | None:
-    """End one that is open: `changes` of its answer have its `status`. None where it is gone."""
-    row = db.execute("SELECT * FROM responses WHERE id = ?", (response_id,)).fetchone()
-    if row is None:
-        return None
-    response = Response.of(row)
-    if response.is_open:
-        answer = to_json(from_json(response.answer) | changes)
+def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) -> Response | None:
+    """End a response that is open; None where it is gone.
+
+    `changes` are fields of its answer, with its `status`; values of type `Raw` are JSON texts.
+    """
+    response = _of_id(db, response_id, unread=("input",))
+    if response is not None and response.is_open:
+        fields = {**all_fields_of(response.answer), **changes}
+        status, output = fields.pop("status"), bytes(fields.pop("output", response.output))
+        answer = object_of(fields)
         db.execute(
-            "UPDATE responses SET status = ?, answer = ?, request = NULL, bytes = bytes + ? "
-            "WHERE id = ?",
-            (changes["status"], answer, len(answer) - response.unfinished_bytes, response_id),
+            "UPDATE responses SET status = ?, answer = ?, output = ?, request = NULL, "
+            "bytes = bytes + ? WHERE id = ?",
+            (
+                *(status if isinstance(status, str) else string_of(bytes(status)), answer, output),
+                *(len(answer) + len(output) - response.unfinished_bytes, response_id),
+            ),
         )
-    return Response.of(
-        db.execute("SELECT * FROM responses WHERE id = ?", (response_id,)).fetchone()
-    )
+    return _of_id(db, response_id, unread=("input", "request"))
 
 
 def delete(db: sqlite3.Connection, owner: str, response_id: str) -> None:
@@ -187,8 +159,8 @@ def unfinished(db: sqlite3.Connection) -> list[Waiting]:
     return again
 
 
-def failure(message: str) -> JsonObject:
-    """What an answer says that could not be made."""
+def failure(message: str) -> dict[str, Any]:
+    """Return the changes of an answer that could not be made."""
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
@@ -212,3 +184,15 @@ def _forget(db: sqlite3.Connection, ids: Sequence[str]) -> None:
     for response_id in ids:
         db.execute("DELETE FROM response_events WHERE response = ?", (response_id,))
         db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+
+def _columns(unread: Sequence[str]) -> str:
+    return ", ".join(_UNREAD[name] if name in unread else name for name in _COLUMNS)
+
+
+def _of_id(db: sqlite3.Connection, response_id: str, unread: Sequence[str]) -> Response | None:
+    """Return a response whose owner is known to be right, None where it is gone."""
+    row = db.execute(
+        f"SELECT {_columns(unread)} FROM responses WHERE id = ?", (response_id,)
+    ).fetchone()
+    return None if row is None else Response.of(row)

@@ -23,10 +23,11 @@ from server.errors import (
     describe,
 )
 from server.frontend import JsonObject
+from server.request.body import JSON_TYPE
 from server.request.record import record_of
+from server.responses.input_items import page_of_items, page_text
 from server.responses.service import ResponseService
-from server.routes.files import listed, owner_of, page_of
-from server.storage.files import Page
+from server.routes.files import owner_of, page_of
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0
@@ -70,7 +71,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
                 raise InvalidValueError(
                     "'starting_after' needs 'stream=true'.", param="starting_after"
                 )
-            return JSONResponse(response.shown())
+            return Response(response.shown(), media_type=JSON_TYPE)
         frames = await kept.follow(response, _number(starting_after))
         record = record_of(request.scope)
         record.stream = True
@@ -83,9 +84,10 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True))
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_ASKED)
-    async def cancel(response_id: str, request: Request) -> JSONResponse:
+    async def cancel(response_id: str, request: Request) -> Response:
         """End a response that is made in the background; one that has ended stays as it is."""
-        return JSONResponse((await service().cancel(owner_of(request), response_id)).shown())
+        response = await service().cancel(owner_of(request), response_id)
+        return Response(response.shown(), media_type=JSON_TYPE)
 
     @router.get(
         "/v1/responses/{response_id}/input_items", response_model=JsonObject, responses=_ASKED
@@ -96,28 +98,16 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         after: str | None = None,
         limit: str = "20",
         order: Annotated[str, _ORDER] = "desc",
-    ) -> JSONResponse:
+    ) -> Response:
         """The items of a response's own input, the last first unless asked otherwise."""
         kept = service()
         _refuse_include(request)
         page = page_of(limit, _MAX_LIMIT, after, order)
-        items = (await kept.get(owner_of(request), response_id)).items()
-        return JSONResponse(_page_of_items(items, page))
+        response = await kept.get(owner_of(request), response_id, with_input=True)
+        items, more = page_of_items(response, page)
+        return Response(page_text(items, has_more=more), media_type=JSON_TYPE)
 
     return router
-
-
-def _page_of_items(items: list[JsonObject], page: Page) -> JsonObject:
-    if page.newest_first:
-        items.reverse()
-    if page.after is not None:
-        ids = [item["id"] for item in items]
-        if page.after not in ids:
-            raise NotFoundError(
-                f"'after' is {describe(page.after)}, which is not there.", param="after"
-            )
-        items = items[ids.index(page.after) + 1 :]
-    return listed(items[: page.limit], has_more=len(items) > page.limit)
 
 
 def _refuse_include(request: Request) -> None:

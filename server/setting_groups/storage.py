@@ -48,6 +48,18 @@ class StorageSettings(BaseModel):
     max_responses_per_key: int = Field(
         10_000, ge=1, description="Most responses that are kept for one API key."
     )
+    max_conversation_bytes: int = Field(
+        16 * 1024 * 1024,
+        ge=1024,
+        description="Bytes of the turns of a stored conversation that a request may continue; more "
+        "get 400.",
+    )
+    max_continued_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=1024,
+        description="Bytes that the stored conversations of requests in progress may have "
+        "together; more get 429. Those of up to 64 KiB do not count.",
+    )
     max_background_per_key: int = Field(
         100,
         ge=1,

@@ -96,6 +96,14 @@ def object_of(fields: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(fields)
 
 
+def with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Return the text of an object, which is not empty, with more fields.
+
+    Readers take the last of two values of a name.
+    """
+    return raw.rstrip()[:-1] + b"," + object_of(fields)[1:]
+
+
 def first_item(raw: bytes | None) -> bytes | None:
     """Return the first item of an array, None where there is none or `raw` is no array."""
     if raw is None or raw[:1] != b"[":
@@ -106,8 +114,13 @@ def first_item(raw: bytes | None) -> bytes | None:
 
 def joined(arrays: Iterable[bytes]) -> bytes:
     """Return one array with the items of all."""
-    inner = (array.strip()[1:-1].strip() for array in arrays)
-    return b"[" + b",".join(items for items in inner if items) + b"]"
+    parts: list[bytes | memoryview] = []
+    for array in arrays:
+        # A view, since a conversation has megabytes.
+        items = memoryview(array.strip())[1:-1]
+        if bytes(items[:_SHOWN_BYTES]).strip() or bytes(items).strip():
+            parts += (items, b",")
+    return b"".join((b"[", *parts[:-1], b"]"))
 
 
 def string_of(raw: bytes | None) -> str | None:

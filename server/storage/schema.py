@@ -98,6 +98,16 @@ END;
 """
     for table in ("files", "responses")
 )
-MIGRATIONS = (_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE)
+# The output is joined with others as it is, and its length is known without reading it.
+_OUTPUT = """
+ALTER TABLE responses ADD COLUMN output BLOB NOT NULL DEFAULT x'5b5d';
+UPDATE responses SET
+    output = CAST(coalesce(json_extract(CAST(answer AS TEXT), '$.output'), '[]') AS BLOB),
+    answer = CAST(json_remove(CAST(answer AS TEXT), '$.output', '$.status') AS BLOB);
+"""
+MIGRATIONS = (
+    *(_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE),
+    _OUTPUT,
+)
 """Statements that make a database of each version one of the next."""
 VERSION = len(MIGRATIONS)

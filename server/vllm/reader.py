@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
@@ -22,6 +25,9 @@ from server.vllm.rendering.job import Rendered
 SMALL_BYTES = 32 * 1024
 SMALL_CONTAINERS = 160
 """Objects and arrays, or brackets in texts: a body of so few is read within milliseconds."""
+HUGE_BYTES = 1 << 20
+"""A body of more takes a second or more to read, as do conversations that are continued."""
+_MAX_HUGE_WAITING = 8
 _RETRY_S = 2.0
 
 
@@ -33,9 +39,11 @@ class Reader(Protocol):
         ...
 
 
-def is_small(raw: bytes) -> bool:
-    """Whether a body can be read on the event loop."""
-    return len(raw) <= SMALL_BYTES and raw.count(b"{") + raw.count(b"[") <= SMALL_CONTAINERS
+def is_small(raw: bytes, before: bytes = b"") -> bool:
+    """Whether a body, and what goes before it, can be read on the event loop."""
+    if len(raw) + len(before) > SMALL_BYTES:
+        return False
+    return sum(text.count(b"{") + text.count(b"[") for text in (raw, before)) <= SMALL_CONTAINERS
 
 
 class RequestReader:
@@ -45,6 +53,8 @@ class RequestReader:
         self._here = here
         self._pool = pool
         self._counts = JobCounts()
+        self._huge = asyncio.Lock()
+        self._huge_waiting = 0
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
@@ -54,20 +64,35 @@ class RequestReader:
         Raises the `ServerError` of what is wrong with it; `OverloadedError` where too many large
         ones wait, or one takes longer than it may.
         """
-        if is_small(raw + (before or b"")):
+        if is_small(raw, before or b""):
             return self._here.read(endpoint, raw, before)
         began = time.perf_counter()
         try:
-            answer = await self._exchange(
-                job_bytes(endpoint, raw, before, request_id_var.get()), "read"
-            )
-            given = answer_of(answer)
+            async with self._turn(len(raw) + len(before or b"")):
+                job = job_bytes(endpoint, raw, before, request_id_var.get())
+                given = answer_of(await self._exchange(job, "read"))
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
             raise
         self._counts.note("ok", time.perf_counter() - began)
         given.large = True
         return given
+
+    @asynccontextmanager
+    async def _turn(self, size: int) -> AsyncIterator[None]:
+        """Have huge bodies wait for each other, so that others wait for one of them at most."""
+        if size <= HUGE_BYTES:
+            yield
+            return
+        if self._huge_waiting >= _MAX_HUGE_WAITING:
+            self._counts.note("overloaded")
+            raise _overloaded(f"{self._huge_waiting} requests of megabytes wait to be read.")
+        self._huge_waiting += 1
+        try:
+            async with self._huge:
+                yield
+        finally:
+            self._huge_waiting -= 1
 
     async def render(self, job: bytes) -> Rendered:
         """Return what a chat template makes of a large conversation.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from server.errors import NotFoundError
-from server.responses import table
+from server.responses import conversations, table
 from server.responses.response import made
 from server.settings import ServerSettings
 from server.storage.database import Work
@@ -151,7 +152,8 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
 
     def keep(name: str, previous: str | None, expires_at: int) -> Work[None]:
         answer = {"id": name, "status": "completed", "output": []}
-        response = replace(made("", previous, b"[]", answer, 3600), expires_at=expires_at)
+        whole = json.dumps(answer).encode()
+        response = replace(made("", previous, b"[]", whole, 3600), expires_at=expires_at)
         place = Reservation(store.quotas, "", "responses")
         return partial(table.insert, response=response, reservation=place)
 
@@ -161,7 +163,8 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
     await store.database.run(keep("second", "first", later))
     expire = partial(table.expire, now=long_ago)
     assert await store.database.run(expire) == 1
-    assert await store.database.run(partial(table.conversation, owner="", last="second"))
+    find = partial(conversations.find, owner="", last="second", max_bytes=1000)
+    assert (await store.database.run(find)).turns == ["second", "first"]
     with pytest.raises(NotFoundError):
         await store.database.run(partial(table.get, owner="", response_id="left"))
     await store.database.run(partial(table.delete, owner="", response_id="second"))

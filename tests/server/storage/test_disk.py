@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import AsyncIterator
 from functools import partial
@@ -46,7 +47,7 @@ def pragma(text: str) -> Work[None]:
 def keep(store: Store, name: str, size: int) -> Work[None]:
     answer = {"id": name, "status": "completed", "output": [], "text": "x" * size}
     place = Reservation(store.quotas, "", "responses")
-    response = made("", None, b"[]", answer, 0)
+    response = made("", None, b"[]", json.dumps(answer).encode(), 0)
     return partial(table.insert, response=response, reservation=place)
 
 

@@ -1,0 +1,106 @@
+"""Conversations: the turns up to a stored response, bounded in bytes, one by one and together.
+
+A turn is a row; its items are two JSON arrays, those of its input and its output. They are joined
+as bytes. A large conversation takes several times its bytes in memory while a request that
+continues it runs, so requests in progress continue bounded bytes together.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+
+from server.errors import InvalidValueError, NotFoundError, OverloadedError, describe
+from server.request.record import RequestRecord
+from server.storage.raw_json import joined
+
+MAX_TURNS = 1000
+_SMALL_BYTES = 64 << 10
+"""A conversation of so few bytes is not counted; the number of requests bounds them."""
+_FIELD = "previous_response_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The ids of its turns, the last first, and the bytes of all their items."""
+
+    turns: list[str]
+    bytes: int
+
+
+def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conversation:
+    """Return the conversation that ends with the response `last`, without reading its items.
+
+    Raises `NotFoundError` where a turn is gone, `InvalidValueError` where the last has no answer,
+    and for too many turns or bytes.
+    """
+    turns: list[str] = []
+    size, wanted = 0, last
+    while wanted:
+        # Lengths are in the row's header: no page of the items is read.
+        row = db.execute(
+            "SELECT previous, status, length(input) + length(output) FROM responses "
+            "WHERE id = ? AND owner = ?",
+            (wanted, owner),
+        ).fetchone()
+        if row is None:
+            raise NotFoundError(f"There is no response {describe(wanted)}.", param=_FIELD)
+        previous, status, turn_bytes = row
+        if not turns and status not in ("completed", "incomplete"):
+            raise InvalidValueError(
+                f"The response {describe(last)} is {status} and cannot be continued.",
+                param=_FIELD,
+            )
+        turns.append(wanted)
+        if len(turns) > MAX_TURNS:
+            raise InvalidValueError(
+                f"The conversation has more than {MAX_TURNS} turns.", param=_FIELD
+            )
+        size += turn_bytes
+        wanted = previous
+    if size > max_bytes:
+        raise InvalidValueError(
+            f"'{_FIELD}': the {len(turns)} turns up to {describe(last)} have {size} bytes; at most "
+            f"{max_bytes} are allowed (--max-conversation-bytes).",
+            param=_FIELD,
+        )
+    return Conversation(turns, size)
+
+
+def items_of(db: sqlite3.Connection, owner: str, conversation: Conversation) -> bytes:
+    """Return the items of a conversation: a JSON array. Raises `NotFoundError`."""
+    arrays: list[bytes] = []
+    for turn in reversed(conversation.turns):
+        row = db.execute(
+            "SELECT input, output FROM responses WHERE id = ? AND owner = ?", (turn, owner)
+        ).fetchone()
+        if row is None:
+            raise NotFoundError(f"There is no response {describe(turn)}.", param=_FIELD)
+        arrays += row
+    return joined(arrays)
+
+
+class ContinuedBytes:
+    """Bytes of the conversations that requests in progress continue. Used from the event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+
+    def hold(self, size: int, record: RequestRecord) -> None:
+        """Count a conversation until the request of `record` ends. Raises `OverloadedError`."""
+        if size <= _SMALL_BYTES:
+            return
+        if self._bytes + size > self._max_bytes:
+            raise OverloadedError(
+                f"'{_FIELD}': the conversation has {size} bytes and those that requests continue "
+                f"now have {self._bytes}; at most {self._max_bytes} are allowed together "
+                "(--max-continued-bytes).",
+                rejection="conversations",
+                param=_FIELD,
+            )
+        self._bytes += size
+        record.on_end.append(lambda: self._release(size))
+
+    def _release(self, size: int) -> None:
+        self._bytes -= size
