@@ -72,8 +72,16 @@ def process_starter(
 class JobPool:
     """Used from one event loop; `name` is that of its processes in the log."""
 
-    def __init__(self, name: str, start: StartProcess, size: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        start: StartProcess,
+        size: int,
+        timeout_s: float,
+        start_timeout_s: float = _START_TIMEOUT_S + _END_S,
+    ) -> None:
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._max_waiting = size * _WAITING_PER_PROCESS
         self._waiting = 0
         # A thread per place waits for its process, so that the event loop does not.
@@ -115,10 +123,21 @@ class JobPool:
             self._places.put_nowait(place)
 
     async def _ensure_started(self, place: _Place) -> None:
-        if not place.is_alive():
-            start = asyncio.get_running_loop().run_in_executor(self._threads, place.start)
-            # Who asked may leave; the place is given back when the process is there.
-            await _finished(start)
+        if place.is_alive():
+            return
+        start = asyncio.get_running_loop().run_in_executor(self._threads, place.start)
+        try:
+            await asyncio.wait({start}, timeout=self._start_timeout_s)
+        except asyncio.CancelledError:
+            # The place is given back when the process is there.
+            await asyncio.wait({start}, timeout=self._start_timeout_s)
+            raise
+        finally:
+            start.add_done_callback(_look_at)
+        if not start.done():
+            # As while the fork server is stopped; its thread goes on when that does.
+            raise WorkerStartError(f"no process within {self._start_timeout_s:g} s")
+        start.result()
 
     async def _run_in(self, place: _Place, job: bytes) -> bytes:
         loop = asyncio.get_running_loop()
@@ -137,13 +156,10 @@ class JobPool:
             raise
 
 
-async def _finished(work: asyncio.Future[None]) -> None:
-    """Wait for `work` to its end, also when the waiting task is cancelled meanwhile."""
-    try:
-        await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
+def _look_at(work: asyncio.Future[None]) -> None:
+    """Take the exception of work that nothing waits for any more."""
+    if not work.cancelled():
+        work.exception()
 
 
 class _Place:

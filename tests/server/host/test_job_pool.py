@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
@@ -12,7 +13,13 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from server.host.job_pool import JobCrashedError, JobPool, JobTimeoutError, PoolFullError
+from server.host.job_pool import (
+    JobCrashedError,
+    JobPool,
+    JobTimeoutError,
+    PoolFullError,
+    WorkerStartError,
+)
 
 
 def answer_jobs(pipe: Connection) -> None:
@@ -87,3 +94,28 @@ async def test_who_leaves_while_a_process_starts_leaves_a_pool_that_works(pool: 
         await asking
     assert (await pool.run(b"two")).endswith(b" two")
     assert len(started()) == 1
+
+
+async def test_a_start_that_hangs_is_given_up_and_used_when_it_goes_on() -> None:
+    go_on = threading.Event()
+
+    def start_late(pipe: Connection) -> BaseProcess:
+        go_on.wait(20)
+        return start_process(pipe)
+
+    pool = JobPool("jobs", start_late, size=1, timeout_s=5.0, start_timeout_s=0.2)
+    for _ in range(2):
+        with pytest.raises(WorkerStartError):
+            await pool.run(b"one")
+    go_on.set()
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                answer = await pool.run(b"two")
+                break
+            except WorkerStartError:
+                continue
+    assert answer.endswith(b" two")
+    for process in started():
+        process.kill()
+        process.join(5)
