@@ -11,7 +11,14 @@ from pydantic_core import to_json
 
 from server.frontend import JsonObject, Keeping
 from server.storage.files import new_id
-from server.storage.raw_json import all_fields_of, fields_of, object_of, string_of, with_fields
+from server.storage.raw_json import (
+    JsonText,
+    all_fields_of,
+    fields_of,
+    object_of,
+    string_of,
+    with_fields,
+)
 from server.tiers.tier import Tier
 
 OPEN = ("queued", "in_progress")
@@ -41,11 +48,11 @@ class Response:
     streams: bool
     tier: str
     tries: int
-    request: bytes | None
-    input: bytes
-    answer: bytes
+    request: JsonText | None
+    input: JsonText
+    answer: JsonText
+    output: JsonText
     bytes: int
-    output: bytes
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Response:
@@ -65,7 +72,7 @@ class Response:
         """Bytes of `bytes` that are replaced when the answer is complete."""
         return len(self.request or b"") + len(self.answer) + len(self.output)
 
-    def shown(self) -> bytes:
+    def shown(self) -> JsonText:
         """Return the JSON text that a client gets."""
         return with_fields(self.answer, {"status": self.status, "output": Raw(self.output)})
 

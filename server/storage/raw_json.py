@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -18,6 +18,7 @@ from msgspec import Raw
 from server.errors import describe
 
 T = TypeVar("T")
+JsonText: TypeAlias = bytes
 
 _ABSENT = Raw(b"")
 _SHOWN_BYTES = 256
