@@ -68,8 +68,8 @@ class RefusedError(Exception):
 class BacklogError(MaxQueuedTokensError):
     """Upstream's error with the numbers: prompt tokens that wait, and how many may."""
 
-    def __init__(self, waiting: int, limit: int) -> None:
-        super().__init__()
+    def __init__(self, waiting: int, limit: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # not annotated upstream
         self.message = (
             f"{waiting} prompt tokens wait for their prefill, and at most {limit} may "
             "(--max-queued-tokens)."
