@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,15 @@ async def frames(client: httpx.AsyncClient, name: str, **query: Any) -> list[str
     return [part for part in answer.text.split("\n\n") if part]
 
 
+async def until_stored(data: Path, name: str, events: int) -> None:
+    """Wait until so many events are on the disk."""
+    query = "SELECT count(*) FROM response_events WHERE response = ?"
+    with closing(sqlite3.connect(data / "store.sqlite")) as connection:
+        async with asyncio.timeout(20):
+            while connection.execute(query, (name,)).fetchone()[0] < events:
+                await asyncio.sleep(0.05)
+
+
 async def test_it_outlives_a_kill(tmp_path: Path) -> None:
     service = Service(tmp_path)
     async with await service.client() as client:
@@ -69,8 +79,7 @@ async def test_it_outlives_a_kill(tmp_path: Path) -> None:
                     break
                 if '"id":"' in line:
                     streamed = line.split('"id":"')[1].split('"')[0]
-        # Until its events are on the disk.
-        await asyncio.sleep(0.6)
+        await until_stored(tmp_path / "data", streamed, events=3)
         service.kill()
     async with running(tmp_path, data_dir=tmp_path / "data") as again:
         client = again.client
