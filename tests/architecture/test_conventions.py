@@ -54,3 +54,18 @@ def test_git_ignores_what_is_built() -> None:
         check=False,
     )
     assert done.returncode == 128 or done.stdout.split() == built  # 128: not a git checkout
+
+
+def test_no_text_is_executed() -> None:
+    """`fx.GraphModule` writes a graph as source and executes it; `CallList` runs graphs instead."""
+    forbidden = {"GraphModule", "symbolic_trace", "eval", "exec", "compile"}
+    found = set()
+    for path in python_files(*PACKAGES):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            if isinstance(node.func, ast.Name) and node.func.id in forbidden:
+                found.add(f"{relative(path)}: {node.func.id}")
+            elif isinstance(node.func, ast.Attribute) and node.func.attr in ("GraphModule", "exec"):
+                found.add(f"{relative(path)}: {node.func.attr}")
+    assert found == set()
