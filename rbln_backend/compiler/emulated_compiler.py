@@ -13,6 +13,7 @@ from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
 from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
+from rbln_backend.compiler.programs.shapes import check_shapes
 from rbln_backend.compiler.recorder import Recorder, Step
 from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.emulator.kv_memory import HostKvMemory
@@ -112,6 +113,10 @@ class EmulatedCompiler:
 
     def lower(self, program: Program) -> Program:
         return lower_graph(program, pack_linear=self._packed)
+
+    def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
+        """Call every operator on shapes alone: the first run must not be what finds a mistake."""
+        check_shapes(program, inputs)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         graph, inputs = fold_constants(program, tensors)

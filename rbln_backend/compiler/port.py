@@ -156,6 +156,13 @@ class Compiler(Protocol):
         """Rewrite a captured program for the device; raises ``CompileError``."""
         ...
 
+    def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
+        """Raise ``CorruptArtifactError`` for a lowered program that does not fit its tensors.
+
+        ``inputs`` have the shapes and dtypes of the tensors, one per placeholder, and no memory.
+        """
+        ...
+
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Make ``program`` callable over ``tensors``, one per placeholder, in order."""
         ...

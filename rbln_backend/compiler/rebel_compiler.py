@@ -142,6 +142,9 @@ class RebelCompiler:
             # It runs, and whoever stores it tells what cannot be stored.
             return program
 
+    def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
+        """Nothing: ``load`` calls every operator on shapes, and the SDK compiles before a run."""
+
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
         started = time.perf_counter()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
 
+from rbln_backend.compiler.programs.shapes import as_meta
 from rbln_backend.errors import CompileError
 
 PACKED = "packed:"
@@ -85,14 +86,26 @@ class TensorTable:
         """The tensors behind a program's placeholders, in order; raises ``CompileError``."""
         return [self.resolve(name, inputs) for name in names]
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise ``CompileError`` for the first name that no tensor of this model answers to."""
-        for name in names:
-            if name.startswith(INPUT):
-                continue
-            known = PARAM + name.removeprefix(PACKED) if name.startswith(PACKED) else name
-            if known not in self._tensors:
-                raise CompileError(f"the program binds {name!r}, which this model does not have")
+    def shapes_of(self, names: Iterable[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors without memory in the shapes of those behind ``names``; packs nothing.
+
+        Raises ``CompileError`` for a name that no tensor answers to, or of a weight that cannot be
+        packed.
+        """
+        return [self._shape_of(name, inputs) for name in names]
+
+    def _shape_of(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+        own = inputs.get(name.removeprefix(INPUT)) if name.startswith(INPUT) else None
+        found = own if own is not None else self._tensors.get(name)
+        if found is not None:
+            return as_meta(found)
+        original = self._original(name) if name.startswith(PACKED) else None
+        if original is None:
+            raise CompileError(f"the program binds {name!r}, which this model does not have")
+        try:
+            return self._pack(as_meta(original))
+        except (RuntimeError, ValueError) as error:
+            raise CompileError(f"the program binds {name!r}, which has no packed form") from error
 
     def pack_weights(self, bindings: Iterable[str]) -> None:
         """Pack what ``bindings``, those of every program, name as packed, one weight at a time.

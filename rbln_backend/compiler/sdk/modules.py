@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
+from rbln_backend.compiler.programs.shapes import make_tensors_on
 
 
 class ProgramModule(fx.GraphModule):
@@ -55,29 +56,13 @@ def module_of(program: Program, device: torch.device | None) -> ProgramModule:
     }
     graph.output(graph.graph_copy(program.graph, copies))
     if device is not None:
-        _make_tensors_on(graph, device)
+        make_tensors_on(graph, device)
     return ProgramModule(nn.Module(), graph)
-
-
-def _make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
-    """Programs are captured over host tensors: whatever names a device names the host."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-        if node.target in _FACTORIES and "device" not in node.kwargs:
-            node.kwargs = {**node.kwargs, "device": device}
 
 
 def input_name(binding: str) -> str:
     """A name in Python of a name in the tensor table; no two have the same."""
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', binding)}_{zlib.crc32(binding.encode()):08x}"
-
-
-_FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
 @contextmanager

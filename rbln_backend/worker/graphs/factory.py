@@ -119,10 +119,10 @@ class GraphFactory:
         started = time.perf_counter()
         with self._lock(request.spec):
             result: Result = "loaded"
-            program = self._stored(request.spec)
+            program = self._stored(request)
             if program is None:
                 result, program = "compiled", self._capture(request)
-                self._save(request.spec, program)
+                self._save(request, program)
         return self.bind(request, program), result, time.perf_counter() - started
 
     def obtain_all(
@@ -139,7 +139,7 @@ class GraphFactory:
                 lock = locks[request.spec] = held.enter_context(ExitStack())
                 lock.enter_context(self._lock(request.spec))
                 started = time.perf_counter()
-                program = self._stored(request.spec)
+                program = self._stored(request)
                 if program is None:
                     missing[request.spec] = request
                     continue
@@ -148,7 +148,7 @@ class GraphFactory:
                 listener.graph_started(request.spec)
                 listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
             for spec, program, seconds in self._capture_all(missing, listener):
-                self._save(spec, program)
+                self._save(missing[spec], program)
                 locks[spec].close()
                 programs[spec] = program
                 listener.graph_done(spec, "compiled", seconds)
@@ -220,26 +220,33 @@ class GraphFactory:
     def _lock(self, spec: GraphSpec) -> AbstractContextManager[object]:
         return nullcontext() if self._store is None else self._store.lock(self.key(spec))
 
-    def _stored(self, spec: GraphSpec) -> Program | None:
-        return None if self._store is None else self._load(self._store, self.key(spec))
+    def _stored(self, request: GraphRequest) -> Program | None:
+        return None if self._store is None else self._load(self._store, request)
 
-    def _save(self, spec: GraphSpec, program: Program) -> None:
+    def _save(self, request: GraphRequest, program: Program) -> None:
         if self._store is None:
             return
         try:
             data = program.to_bytes()
-        except CompileError as error:
-            logger.warning("Graph %s runs but cannot be cached: %s", spec, error)
+            # A stored one that fails this would be compiled again by every start.
+            self._check(program, request)
+        except (CompileError, CorruptArtifactError) as error:
+            logger.warning("Graph %s runs but cannot be cached: %s", request.spec, error)
             return
-        self._store.store(self.key(spec), {PROGRAM: data})
+        self._store.store(self.key(request.spec), {PROGRAM: data})
 
-    def _load(self, store: ArtifactStore, key: CacheKey) -> Program | None:
+    def _check(self, program: Program, request: GraphRequest) -> None:
+        """Raise where ``program`` does not fit the model's tensors and the request's buffers."""
+        self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
+
+    def _load(self, store: ArtifactStore, request: GraphRequest) -> Program | None:
+        key = self.key(request.spec)
         files = store.load(key)
         if files is None:
             return None
         try:
             program = Program.from_bytes(files[PROGRAM])
-            self._table.check_names(program.bindings)
+            self._check(program, request)
         except (CorruptArtifactError, CompileError, KeyError) as error:
             # The files are intact but do not make a program for this model: rebuild them.
             store.quarantine(key.digest, str(error))

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.compiler.programs.document import write_document
 from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.emulator.packing import pack
+from rbln_backend.store.artifact_files import PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
 
@@ -70,7 +73,7 @@ def deadly_here(_: GraphRequest) -> Iterator[None]:
 
 def factory(store: ArtifactStore | None, context: object, workers: int) -> GraphFactory:
     model = Model()
-    table = TensorTable(lambda weight: weight)
+    table = TensorTable(pack)
     table.add_model(model)
     return GraphFactory(
         model=model,
@@ -116,3 +119,43 @@ def test_stored_graphs_are_loaded_without_a_capture(tmp_path: Path) -> None:
     assert heard.done == {SPECS[0]: "loaded", SPECS[1]: "loaded", SPECS[2]: "compiled"}
     assert list(heard.started) == SPECS
     assert set(programs) == set(SPECS)
+
+
+HEAD = ["param:head.weight", "param:head.bias", "input:hidden"]
+
+
+def stored_document(bindings: list[str], arguments: list[object]) -> bytes:
+    nodes = [
+        *([{"op": "placeholder"}] * len(bindings)),
+        {"op": "nn.linear", "args": {"tuple": arguments}},
+        {"op": "output", "args": {"tuple": [[{"node": len(bindings)}]]}},
+    ]
+    return write_document(bindings, nodes)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "arguments", "reason"),
+    [
+        (HEAD, [{"node": 1}, {"node": 0}, None], "does not fit its arguments"),
+        (["param:other", *HEAD[1:]], [{"node": 2}, {"node": 0}, None], "'param:other', which this"),
+        ([*HEAD[:2], "input:x"], [{"node": 2}, {"node": 0}, None], "'input:x', which this model"),
+        (["packed:head.bias", *HEAD[1:]], [{"node": 2}, {"node": 0}, None], "has no packed form"),
+    ],
+)
+def test_a_stored_graph_that_does_not_fit_the_model_is_compiled_again(
+    bindings: list[str], arguments: list[object], reason: str, tmp_path: Path
+) -> None:
+    """Each is valid as a program, and its run would end the start."""
+    events: list[StoreEvent] = []
+    store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=events.append)
+    graphs, heard = factory(store, anywhere, 1), Heard()
+    for spec in SPECS:
+        store.store(graphs.key(spec), {PROGRAM: stored_document(bindings, arguments)})
+    graphs.obtain_all(requests(), heard)
+    assert heard.done == dict.fromkeys(SPECS, "compiled")
+    damaged = [event.detail for event in events if event.kind == "corrupt"]
+    assert len(damaged) == 3
+    assert all(reason in detail for detail in damaged)
+    again = Heard()
+    factory(store, anywhere, 1).obtain_all(requests(), again)
+    assert again.done == dict.fromkeys(SPECS, "loaded")
