@@ -38,6 +38,9 @@ from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
 from rbln_backend.reporting.stats import METRICS, MetricDecl
 from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
 from server.observability.declarations import SERVER_METRICS
+from server.observability.history import KEPT as HISTORY_KEPT
+from server.observability.history import PERIOD_S as HISTORY_PERIOD_S
+from server.observability.history import Sample
 from server.request.route_table import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
@@ -242,6 +245,13 @@ def server_info_page() -> str:
         _table(("Field", "Meaning"), ((_code(name), doc) for name, doc in SERVER_FIELDS.items())),
         "The engine's sections follow.",
         *parts,
+        "## `GET /v1/server_info/history`",
+        f"The traffic of the last {HISTORY_PERIOD_S * HISTORY_KEPT / 60:g} minutes, which the "
+        "console draws: one sample every few seconds, kept in memory from the moment on when the "
+        "service is ready. The answer is an object with `period_s` (seconds between samples) and "
+        "`samples`, the oldest first. `?after=NUMBER` leaves out samples up to that number. Counts "
+        "divided by `seconds` are rates over the interval.",
+        _table(header, _section_rows(Sample)),
     )
 
 

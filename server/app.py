@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
+from server.observability.history import History
 from server.observability.metrics import ServerMetrics
+from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
@@ -49,7 +52,7 @@ from server.routes.models import models_router
 from server.routes.openapi import openapi_router
 from server.routes.profile import profile_router
 from server.routes.responses import responses_router
-from server.routes.server_info import server_info_router
+from server.routes.server_info import history_router, server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
 
@@ -77,13 +80,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        async with access.following_files(), lag, kept.working(app), background():
+        recorded = while_running(history.follow())
+        async with access.following_files(), lag, recorded, kept.working(app), background():
             yield
 
     kept = Kept(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings, kept.owner_salt)
     kept.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     advice = BucketAdvice(run_dir)
+    history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
@@ -91,10 +96,9 @@ def create_app(
         metrics_router(metrics, settings, lifecycle, admission, frontend, advice, kept)
     )
     app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
+    app.include_router(history_router(history))
     app.include_router(models_router(frontend, shown))
-    for router in (files_router, batches_router, message_batches_router):
-        app.include_router(router(kept.require_batches, settings))
-    app.include_router(responses_router(kept.require_responses))
+    _add_stored_work(app, kept, settings)
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
@@ -116,6 +120,13 @@ def create_app(
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
     return app
+
+
+def _add_stored_work(app: FastAPI, kept: Kept, settings: ServerSettings) -> None:
+    """Add the routes of files, batches and stored responses."""
+    for router in (files_router, batches_router, message_batches_router):
+        app.include_router(router(kept.require_batches, settings))
+    app.include_router(responses_router(kept.require_responses))
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:

@@ -81,6 +81,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/console/{file}", Scope.PAGE, gated=False, prefix="/console/"),
     *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
+    Route("/v1/server_info/history", Scope.API, gated=False),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
     Route("/v1/files", Scope.API, gated=False),
     Route("/v1/files/{file_id}/content", Scope.API, False, "/v1/files/", suffix="/content"),

@@ -1,5 +1,7 @@
 """`/v1/server_info`: what runs here and how, in one JSON object; its schema is stable.
 
+`/v1/server_info/history` has the traffic of the last minutes.
+
 It answers in every phase, with what is known by then: sections that the engine has not told yet
 are null. The engine tells them through files, so that a dead one is still described.
 """
@@ -7,22 +9,28 @@ are null. The engine tells them through files, so that a dead one is still descr
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
+from typing_extensions import TypedDict
 
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
-from server.edge.openapi import DescribedRoute
+from server.edge.openapi import DescribedRoute, failing
+from server.errors import InvalidValueError, describe
 from server.frontend import JsonObject
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
+from server.observability.history import PERIOD_S, History, Sample
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
+
+_NUMBER = re.compile("[0-9]{1,12}")
 
 SERVER_FIELDS: Mapping[str, str] = {
     "versions": "Versions by component: `version` (this service), `vllm`, `torch`, `python` and "
@@ -96,5 +104,33 @@ def server_info_router(
             "settings": {"server": ours, "rbln": told.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).is_admin else shown.every(body))
+
+    return router
+
+
+class HistoryAnswer(TypedDict):
+    """What `/v1/server_info/history` answers."""
+
+    period_s: float
+    samples: list[Sample]
+
+
+def history_router(history: History) -> APIRouter:
+    """Return the route of the latest samples of traffic."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.get(
+        "/v1/server_info/history",
+        response_model=HistoryAnswer,
+        responses=failing(InvalidValueError),
+    )
+    async def samples(after: str = "0") -> JSONResponse:
+        """The traffic of the last minutes; see docs/server_info.md."""
+        if not _NUMBER.fullmatch(after):
+            raise InvalidValueError(
+                f"after: must be the number of a sample, got {describe(after)}", param="after"
+            )
+        found = [dataclasses.asdict(sample) for sample in history.after(int(after))]
+        return JSONResponse({"period_s": PERIOD_S, "samples": found})
 
     return router

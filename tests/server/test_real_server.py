@@ -16,7 +16,10 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
-from tests.server.routes.test_server_info import whole_description
+from tests.server.routes.test_server_info import (
+    traffic_of_the_last_minutes,
+    whole_description,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -66,6 +69,7 @@ def test_warm_up_was_told(server: RealServer) -> None:
 
 def test_the_server_describes_itself(server: RealServer) -> None:
     whole_description(server)
+    traffic_of_the_last_minutes(server)
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter
 
 from rbln_backend.reporting.description import SECTIONS, DescriptionWriter, LimitsInfo
 from rbln_backend.reporting.progress import ProgressWriter
+from server.observability.history import Sample
 from server.routes.server_info import SERVER_FIELDS
 from tests.server.real_server import RealServer
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
@@ -69,6 +71,19 @@ async def test_it_still_tells_of_a_dead_engine(tmp_path: Path) -> None:
         assert await service.metric(f"rbln_http_requests_total{{{labels}}}") > 0
 
 
+async def test_the_history_is_there_and_takes_numbers_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, api_key=["secret"]) as service:
+        path, key = f"{PATH}/history", {"authorization": "Bearer secret"}
+        assert (await service.client.get(path)).status_code == 401
+        answer = await service.client.get(path, headers=key)
+        assert answer.json() == {"period_s": 5.0, "samples": []}
+        for after in ("x", "-1", "", "9" * 4400):
+            refused = await service.client.get(path, params={"after": after}, headers=key)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "after")
+            assert len(error["message"]) < 300
+
+
 def whole_description(server: RealServer) -> None:
     """What a real server, whose every graph is warm, says of itself."""
     answer = server.client.get(PATH)
@@ -100,3 +115,30 @@ def whole_description(server: RealServer) -> None:
     assert set(info["timings"]["phases"]) == {"init", "load", "compile", "warmup"}
     assert info["timings"]["ready_after_s"] > 0
     assert info["settings"]["rbln"]["huge_pages"] == "auto"
+
+
+def traffic_of_the_last_minutes(server: RealServer) -> None:
+    """A real server's samples have what a request made the engine do."""
+
+    def samples(after: int = 0) -> list[Sample]:
+        answer = server.client.get(f"{PATH}/history", params={"after": after})
+        return TypeAdapter(list[Sample]).validate_python(answer.json()["samples"])
+
+    latest = max((sample.number for sample in samples()), default=0)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "ignore_eos": True}
+    server.client.post("/v1/completions", json=body).raise_for_status()
+    give_up = time.monotonic() + 60
+    while sum(sample.output_tokens for sample in samples(latest)) < 6:
+        assert time.monotonic() < give_up, samples()
+        time.sleep(0.1)
+    busy = [sample for sample in samples(latest) if sample.output_tokens]
+    assert sum(sample.prompt_tokens for sample in busy) > 0
+    assert sum(sample.output_tokens for sample in busy) <= server.metric(
+        "vllm:generation_tokens_total"
+    )
+    shares = [share for sample in busy for share in (sample.decode_padding, sample.prefill_padding)]
+    assert all(share is None or 0 <= share <= 1 for share in shares)
+    # A request alone fills its decode batch; its prompt does not fill a chunk of 64 tokens.
+    assert busy[0].prefill_padding
+    assert time.time() - 60 < busy[0].at < time.time() + 1
+    assert 4 < busy[0].seconds < 60

@@ -1,0 +1,108 @@
+"""Totals of the engine's work so far, read from the metrics of vLLM and of the engine processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+_VLLM = (
+    *("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+)
+_ROWS = ("rbln_bucket_useful_rows_total", "rbln_bucket_padded_rows_total")
+_DECODE = ("decode", "verify")
+"""Phases whose rows are requests; a verify step checks draft tokens."""
+_TOKENS = ("rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total")
+_COUNTERS = "counter_*.db"
+"""The boards' files of counters; histograms, which are most of the boards, have others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Rows or tokens that were computed: for requests, and as padding."""
+
+    useful: int
+    padded: int
+
+    def since(self, before: Work) -> Work:
+        """Return what was computed after `before`."""
+        return Work(self.useful - before.useful, self.padded - before.padded)
+
+    def share(self) -> float | None:
+        """Return the share of padding; None where nothing was computed."""
+        total = self.useful + self.padded
+        return round(self.padded / total, 4) if total > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Counters since the start, and gauges of now, of all engines together."""
+
+    output_tokens: int
+    prompt_tokens: int
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    decode: Work
+    prefill: Work
+
+
+NO_TRAFFIC = Traffic(
+    output_tokens=0,
+    prompt_tokens=0,
+    running=0,
+    waiting=0,
+    kv_cache_usage=0.0,
+    decode=Work(0, 0),
+    prefill=Work(0, 0),
+)
+
+
+def read_traffic(board_dir: Path) -> Traffic | None:
+    """Return the totals; None while vLLM has no metrics, as before it is ready.
+
+    Takes about a millisecond of processor time for one engine.
+    """
+    vllm = _samples(REGISTRY.restricted_registry(_VLLM).collect())
+    if _VLLM[0] not in vllm:
+        return None
+    output, prompt, running, waiting, usage = (vllm[name] for name in _VLLM)
+    boards = _samples(_counters(board_dir))
+    return Traffic(
+        output_tokens=int(sum(output)),
+        prompt_tokens=int(sum(prompt)),
+        running=int(sum(running)),
+        waiting=int(sum(waiting)),
+        kv_cache_usage=sum(usage) / max(1, len(usage)),
+        decode=_work(boards, [f"{phase} {{}}" for phase in _DECODE], _ROWS),
+        prefill=_work(boards, ["{}"], _TOKENS),
+    )
+
+
+def _work(boards: Mapping[str, list[float]], keys: list[str], names: tuple[str, str]) -> Work:
+    """Return the sums of two counters over some keys: of the useful work, and of the padding."""
+    useful, padded = (sum(sum(boards[key.format(name)]) for key in keys) for name in names)
+    return Work(int(useful), int(padded))
+
+
+def _counters(board_dir: Path) -> Iterable[Metric]:
+    files = [str(path) for path in board_dir.glob(_COUNTERS)]
+    if not files:
+        return ()
+    found: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _samples(metrics: Iterable[Metric]) -> defaultdict[str, list[float]]:
+    """Return values by name; those of a phase of the engine by phase and name, too."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in (sample for metric in metrics for sample in metric.samples):
+        found[sample.name].append(sample.value)
+        if "phase" in sample.labels:
+            found[f"{sample.labels['phase']} {sample.name}"].append(sample.value)
+    return found
