@@ -144,6 +144,34 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "no value"),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value"),
+    ({"oneOf": [True, True, True]}, "no value"),
+    ({"oneOf": [{"type": "string", "pattern": "^a"}] * 2}, "'not' of 'pattern'"),
+    (
+        {"type": "string", "minLength": 8, "format": "ipv6", "pattern": '^/|"$'},
+        "too complex together",
+    ),
+    ({"$schema": "http://json-schema.org/draft-03/schema#"}, "draft 3"),
+    (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "not": {"not": {"const": 1}}},
+        "'const' is no keyword of the draft",
+    ),
+    (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "contains": {"const": 1},
+            "minContains": 0,
+        },
+        "'minContains' is no keyword of the draft",
+    ),
+    ({"not": {"dependencies": {"a": ["b"]}}}, "'not' of 'dependencies'"),
+    (
+        {
+            "$id": "https://example.com/a",
+            "properties": {"a": {"$id": "b", "properties": {"c": {"$ref": "#/$defs/d"}}}},
+            "$defs": {"d": {"const": 1}},
+        },
+        "is inside of $id 'b'",
+    ),
 )
 """Refused, each for its own reason."""
 

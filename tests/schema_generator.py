@@ -7,9 +7,31 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_WORDS = ("a", "id", "name", "kind", "é", 'q"x', "x y", "tags")
-_PATTERNS = ("^[a-z]{1,4}$", "[0-9]+-[0-9]{2}", "^(yes|no)$", "^\\w\\d?$", "^.{0,3}$", '^[^"]$')
-_FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email", "duration", "hostname")
+_WORDS = (
+    "a",
+    "id",
+    "kind",
+    "é",
+    'q"x',
+    "x\\y",
+    "x y",
+    "a/b",
+    "",
+    '"',
+    "\\",
+    "\n",
+    "\x01",
+    "\x7f",
+    "😀",
+)
+_PATTERNS = (
+    *("^[a-z]{1,4}$", "[0-9]+-[0-9]{2}", "^(yes|no)$", "^\\w\\d?$", "^.{0,3}$", "^[^\\\\]{2}$"),
+    *('^[^"]$', "^[\\x00-!a]{0,2}$", "^\\W?$", "^$", '^/|"$', "^[^a]*$"),
+)
+_FORMATS = (
+    *("date", "time", "date-time", "uuid", "ipv4", "email", "duration", "hostname", "ipv6"),
+    *("uri", "uri-reference", "iri", "uri-template", "json-pointer", "idn-hostname"),
+)
 
 
 class SchemaGenerator:
@@ -66,6 +88,44 @@ class SchemaGenerator:
         ]  # fmt: skip
         return pick.choice(makers)
 
+    def overlapping(self, depth: int = 2) -> Schema:
+        """Schemas that exclude what others allow: names, values, types and branches."""
+        pick = self._random
+        one, other = self._object(depth - 1), self._object(depth - 1)
+        bare = {key: value for key, value in other.items() if key != "type"}
+        branches = [
+            *(True, {"minLength": 2}, {"maxLength": 1}, {"minimum": 2}, {"pattern": "^a"}, bare),
+            *({"type": "string"}, {"const": "a"}, {"required": [pick.choice(_WORDS)]}, one),
+            *({"items": {"const": 1}}, {"minItems": 2}, {"prefixItems": [{"const": 1}]}),
+            *({"type": "object", "minProperties": 2}, {"format": "date"}, {"pattern": "-01$"}),
+        ]
+        types = pick.sample(("string", "integer", "object", "array", "null"), pick.randint(1, 3))
+        words = pick.sample(_WORDS, 3)
+        makers: list[Schema] = [
+            {"oneOf": pick.sample(branches, pick.randint(1, 3))},
+            {"type": types, "oneOf": pick.sample(branches, 2)},
+            {"additionalProperties": True, "oneOf": pick.sample(branches, 2)},
+            {"type": types, "not": {"oneOf": pick.sample(branches, 2)}},
+            {"type": types, "not": {"not": {"anyOf": pick.sample(branches, 2)}}},
+            {"minLength": 1, "allOf": [{"oneOf": pick.sample(branches, 2)}, {"type": types}]},
+            {"properties": {words[0]: {"type": "integer"}}, "additionalProperties": True},
+            {"type": "object", "not": {"required": [words[0]]}, "additionalProperties": True},
+            {"type": "object", "dependentRequired": {words[0]: [words[1]]}},
+            {"type": "object", "propertyNames": {"not": {"enum": words}}},
+            {"type": "string", "not": {"enum": words}, "maxLength": pick.randint(1, 3)},
+            {"type": "array", "items": {"enum": words}, "not": {"contains": {"const": words[0]}}},
+            {**one, "not": {"not": other}, "unevaluatedProperties": False},
+            {**one, "if": bare, "then": {"not": {"not": bare}}, "unevaluatedProperties": False},
+            {**one, "additionalProperties": True, "not": {"properties": other["properties"]}},
+            {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+             "items": [{"const": 1}], "additionalItems": {"enum": words}, "maxItems": 3},
+            {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 3,
+             "exclusiveMinimum": True, "enum": [2, 3, 4, 5.0]},
+            {"$schema": "http://json-schema.org/draft-07/schema#", "enum": [[1], [2], ["a"]],
+             "items": [{"const": pick.choice((1, 2))}]},
+        ]  # fmt: skip
+        return pick.choice(makers)
+
     def _odd(self) -> list[Any]:
         pick = self._random
         return [
@@ -119,7 +179,7 @@ class SchemaGenerator:
         return self._random.choice((schema, {"type": "integer", "multipleOf": 5}))
 
     def _choice(self, _depth: int) -> Schema:
-        values = ["red", "a\nb", 1, None, True, 'é"', 2.5]
+        values = ["red", "a\nb", 1, None, True, 'é"', 2.5, "", "\\", '"', "/", "\x01", "😀", "x\\y"]
         return {"enum": self._random.sample(values, self._random.randint(1, 5))}
 
     def _fixed(self, _depth: int) -> Schema:

@@ -7,6 +7,7 @@ trial process, never on the event loop.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,11 +43,22 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
 def parsed(text: str) -> Any:
     """Return the JSON value of `text`. Raises `UnusableError`."""
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UnusableError("it has half of a surrogate pair, which UTF-8 cannot hold") from None
     except ValueError as error:
         raise UnusableError(f"it is not valid JSON: {error}") from None
     except RecursionError:
         raise UnusableError("it is nested too deeply to be read") from None
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is beyond what a double holds")
+    return value
 
 
 def _check_regex(pattern: str, limits: SchemaLimits) -> None:

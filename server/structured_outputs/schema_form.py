@@ -11,7 +11,13 @@ from server.structured_outputs.constraint import UnusableError
 
 
 def check_form(schema: Any) -> None:
-    """Raise `UnusableError` for a schema that its draft's meta-schema refuses."""
+    """Raise `UnusableError` for a schema that its draft's meta-schema refuses, or of draft 3."""
+    named = schema.get("$schema") if isinstance(schema, dict) else None
+    if isinstance(named, str) and "draft-03" in named:
+        raise UnusableError(
+            "$.$schema: draft 3 is not supported; name draft-04, draft-06, draft-07, 2019-09 or "
+            "2020-12"
+        )
     try:
         validator_for(schema, Draft202012Validator).check_schema(schema)
     except SchemaError as error:

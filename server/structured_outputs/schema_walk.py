@@ -25,7 +25,7 @@ def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the schemas that apply to the same value as `schema`, references aside."""
     yield from _single(schema, path, _ONE_HERE)
     yield from _listed(schema, path, _MANY_HERE)
-    yield from _named(schema, path, ("dependentSchemas",))
+    yield from _named(schema, path, ("dependentSchemas", "dependencies"))
 
 
 def applied_below(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:

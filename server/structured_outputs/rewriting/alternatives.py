@@ -1,32 +1,26 @@
 """A schema as a union of plain ones: no combination, condition or reference is left in them.
 
-References and `allOf` add to what applies; `anyOf`, `oneOf`, `if` and the dependencies of
-properties are choices, which are multiplied out. A choice that contradicts itself is dropped on
-the way.
+References and `allOf` add to what applies; the other combinations are choices (`choices.py`),
+which are multiplied out. A choice that contradicts itself is dropped on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.rewriting.document import NEGATIVE, Document, InexactError, Node
-from server.structured_outputs.rewriting.negation import TYPES, absent, negations, without
+from server.structured_outputs.rewriting.choices import Choice, IsEmpty, Plain, choices
+from server.structured_outputs.rewriting.document import NEGATIVE, SILENT, Document, Node
 from server.structured_outputs.schema_walk import Schema
 
 MAX_ALTERNATIVES = 256
 """How many plain schemas one place may come to."""
 
-Plain = list[Schema]
-"""Schemas without combinations that apply together."""
-Excludes = Callable[[Any, Any], bool]
-"""Whether no value satisfies both schemas."""
-
 _COMBINING = frozenset(
     (
-        *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
-        *("dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+        *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", SILENT),
+        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
     )
 )
 _REFUSED = {
@@ -36,13 +30,13 @@ _REFUSED = {
 }
 
 
-def alternatives(document: Document, node: Node, excludes: Excludes) -> list[Plain]:
+def alternatives(document: Document, node: Node, is_empty: IsEmpty) -> list[Plain]:
     """Return the plain schemas whose union the node is.
 
     Raises `UnusableError` if there are too many.
     """
     found: list[Plain] = []
-    for plain in _expand(document, list(node.schemas), [], excludes):
+    for plain in _expand(document, list(node.schemas), [], is_empty):
         found.append(plain)
         if len(found) > MAX_ALTERNATIVES:
             place = document.place(node.schemas[0])
@@ -54,7 +48,7 @@ def alternatives(document: Document, node: Node, excludes: Excludes) -> list[Pla
 
 
 def _expand(
-    document: Document, waiting: list[Any], plain: Plain, excludes: Excludes
+    document: Document, waiting: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
     """Yield what `plain` comes to with the schemas that wait."""
     while waiting and waiting[0] is True:
@@ -70,114 +64,45 @@ def _expand(
         plain = [*plain, own]
         if _contradict(plain):
             return
-        for keyword, instead in _REFUSED.items():
-            if keyword in schema and schema[keyword] is not True:
-                document.leave_out(schema, f"{keyword!r} is not supported; {instead}")
-    if schema.get("unevaluatedProperties", True) is not True:
-        yield from _closed(document, schema, rest, plain, excludes)
-        return
-    yield from _choose(document, _choices(document, schema, excludes), rest, plain, excludes)
+        _note_refused(document, schema)
+    if SILENT in schema:
+        yield from _silenced(document, schema[SILENT], rest, plain, is_empty)
+    elif schema.get("unevaluatedProperties", True) is not True and not document.wide:
+        yield from _closed(document, schema, rest, plain, is_empty)
+    else:
+        options = choices(document, schema, plain, is_empty)
+        yield from _choose(document, options, rest, plain, is_empty)
+
+
+def _note_refused(document: Document, schema: Schema) -> None:
+    for keyword, instead in _REFUSED.items():
+        if keyword in schema and schema[keyword] is not True:
+            document.leave_out(schema, f"{keyword!r} is not supported; {instead}")
 
 
 def _choose(
-    document: Document, choices: list[list[Any]], rest: list[Any], plain: Plain, excludes: Excludes
+    document: Document, options: list[Choice], rest: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
     """Yield each way through the choices, of which every one is a list of schemas."""
-    if not choices:
-        yield from _expand(document, rest, plain, excludes)
+    if not options:
+        yield from _expand(document, rest, plain, is_empty)
         return
-    for option in choices[0]:
-        for chosen in _expand(document, [option], plain, excludes):
-            yield from _choose(document, choices[1:], rest, chosen, excludes)
+    for option in options[0]:
+        for chosen in _expand(document, [option], plain, is_empty):
+            yield from _choose(document, options[1:], rest, chosen, is_empty)
 
 
-def _choices(document: Document, schema: Schema, excludes: Excludes) -> list[list[Any]]:
-    found: list[list[Any]] = []
-    if "$ref" in schema:
-        found.append([document.target(schema)])
-    found += [[item] for item in schema.get("allOf", ())]
-    for keyword, rule in _RULES.items():
-        if keyword in schema:
-            try:
-                found += rule(document, schema, excludes)
-            except InexactError as error:
-                document.leave_out(schema, error)
-    return found
-
-
-def _any_of(_document: Document, schema: Schema, _excludes: Excludes) -> list[list[Any]]:
-    return [schema["anyOf"]]
-
-
-def _one_of(document: Document, schema: Schema, excludes: Excludes) -> list[list[Any]]:
-    """Each branch without what another allows too."""
-    branches, found = schema["oneOf"], []
-    for index, branch in enumerate(branches):
-        others = [item for item in branches if item is not branch and not excludes(branch, item)]
-        for other in others:
-            try:
-                negations(document, other)
-            except InexactError as error:
-                document.leave_out(
-                    schema,
-                    f"'oneOf': branch {index} may hold together with branch "
-                    f"{branches.index(other)}, and {error}; use 'anyOf', or a 'const' that tells "
-                    "them apart",
-                )
-                return [branches]
-        found.append({"allOf": [branch, *({"not": other} for other in others)]})
-    return [found]
-
-
-def _not(document: Document, schema: Schema, _excludes: Excludes) -> list[list[Any]]:
-    return [negations(document, schema["not"])]
-
-
-def _if(document: Document, schema: Schema, _excludes: Excludes) -> list[list[Any]]:
-    condition = schema["if"]
-    then, otherwise = schema.get("then", True), schema.get("else", True)
-    if then is True and otherwise is True:
-        return []
-    return [
-        [
-            {"allOf": [condition, then]},
-            {"allOf": [without(document, condition), otherwise]},
-        ]
-    ]
-
-
-_NO_OBJECT: Schema = {"type": [name for name in TYPES if name != "object"]}
-
-
-def _dependent_required(
-    _document: Document, schema: Schema, _excludes: Excludes
-) -> list[list[Any]]:
-    return [
-        [_NO_OBJECT, absent(name), {"type": "object", "required": [name, *others], NEGATIVE: True}]
-        for name, others in schema["dependentRequired"].items()
-        if others
-    ]
-
-
-def _dependent_schemas(_document: Document, schema: Schema, _excludes: Excludes) -> list[list[Any]]:
-    return [
-        [_NO_OBJECT, absent(name), {"type": "object", "required": [name], "allOf": [inner]}]
-        for name, inner in schema["dependentSchemas"].items()
-    ]
-
-
-_RULES: dict[str, Callable[[Document, Schema, Excludes], list[list[Any]]]] = {
-    "anyOf": _any_of,
-    "oneOf": _one_of,
-    "not": _not,
-    "if": _if,
-    "dependentRequired": _dependent_required,
-    "dependentSchemas": _dependent_schemas,
-}
+def _silenced(
+    document: Document, schema: Any, rest: list[Any], plain: Plain, is_empty: IsEmpty
+) -> Iterator[Plain]:
+    """Yield alternatives of a schema none of whose parts evaluates a property."""
+    for found in _expand(document, [schema], plain, is_empty):
+        new = [{**item, NEGATIVE: True} for item in found[len(plain) :]]
+        yield from _expand(document, rest, [*plain, *new], is_empty)
 
 
 def _closed(
-    document: Document, schema: Schema, rest: list[Any], plain: Plain, excludes: Excludes
+    document: Document, schema: Schema, rest: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
     """Yield alternatives of an object all of whose properties its own schemas must know."""
     if schema["unevaluatedProperties"] is not False:
@@ -185,7 +110,7 @@ def _closed(
             schema, "'unevaluatedProperties' may be true or false alone; list the properties"
         )
     open_ = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
-    for own in _expand(document, [open_], [], excludes):
+    for own in _expand(document, [open_], [], is_empty):
         known = [item for item in own if NEGATIVE not in item]
         if any("additionalProperties" in item for item in known):
             lid: Schema = {}
@@ -199,7 +124,7 @@ def _closed(
             }
         whole = [*plain, *own, *([lid] if lid else [])]
         if not _contradict(whole):
-            yield from _expand(document, rest, whole, excludes)
+            yield from _expand(document, rest, whole, is_empty)
 
 
 def _contradict(plain: Plain) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from server.structured_outputs.rewriting.alternatives import Plain
+from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import Document, InexactError, Node
 from server.structured_outputs.rewriting.shapes import Array, Contained
 from server.structured_outputs.schema_walk import Schema
@@ -22,7 +22,7 @@ FiniteValues = Callable[[Node], list[Any] | None]
 
 def array_shape(document: Document, plain: Plain, values_of: FiniteValues) -> Array | None:
     """Return the arrays that satisfy all of the schemas, or None if there are surely none."""
-    first, rest = _items(plain)
+    first, rest = _items(plain, wide=document.wide)
     least = max((int(item.get("minItems", 0)) for item in plain), default=0)
     most = min((int(item["maxItems"]) for item in plain if "maxItems" in item), default=None)
     if rest is None:
@@ -40,7 +40,7 @@ def array_shape(document: Document, plain: Plain, values_of: FiniteValues) -> Ar
         return shape
 
 
-def _items(plain: Plain) -> tuple[tuple[Node, ...], Node | None]:
+def _items(plain: Plain, *, wide: bool) -> tuple[tuple[Node, ...], Node | None]:
     """Return the nodes of the first items and of the rest."""
     count = max((len(item.get("prefixItems", ())) for item in plain), default=0)
     least = max((item.get("minItems", 0) for item in plain), default=0)
@@ -52,7 +52,8 @@ def _items(plain: Plain) -> tuple[tuple[Node, ...], Node | None]:
         first.append(node)
     rest = Node.of(*(schema.get("items", True) for schema in plain))
     listed_only = count and least <= count and all("items" not in schema for schema in plain)
-    return tuple(first), None if listed_only or False in rest.schemas else rest
+    closed = (listed_only and not wide) or False in rest.schemas
+    return tuple(first), None if closed else rest
 
 
 def _item(schema: Schema, index: int) -> Any:

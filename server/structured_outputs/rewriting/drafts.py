@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from server.structured_outputs.schema_walk import Schema, rebuilt
+from server.structured_outputs.schema_walk import Schema, every_schema, rebuilt
 
-_REFERENCE_ALONE = ("draft-03", "draft-04", "draft-06", "draft-07")
-_KEPT = ("$ref", "definitions", "$defs", "$schema", "title", "description")
+_OLDER = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
+"""Drafts by what `$schema` contains; 2020-12 is any other."""
+_LATEST = 2020
+_REFERENCE_ALONE = (4, 6, 7)
+_SINCE = {
+    **dict.fromkeys(("const", "contains", "propertyNames"), 6),
+    "if": 7,
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "minContains", "maxContains"), 2019),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), 2019),
+    "prefixItems": 2020,
+}
+_KEPT = ("$ref", "definitions", "$defs", "title", "description")
+_NAMES = ("$schema", "$id")
+
+
+def draft_of(root: Any) -> int:
+    """Return the number or year of the draft that a schema is written in."""
+    named = root.get("$schema") if isinstance(root, dict) else None
+    found = (draft for part, draft in _OLDER.items() if isinstance(named, str) and part in named)
+    return next(found, _LATEST)
+
+
+def newer_keywords(root: Any) -> Iterator[str]:
+    """Yield a line for each keyword that the draft of the schema does not have."""
+    draft = draft_of(root)
+    for path, schema in every_schema(root):
+        if draft in _REFERENCE_ALONE and "$ref" in schema:
+            continue
+        for keyword, since in _SINCE.items():
+            if since > draft and keyword in schema:
+                yield (
+                    f"{path}: {keyword!r} is no keyword of the draft that '$schema' names, "
+                    f"{root['$schema']}; name a newer one or leave '$schema' out"
+                )
 
 
 def modern(root: Any) -> Any:
-    """Return the schema with today's keywords; what `$schema` names tells the draft.
+    """Return the schema with today's keywords, and without those that its draft does not have.
 
-    In drafts up to 7 nothing beside a `$ref` is looked at (draft-07 Core, 8.3).
+    In drafts up to 7 nothing beside a `$ref` is looked at (draft-07 Core, 8.3). No schema in it has
+    a name: `check_refs` refuses references that depend on one.
     """
-    named = root.get("$schema") if isinstance(root, dict) else None
-    alone = isinstance(named, str) and any(draft in named for draft in _REFERENCE_ALONE)
-    return rebuilt(root, _reference_alone if alone else _today)
+    draft = draft_of(root)
+    dropped = {*_NAMES, *(keyword for keyword, since in _SINCE.items() if since > draft)}
+
+    def change(schema: Schema) -> Schema:
+        if "$ref" in schema and draft in _REFERENCE_ALONE:
+            return {key: value for key, value in schema.items() if key in _KEPT}
+        known = {key: value for key, value in schema.items() if key not in dropped}
+        return _today(known, draft)
+
+    return rebuilt(root, change)
 
 
-def _reference_alone(schema: Schema) -> Schema:
-    if "$ref" in schema:
-        return {key: value for key, value in schema.items() if key in _KEPT}
-    return _today(schema)
-
-
-def _today(schema: Schema) -> Schema:
-    for applies, change in _CHANGES:
+def _today(schema: Schema, draft: int) -> Schema:
+    for applies, alter in _CHANGES:
         if applies(schema):
-            schema = change(dict(schema))
+            schema = alter(dict(schema))
+    if draft <= 7 and isinstance(schema.get("dependencies"), dict):
+        schema = with_dependencies(schema)
     return schema
 
 
@@ -47,7 +83,9 @@ def _list_alone(schema: Schema) -> Schema:
     return schema
 
 
-def _dependencies(schema: Schema) -> Schema:
+def with_dependencies(schema: Schema) -> Schema:
+    """Return the schema with `dependencies` as the two keywords of today."""
+    schema = dict(schema)
     given = schema.pop("dependencies")
     for key, kind in (("dependentRequired", list), ("dependentSchemas", dict | bool)):
         found = {name: value for name, value in given.items() if isinstance(value, kind)}
@@ -68,7 +106,6 @@ def _exclusive(schema: Schema) -> Schema:
 _CHANGES: tuple[tuple[Callable[[Schema], bool], Callable[[Schema], Schema]], ...] = (
     (lambda s: isinstance(s.get("items"), list), _tuple),
     (lambda s: "additionalItems" in s, _list_alone),
-    (lambda s: isinstance(s.get("dependencies"), dict), _dependencies),
     (
         lambda s: (
             isinstance(s.get("exclusiveMinimum"), bool)

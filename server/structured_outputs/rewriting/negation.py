@@ -16,12 +16,23 @@ from server.structured_outputs.rewriting.document import (
     Document,
     InexactError,
 )
-from server.structured_outputs.rewriting.formats import FORMATS
+from server.structured_outputs.rewriting.scalars.formats import FORMATS
 from server.structured_outputs.schema_walk import Schema
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 """The types of a schema; every integer is a number."""
-_VALUES = tuple(name for name in TYPES if name != "integer")
+VALUE_TYPES = tuple(name for name in TYPES if name != "integer")
+"""Types of which every value has one."""
+OF_TYPE = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+    "object": (
+        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
+        *("required", "minProperties", "maxProperties"),
+    ),
+}
+"""Keywords by the type of the values that they are about."""
 
 
 def negations(document: Document, schema: Any) -> list[Any]:
@@ -43,9 +54,23 @@ def negations(document: Document, schema: Any) -> list[Any]:
     return found
 
 
-def without(document: Document, schema: Any) -> Schema:
-    """Return one schema that is the negation."""
-    return {"anyOf": negations(document, schema)}
+def says_nothing_of(document: Document, schema: Any, kind: str) -> bool:
+    """Return True if every value of a type satisfies the schema; a glance, no proof.
+
+    `kind` is one of `VALUE_TYPES`.
+    """
+    if isinstance(schema, bool):
+        return schema
+    if "type" in schema:
+        named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        if kind not in named:
+            return False
+    if any(keyword in schema for keyword in (*OF_TYPE.get(kind, ()), *_DEPENDING.get(kind, ()))):
+        return False
+    if any(keyword in schema for keyword in ("enum", "const", "anyOf", "oneOf", "not", "if")):
+        return False
+    parts = [document.target(schema)] if "$ref" in schema else []
+    return all(says_nothing_of(document, part, kind) for part in [*parts, *schema.get("allOf", ())])
 
 
 def absent(name: str) -> Schema:
@@ -62,7 +87,7 @@ def _type(_document: Document, schema: Schema) -> list[Any]:
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if "integer" in named and "number" not in named:
         raise InexactError("'not' of the type 'integer' has no rewriting; use 'number'")
-    others = [name for name in _VALUES if name not in named]
+    others = [name for name in VALUE_TYPES if name not in named]
     return [{"type": others}] if others else []
 
 
@@ -179,6 +204,12 @@ _INEXACT = frozenset(
         *("dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
     )
 )
+
+
+_DEPENDING = {
+    "array": ("unevaluatedItems",),
+    "object": ("dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+}
 
 
 def _says_nothing(keyword: str, value: Any) -> bool:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from server.structured_outputs.rewriting.alternatives import Plain, alternatives
+from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.alternatives import alternatives
 from server.structured_outputs.rewriting.arrays import MAX_CHOSEN, array_shape
-from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, Node
-from server.structured_outputs.rewriting.negation import TYPES
-from server.structured_outputs.rewriting.numbers import exact, number_ranges
+from server.structured_outputs.rewriting.choices import Plain
+from server.structured_outputs.rewriting.document import (
+    NOT_ONE_OF,
+    NOT_TYPES,
+    Document,
+    Node,
+)
+from server.structured_outputs.rewriting.negation import OF_TYPE, TYPES
 from server.structured_outputs.rewriting.objects import object_shape
+from server.structured_outputs.rewriting.scalars.numbers import exact, number_ranges
+from server.structured_outputs.rewriting.scalars.texts import text_schema
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
@@ -20,18 +28,8 @@ from server.structured_outputs.rewriting.shapes import (
     Shape,
     Text,
 )
-from server.structured_outputs.rewriting.texts import text_schema
 
-_OF_TYPE = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
-    "object": (
-        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
-        *("required", "minProperties", "maxProperties"),
-    ),
-}
-_SAYING = frozenset(("type", "enum", "const", NOT_ONE_OF)).union(*_OF_TYPE.values())
+_SAYING = frozenset(("type", "enum", "const", NOT_ONE_OF, NOT_TYPES)).union(*OF_TYPE.values())
 _DEPTH = 4
 
 
@@ -40,20 +38,28 @@ class Nodes:
 
     def __init__(self, document: Document) -> None:
         self._document = document
+        self._wide = self if document.wide else Nodes(document.widened())
         self._shapes: dict[Node, tuple[Shape, ...]] = {}
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
         """Return what a value of the node looks like: one of these. Raises `UnusableError`."""
         if node not in self._shapes:
             found: list[Shape] = []
-            for plain in alternatives(self._document, node, self._exclude_each_other):
+            for plain in alternatives(self._document, node, self._wide.is_empty):
                 found += [item for item in self._of_plain(plain) if item not in found]
             self._shapes[node] = tuple(found)
         return self._shapes[node]
 
     def is_empty(self, node: Node, depth: int = _DEPTH) -> bool:
-        """Whether surely no value satisfies the node; looks a few levels deep."""
-        return all(self._is_empty(shape, depth) for shape in self.shapes(node))
+        """Return True if surely no value satisfies the node; looks a few levels deep.
+
+        A proof if the document is wide; otherwise only that the grammar has none.
+        """
+        try:
+            return all(self._is_empty(shape, depth) for shape in self.shapes(node))
+        except UnusableError:
+            # Its combinations are too many to tell.
+            return False
 
     def _is_empty(self, shape: Shape, depth: int) -> bool:
         if depth == 0:
@@ -68,9 +74,6 @@ class Nodes:
             return False
         return any(self.is_empty(node, depth - 1) for node in needed)
 
-    def _exclude_each_other(self, one: Any, other: Any) -> bool:
-        return self.is_empty(Node.of(one, other))
-
     def _of_plain(self, plain: Plain) -> list[Shape]:
         plain = [item for item in plain if _SAYING & item.keys()]
         if not plain:
@@ -79,7 +82,7 @@ class Nodes:
         if listed is not None:
             values = listed.get("enum", [listed["const"]] if "const" in listed else [])
             return [FixedValue(value) for value in values if self._is_valid(value, plain)]
-        types = _types(plain)
+        types = _types(plain, wide=self._document.wide)
         found: list[Shape] = [
             FixedValue(value)
             for kind, values in (("null", (None,)), ("boolean", (True, False)))
@@ -120,6 +123,7 @@ class Nodes:
         return all(
             self._document.is_valid(value, item)
             and not any(same(value, other) for other in item.get(NOT_ONE_OF, ()))
+            and _type_of(value) not in item.get(NOT_TYPES, ())
             for item in plain
         )
 
@@ -160,17 +164,35 @@ def _canonical(value: Any) -> str:
     return json.dumps(value)
 
 
-def _types(plain: Plain) -> set[str]:
+def _type_of(value: Any) -> str:
+    """Return which of `VALUE_TYPES` a JSON value has."""
+    if value is None:
+        return "null"
+    return next(name for kind, name in _NAMES.items() if isinstance(value, kind))
+
+
+_NAMES: dict[type | tuple[type, ...], str] = {
+    bool: "boolean",
+    (int, float): "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+
+
+def _types(plain: Plain, *, wide: bool) -> set[str]:
     """Return the types that a value may have; 'integer' stands beside 'number'."""
     types = set(TYPES)
     for schema in plain:
         if "type" in schema:
             named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
             types &= {*named, "integer"} if "number" in named else set(named)
-    if any("type" in schema for schema in plain):
+        for name in schema.get(NOT_TYPES, ()):
+            types -= {name, "integer"} if name == "number" else {name}
+    if wide or any("type" in schema for schema in plain):
         return types
     # No type is named: the keywords tell which is meant.
     meant = {
-        kind for kind, keys in _OF_TYPE.items() for schema in plain if schema.keys() & set(keys)
+        kind for kind, keys in OF_TYPE.items() for schema in plain if schema.keys() & set(keys)
     }
-    return meant | ({"integer"} if "number" in meant else set()) or types
+    return types & (meant | ({"integer"} if "number" in meant else set())) if meant else types

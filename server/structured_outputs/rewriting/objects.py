@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from server.structured_outputs.rewriting.alternatives import Plain
+from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import (
     NEGATIVE,
     NOT_ONE_OF,
@@ -18,7 +18,7 @@ from server.structured_outputs.rewriting.document import (
     InexactError,
     Node,
 )
-from server.structured_outputs.rewriting.patterns import translated
+from server.structured_outputs.rewriting.scalars.patterns import translated
 from server.structured_outputs.rewriting.shapes import Object, Property
 from server.structured_outputs.schema_walk import Schema
 
@@ -52,12 +52,27 @@ def object_shape(document: Document, plain: Plain) -> Object | None:
 
 
 def _of_name(schema: Schema, name: str) -> list[Any]:
-    """Return what one schema says of the property."""
+    """Return what one schema says of the property.
+
+    Where Python's `re` and ECMA-262 may differ about a pattern, both readings are followed.
+    """
     found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
+    surely = bool(found)
     for pattern, inner in schema.get("patternProperties", {}).items():
-        if re.search(pattern, name):
+        python, ecma = _matches(pattern, name)
+        if python or ecma:
             found.append(inner)
-    return found or [schema.get("additionalProperties", True)]
+        surely |= python and ecma
+    return found if surely else [*found, schema.get("additionalProperties", True)]
+
+
+def _matches(pattern: str, name: str) -> tuple[bool, bool]:
+    """Return whether the pattern matches by Python's `re`, and by ECMA-262.
+
+    There `\\w` and its like are of ASCII, and `$` is no place before a line end.
+    """
+    ecma = f"{name[:-1]}\r" if name.endswith("\n") else name
+    return bool(re.search(pattern, name)), bool(re.search(pattern, ecma, re.ASCII))
 
 
 def _may_be_name(document: Document, plain: Plain, name: str) -> bool:
@@ -83,10 +98,9 @@ def _others(document: Document, plain: Plain, listed: set[str]) -> list[tuple[No
             continue
         values = [part for item in plain for part in _of_pattern(item, pattern)]
         found.append((Node.of(*names, {"pattern": pattern}), Node.of(*values)))
-    closed = any(item.get("properties") or item.get("patternProperties") for item in own) and all(
-        "additionalProperties" not in item for item in own
-    )
-    if not closed:
+    lists = any(item.get("properties") or item.get("patternProperties") for item in own)
+    open_ = document.wide or any("additionalProperties" in item for item in own)
+    if open_ or not lists:
         values = [item.get("additionalProperties", True) for item in plain]
         # A name may match a pattern too: what that asks for is asked for as well.
         values += [inner for item in plain for inner in item.get("patternProperties", {}).values()]

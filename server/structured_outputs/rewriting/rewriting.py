@@ -7,7 +7,7 @@ from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.document import Document, Node
-from server.structured_outputs.rewriting.drafts import modern
+from server.structured_outputs.rewriting.drafts import draft_of, modern, newer_keywords
 from server.structured_outputs.rewriting.nodes import Nodes
 from server.structured_outputs.rewriting.rules import Rules
 from server.structured_outputs.rewriting.shapes import Array, Object, Shape
@@ -29,7 +29,8 @@ def rewrite(schema: Any, *, compact: bool) -> Rewriting:
 
     Raises `UnusableError` if no value satisfies it, or its combinations are too many.
     """
-    document = Document(modern(schema))
+    document = Document(modern(schema), draft=draft_of(schema))
+    document.left_out += newer_keywords(schema)
     nodes = Nodes(document)
     root = Node.of(document.root)
     found = _reached(nodes, root)

@@ -13,7 +13,7 @@ from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.document import Node
-from server.structured_outputs.rewriting.numbers import NumberRange, signed_schemas
+from server.structured_outputs.rewriting.scalars.numbers import NumberRange, signed_parts
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
@@ -108,8 +108,7 @@ class Rules:
 
     def fixed(self, value: Any) -> str:
         """Return the literal of a value."""
-        separators = (",", ":") if self._compact else (", ", ": ")
-        return quoted(json.dumps(value, ensure_ascii=False, separators=separators))
+        return quoted(_json(value, compact=self._compact))
 
     def _array(self, shape: Array, name_of: NameOf) -> list[str]:
         if shape.chosen is not None:
@@ -190,7 +189,7 @@ class Rules:
             if value is not None:
                 listed.append(
                     (
-                        f"{quoted(json.dumps(item.name, ensure_ascii=False))} COLON {value}",
+                        f"{quoted(_json(item.name))} COLON {value}",
                         item.required,
                     )
                 )
@@ -311,6 +310,13 @@ def _others(other: str | None, tally: Tally, count: int) -> str | None:
     return some if low else f"({some})?"
 
 
+def _json(value: Any, *, compact: bool = False) -> str:
+    """Return the one spelling of a value; DEL is escaped, as the backend has it in strings."""
+    separators = (",", ":") if compact else (", ", ": ")
+    text = json.dumps(value, ensure_ascii=False, separators=separators)
+    return text.replace("\x7f", "\\u007f")
+
+
 def quoted(text: str) -> str:
     """Return a text as a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
@@ -325,10 +331,16 @@ _ANY_NUMBER = NumberRange.any()
 
 
 def _number(item: NumberRange) -> list[str]:
-    return [
-        f"{quoted(sign)} {scalar(schema)}" if sign else scalar(schema)
-        for sign, schema in signed_schemas(item)
-    ]
+    found = []
+    for sign, part in signed_parts(item):
+        pattern, only = part.pattern(), part.only()
+        if pattern is not None:
+            found.append(f"/{sign}(?:{pattern})/")
+        elif only is not None:
+            found.append(quoted(sign + only))
+        else:
+            found.append(f"{quoted(sign)} {scalar(part.schema())}".removeprefix('"" '))
+    return found
 
 
 def _several(item: str, least: int, most: int | None) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.rewriting.document import Node
-from server.structured_outputs.rewriting.numbers import NumberRange
+from server.structured_outputs.rewriting.scalars.numbers import NumberRange
 from server.structured_outputs.schema_walk import Schema
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from typing import Any
@@ -18,6 +19,7 @@ from server.structured_outputs.schema_refs import check_refs
 from server.structured_outputs.trial_job import do_job, job_bytes
 from tests.schema_corpus import BAD, BAD_IN_TAGS, GOOD
 from tests.schema_generator import SchemaGenerator
+from tests.schema_instances import InstanceGenerator
 from tests.server.structured_outputs.walks import accepts, documents, faults
 
 LIMITS = SchemaLimits.of(ServerSettings())
@@ -35,7 +37,16 @@ def test_a_good_schema_is_followed(schema: dict[str, Any]) -> None:
         assert faults(schema, text) == []
 
 
-@pytest.mark.parametrize(("schema", "words"), BAD, ids=lambda value: str(value)[:60])
+UNREADABLE: tuple[tuple[Any, str], ...] = (
+    ({"const": "\ud800"}, "surrogate pair"),
+    ({"properties": {"\udfff": {}}}, "surrogate pair"),
+    ({"type": "number", "minimum": float("inf")}, "beyond what a double holds"),
+)
+"""Refused; clients do not send them."""
+REFUSED = (*BAD, *UNREADABLE)
+
+
+@pytest.mark.parametrize(("schema", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_a_bad_schema_is_refused_in_our_words(schema: dict[str, Any], words: str) -> None:
     reason = verdict(schema)
     assert reason is not None
@@ -87,6 +98,38 @@ YES_AND_NO: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     ({"type": "integer", "multipleOf": 5}, ("-15", "0", "20"), ("7", "5.0")),
     ({"type": ["object", "null"], "required": ["a"]}, ("null", '{"a": [1]}'), ("{}", "[]")),
     ({"prefixItems": [{"const": 1}, {"const": 2}]}, ("[]", "[1]", "[1, 2]"), ("[2]", "[1, 2, 3]")),
+    # Branches that exclude each other only as far as their types go.
+    ({"type": ["string", "integer"], "oneOf": [{"minLength": 3}, {"maxLength": 1}]},
+     ('"abc"', '"a"'), ("5", '"ab"')),
+    ({"minimum": 5, "oneOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]},
+                              {"properties": {"a": {"const": 2}}, "required": ["a"]}]},
+     ('{"a": 1}', '{"a": 2}'), ("7", '{"a": 3}')),
+    ({"oneOf": [{"required": ["a"], "properties": {"a": {}}}, {"type": "string", "maxLength": 3}]},
+     ('{"a": 1}', "5"), ("{}", '"a"')),
+    ({"oneOf": [True, {"type": "number"}, False]}, ('"a"', "[]", "{}"), ("1", "1.5")),
+    ({"oneOf": [{"type": "string", "format": "ipv4"}, {"type": "string", "format": "ipv6"}]},
+     ('"1.2.3.4"', '"::1"'), ('"1"',)),
+    # Nothing inside of 'not' evaluates a property.
+    ({"type": "object", "properties": {"a": {"const": 1}}, "unevaluatedProperties": False,
+      "not": {"not": {"properties": {"b": {"const": 2}}}}}, ('{"a": 1}', "{}"), ('{"b": 2}',)),
+    ({"type": "object", "properties": {"a": {"const": 1}}, "unevaluatedProperties": False,
+      "not": {"oneOf": [{"properties": {"b": True}}, {"properties": {"c": True}}]}},
+     ('{"a": 1}', "{}"), ('{"b": 2}', '{"c": 2}')),
+    # Values are judged by the draft that they were written for.
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"const": 1}],
+      "enum": [[1], [2]]}, ("[1]",), ("[2]",)),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 3,
+      "exclusiveMinimum": True, "enum": [3, 4, 5.0]}, ("4",), ("3", "5.0")),
+    # A name that only Python's '\\w' matches has to satisfy both readings.
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": {"minimum": 2},
+      "patternProperties": {"^\\w$": {"maximum": 2}}, "required": ["é"]},
+     ('{"a": 1, "é": 2}', '{"é": 2}'),
+     ('{"é": 1}', '{"é": 3}', '{"a": 3, "é": 2}')),
+    ({"type": "object", "properties": {"\x7f": {"const": "\x7f"}}, "required": ["\x7f"]},
+     ('{"\\u007f": "\\u007f"}',), ("{}",)),
+    ({"type": "number", "minimum": 1, "maximum": 1}, ("1", "1.0"), ("1.1", "0.9", "0", "2")),
+    ({"type": "number", "exclusiveMinimum": 100, "maximum": 100.5}, ("100.1", "100.5"), ("100",)),
+    ({"type": "number", "maximum": 0.95, "minimum": 0}, ("0.9", "0.95", "0.0"), ("0.951", "1")),
 )  # fmt: skip
 
 
@@ -164,7 +207,7 @@ def outcomes_of(seed: int, count: int) -> tuple[Counter[str], list[Any]]:
     made, outcomes = SchemaGenerator(seed), Counter[str]()
     wrong: list[Any] = []
     for index in range(count):
-        make = (made.plain, made.wild, made.combined, made.combined)[index % 4]
+        make = (made.plain, made.wild, made.combined, made.overlapping)[index % 4]
         schema = make(1 + index % 3)
         try:
             inspect(Constraint(Kind.JSON, json.dumps(schema), ""), LIMITS)
@@ -175,7 +218,11 @@ def outcomes_of(seed: int, count: int) -> tuple[Counter[str], list[Any]]:
         outcomes["left out" if found.left_out else "followed"] += 1
         if not found.left_out:
             texts = documents(found.grammar, 3, seed=index, must_end=False)
-            wrong += [(schema, t, bad) for t in texts if (bad := faults(schema, t, formats=False))]
+            close = InstanceGenerator(schema, index).near(texts, 10)
+            texts += [text for text in close if accepts(found.grammar, text)]
+            # Beside a list of values a format is an annotation.
+            judged = not re.search('"(enum|const)": ', json.dumps(schema))
+            wrong += [(schema, t, bad) for t in texts if (bad := faults(schema, t, formats=judged))]
     return outcomes, wrong
 
 

@@ -10,12 +10,13 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jsonschema.validators import Draft202012Validator, validator_for
 from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
-from rbln_backend.grammar.lark import LarkCompiler
+from rbln_backend.grammar.lark import LarkCompiler, LarkGrammar
 
 _TOKENS = 1000
 _TOKENS_IF_ENDLESS = 200
@@ -32,6 +33,21 @@ def _vocabulary() -> tuple[LarkCompiler, Any, list[str]]:
     return LarkCompiler(tokenizer, size), tokenizer, texts
 
 
+@functools.cache
+def _marks() -> dict[str, list[int]]:
+    """Return the tokens of each text, without the blanks around it."""
+    found: dict[str, list[int]] = {}
+    for token, text in enumerate(_vocabulary()[2]):
+        found.setdefault(text.strip(), []).append(token)
+    return found
+
+
+@functools.lru_cache(4)
+def _grammar(text: str) -> LarkGrammar:
+    compiler, tokenizer, _ = _vocabulary()
+    return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=True)
+
+
 def documents(grammar: str, count: int, seed: int = 0, *, must_end: bool = True) -> list[str]:
     """Return so many texts of the grammar; fails where one has no way on.
 
@@ -45,17 +61,18 @@ def documents(grammar: str, count: int, seed: int = 0, *, must_end: bool = True)
 
 def accepts(grammar: str, text: str) -> bool:
     """Whether a whole text is of the grammar."""
-    compiler, tokenizer, _ = _vocabulary()
-    stop = int(tokenizer.eos_token_id)
-    matcher = compiler.compile(grammar, {stop}, in_trial=True)
-    tokens = [*tokenizer(text, add_special_tokens=False).input_ids, stop]
+    _, tokenizer, _ = _vocabulary()
+    matcher = _grammar(grammar)
+    matcher.reset()
+    tokens = [*tokenizer(text, add_special_tokens=False).input_ids, int(tokenizer.eos_token_id)]
     return matcher.validate_tokens(tokens) == tokens
 
 
 def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
-    compiler, tokenizer, texts = _vocabulary()
+    _, tokenizer, texts = _vocabulary()
     stop = int(tokenizer.eos_token_id)
-    matcher = compiler.compile(grammar, {stop}, in_trial=True)
+    matcher = _grammar(grammar)
+    matcher.reset()
     mask = torch.zeros((1, (len(texts) + 31) // 32), dtype=torch.int32)
     taken: list[int] = []
     told = ""
@@ -64,15 +81,16 @@ def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
         matcher.fill_bitmask(mask, 0)
         assert not matcher.problem(), matcher.problem()
         bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
-        allowed = [int(token) for token in np.flatnonzero(bits)]
-        assert allowed, tokenizer.decode(taken)
-        if stop in allowed and (len(allowed) == 1 or pick.random() < 0.5):
+        may_stop, bits[stop] = bits[stop], 0
+        allowed = np.flatnonzero(bits)
+        assert may_stop or allowed.size, tokenizer.decode(taken)
+        if may_stop and (not allowed.size or pick.random() < 0.5):
             assert matcher.accept_tokens("walk", [stop]) and matcher.is_terminated()
             return str(tokenizer.decode(taken))
-        allowed = [token for token in allowed if token != stop]
         hurry = len(taken) > 100 or pick.random() < eager
         marks = ('"',) if '"' in told else _CLOSING
-        token = _closing(allowed, texts, marks, pick) if hurry else pick.choice(allowed)
+        token = _closing(bits, marks, pick) if hurry else None
+        token = int(allowed[pick.randrange(allowed.size)]) if token is None else token
         assert matcher.accept_tokens("walk", [token]), texts[token]
         taken.append(token)
         told = _STRING.sub("", told + texts[token])
@@ -80,15 +98,20 @@ def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
 
 
 def _closing(
-    allowed: list[int], texts: list[str], marks: tuple[str, ...], pick: random.Random
-) -> int:
-    """Return a token that ends something, if one does."""
+    bits: npt.NDArray[np.uint8], marks: tuple[str, ...], pick: random.Random
+) -> int | None:
+    """Return an allowed token that ends something, or one of a single character, or None."""
     for mark in marks:
-        found = [token for token in allowed if texts[token].strip() == mark]
+        found = [token for token in _marks().get(mark, ()) if bits[token]]
         if found:
             return pick.choice(found)
-    short = [token for token in allowed if len(texts[token]) <= 2]
-    return pick.choice(short or allowed)
+    short = [token for token in _characters() if bits[token]]
+    return pick.choice(short) if short else None
+
+
+@functools.cache
+def _characters() -> list[int]:
+    return [token for token, text in enumerate(_vocabulary()[2]) if len(text) == 1]
 
 
 def faults(schema: Any, text: str, *, formats: bool = True) -> list[str]:

@@ -9,12 +9,14 @@ digits survive).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
-from math import ceil, floor, lcm
+from math import ceil, floor, inf, lcm, nextafter
 from typing import Any
 
-from server.structured_outputs.rewriting.alternatives import Plain
+from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, InexactError
+from server.structured_outputs.rewriting.scalars.decimals import decimals
 from server.structured_outputs.schema_walk import Schema
 
 INTEGER_DIGITS = 15
@@ -72,13 +74,39 @@ class NumberRange:
         )
 
     def schema(self) -> Schema:
-        """Return the backend's schema of a range without negative numbers."""
+        """Return the backend's schema of a range without negative numbers.
+
+        Its low end belongs to it: llguidance 1.7.6 lets an exclusive one in if it has no digits
+        after its point and the other end is less than 1 away (`rx_float_range` in numeric.rs).
+        """
         found: Schema = {"type": "integer" if self.whole else "number"}
-        found["exclusiveMinimum" if self.low_open else "minimum"] = _plain(self.low)
-        found["exclusiveMaximum" if self.high_open else "maximum"] = _plain(self.high)
+        found["minimum"] = _double(self.first(), inf)
+        if self.high_open:
+            found["exclusiveMaximum"] = _double(self.high, -inf)
+        else:
+            found["maximum"] = _double(self.last(), -inf)
         if not self.whole or self.unit != 1:
-            found["multipleOf"] = _plain(self.unit)
+            found["multipleOf"] = _double(self.unit, inf)
         return found
+
+    def pattern(self) -> str | None:
+        """Return a regular expression of a range without negative numbers.
+
+        None unless its unit is one of the last of so many digits.
+        """
+        scale = self.unit.denominator
+        places = len(str(scale)) - 1
+        if self.unit.numerator != 1 or scale != 10**places:
+            return None
+        return decimals(int(self.first() * scale), int(self.last() * scale), places)
+
+    def only(self) -> str | None:
+        """Return the one number of the range, or None if it has more."""
+        first = self.first()
+        if first != self.last():
+            return None
+        text = format(Decimal(first.numerator) / Decimal(first.denominator), "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def number_ranges(document: Document, plain: Plain, *, whole: bool) -> list[NumberRange]:
@@ -93,15 +121,17 @@ def number_ranges(document: Document, plain: Plain, *, whole: bool) -> list[Numb
         for value in schema.get(NOT_ONE_OF, ()):
             if isinstance(value, int | float) and not isinstance(value, bool):
                 ranges = [part for item in ranges for part in _split(item, exact(value))]
-    return [item for item in map(_fewer_digits, ranges) if not item.is_empty()]
+    if not document.wide:
+        ranges = [_fewer_digits(item) for item in ranges]
+    return [item for item in ranges if not item.is_empty()]
 
 
-def signed_schemas(item: NumberRange) -> list[tuple[str, Schema]]:
-    """Return the range as signs with the backend's schema of what follows."""
+def signed_parts(item: NumberRange) -> list[tuple[str, NumberRange]]:
+    """Return the range as signs with the range of the numbers that follow, none of it negative."""
     # The backend has no multiples below zero.
     zero = Fraction(0)
     parts = (("", item.above(zero, open_=False)), ("-", item.mirrored().above(zero, open_=True)))
-    return [(sign, part.schema()) for sign, part in parts if not part.is_empty()]
+    return [(sign, part) for sign, part in parts if not part.is_empty()]
 
 
 def exact(value: Any) -> Fraction:
@@ -109,8 +139,13 @@ def exact(value: Any) -> Fraction:
     return Fraction(str(value))
 
 
-def _plain(value: Fraction) -> int | float:
-    return int(value) if value.denominator == 1 else float(value)
+def _double(value: Fraction, towards: float) -> int | float:
+    """Return the number, or the next double in a direction if no double is written like it."""
+    if value.denominator == 1:
+        return int(value)
+    found = float(value)
+    beyond = exact(found) < value if towards > 0 else exact(found) > value
+    return nextafter(found, towards) if beyond else found
 
 
 def _unit(plain: Plain, *, whole: bool) -> Fraction:

@@ -1,0 +1,1 @@
+"""Strings and numbers: which of them satisfy a schema."""
