@@ -1,6 +1,6 @@
 """The port between the HTTP edge and what generates: endpoints in, JSON or SSE frames out.
 
-The edge knows nothing of the engine beyond these protocols; `vllm_frontend` and `engine`
+The edge knows nothing of the engine beyond these protocols; `vllm` and `engine`
 implement them, and the tests have a scripted implementation. Invariant: a `Frontend` reports
 every failure as a `ServerError`, before the first frame wherever it can know then.
 """

@@ -1,1 +1,1 @@
-"""Compilation: the compiler port, its adapters, cache keys and the artifact store."""
+"""Compilation: the compiler port, its adapters and captured programs."""

@@ -54,8 +54,8 @@ METRICS: tuple[MetricDecl, ...] = (
         "rbln_compile_seconds",
         "histogram",
         "Seconds to compile a graph or load it from the store, "
-        "by kind (prefill, decode, logits, pooling) and result (compiled, loaded). Each rank "
-        "compiles its own.",
+        "by kind (prefill, decode, verify, logits, pooling) and result (compiled, loaded). Each "
+        "rank compiles its own.",
         ("kind", "result"),
         _COMPILE_BUCKETS,
     ),
@@ -97,8 +97,8 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_bucket_steps_total",
         "counter",
-        "Steps run, by phase (prefill, decode, pooling) and bucket (tokens of a chunk, rows of a "
-        "batch); one of an engine, however many ranks it has.",
+        "Steps run, by phase (prefill, decode, verify, pooling) and bucket (tokens of a chunk, "
+        "rows of a batch); one of an engine, however many ranks it has.",
         ("phase", "bucket"),
     ),
     MetricDecl(

@@ -1,8 +1,8 @@
 """The step loop: scheduler output in, sampled tokens out.
 
 Charter: only what every generating model does at every step lives here. The way to a graph's
-outputs is in ``step_runner``, states and batches are in ``request_batches``, buffers in
-``step_inputs``, graphs in ``graph_dispatch``; features that need more are called from here and
+outputs is in ``step.runner``, states and batches are in ``step.batches``, buffers in
+``step.inputs``, graphs in ``graphs.dispatch``; features that need more are called from here and
 live elsewhere. No configuration flag is read during a step.
 """
 

@@ -1,1 +1,1 @@
-"""OpenAI's Batch API: files of requests that are answered when nobody else needs the device."""
+"""OpenAI's and Anthropic's batches: requests that run in rows that would be padding."""

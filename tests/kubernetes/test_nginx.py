@@ -54,6 +54,10 @@ def test_it_writes_in_the_folder_that_it_was_given_and_nowhere_else(replica: int
             nginx.until_listening()
             answer = httpx.post(f"{nginx.url}/v1/completions", content=BODY)
             assert (answer.status_code, answer.text) == (200, str(len(BODY)))
+            large = BODY * 5
+            answer = httpx.post(f"{nginx.url}/v1/files", content=large)
+            assert (answer.status_code, answer.text) == (200, str(len(large)))
+            assert httpx.post(f"{nginx.url}/v1/completions", content=large).status_code == 413
             made = {path.name for path in (Path(folder) / "run").iterdir()}
             assert {"nginx.pid", "body", "proxy"} <= made
             assert _named_for_nginx(temporary) == before

@@ -1,1 +1,1 @@
-"""Mixtures of experts without a model."""
+"""Quantised weights without a model."""
