@@ -65,7 +65,7 @@ from server.vllm.streams.spans import (
     name_model,
 )
 from server.vllm.streams.stamps import stamped_frames
-from server.vllm.tool_calls import tool_parser_of
+from server.vllm.tools.templates import tool_parser_of
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask

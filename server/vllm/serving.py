@@ -14,7 +14,9 @@ from typing import Any, NoReturn, TypeVar
 from server.vllm.errors import RefusedError
 from server.vllm.messages.serving import over_chat_requests
 from server.vllm.responses.serving import counting
-from server.vllm.tool_calls import with_object_calls
+from server.vllm.tools.chat import chats_with_cut_calls
+from server.vllm.tools.parser import object_call_parser
+from server.vllm.tools.responses import responses_with_cut_calls
 
 _Serving = TypeVar("_Serving")
 
@@ -52,11 +54,16 @@ def adapted(serving: _Serving) -> _Serving:
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     ours: tuple[type, ...] = ()
     if isinstance(serving, GenerateBaseServing):
         ours += (_raises_in_streams(),)
+    if isinstance(serving, OpenAIServingChat):
+        ours += (chats_with_cut_calls(),)
+    if isinstance(serving, OpenAIServingResponses):
+        ours += (responses_with_cut_calls(),)
     if isinstance(serving, AnthropicServingMessages):
         ours += (over_chat_requests(),)
     if isinstance(serving, OpenAIServingResponses):
@@ -71,7 +78,7 @@ def _hold_to_objects(serving: Any) -> None:
     """Give a copy of a serving instance, and its renderer, our parser of answers."""
     for owner, name in ((serving, "parser_cls"), (serving, "parser")):
         if hasattr(owner, name):
-            setattr(owner, name, with_object_calls(getattr(owner, name)))
+            setattr(owner, name, object_call_parser(getattr(owner, name)))
     if hasattr(serving, "online_renderer"):
         serving.online_renderer = copy.copy(serving.online_renderer)
-        serving.online_renderer.parser = with_object_calls(serving.online_renderer.parser)
+        serving.online_renderer.parser = object_call_parser(serving.online_renderer.parser)

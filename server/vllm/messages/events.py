@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 
 from server.edge.streaming import PING
 from server.frontend import JsonObject, named_frame
+from server.tools.ending import is_whole
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
@@ -54,22 +55,16 @@ def stop_of(
 
     `complete`: the last call's input is whole. `room_left`: fewer tokens came than were asked for.
     """
-    if finish == "length" or (calls and not complete):
+    if finish == "length":
         return ("model_context_window_exceeded" if room_left else "max_tokens"), None
-    if calls:
+    if finish == "content_filter":
+        return "refusal", None
+    if calls and complete:
         return "tool_use", None
     if isinstance(matched, str):
         return "stop_sequence", matched
-    return "end_turn", None
-
-
-def is_whole(text: str) -> bool:
-    """Whether a call's input, as far as it was generated, is JSON; none at all is."""
-    try:
-        from_json(text or "{}")
-    except ValueError:
-        return False
-    return True
+    # The API has no word for a model that ends in the middle of a call.
+    return ("max_tokens" if calls else "end_turn"), None
 
 
 async def message_events(

@@ -11,7 +11,7 @@ from server.errors import InternalError
 from server.frontend import JsonObject
 from server.request.record import RequestRecord, record_var
 from server.responses.compaction import compacted
-from server.vllm.responses.items import is_whole
+from server.tools.ending import is_whole
 
 _VLLM_FIELDS = (
     *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),

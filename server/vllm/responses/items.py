@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from pydantic_core import from_json
-
 from server.frontend import JsonObject
+from server.tools.ending import is_whole
 
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 Events = Iterator[JsonObject]
@@ -42,15 +41,6 @@ def output_item(added: Any) -> OutputItem:
     if added.type in ("message", "reasoning"):
         return TextItem(added.type)
     return ServerToolCall()
-
-
-def is_whole(arguments: str) -> bool:
-    """Return whether the arguments of a call are complete JSON."""
-    try:
-        from_json(arguments)
-    except ValueError:
-        return False
-    return True
 
 
 def _new_id(kind: str) -> str:
@@ -153,13 +143,16 @@ class FunctionCall:
     def closing(self, *, cut: bool) -> Events:
         """End the arguments and the call."""
         arguments = "".join(self._pieces)
-        yield {
-            "type": "response.function_call_arguments.done",
-            "item_id": self._item["id"],
-            "name": self._item["name"],
-            "arguments": arguments,
-        }
-        status = "incomplete" if cut and not is_whole(arguments) else "completed"
+        cut = cut and not is_whole(arguments)
+        if not cut:
+            # Clients run calls at this event.
+            yield {
+                "type": "response.function_call_arguments.done",
+                "item_id": self._item["id"],
+                "name": self._item["name"],
+                "arguments": arguments,
+            }
+        status = "incomplete" if cut else "completed"
         self._item = {**self._item, "status": status, "arguments": arguments}
         yield {"type": "response.output_item.done", "item": self._item}
 

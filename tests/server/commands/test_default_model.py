@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import jsonschema
 import openai
 import pytest
+from pydantic_core import from_json
 
 from default_model.paths import CHECKPOINT
+from server.tools.ending import is_whole
 from tests.default_model_answers import CALL, CHAT, EXTRACTION, SCHEMA
+from tests.server.cut_answers import Answer, Asker
 from tests.server.real_server import RealServer
 
 pytestmark = pytest.mark.engine
@@ -141,3 +145,73 @@ def test_a_forced_call_has_what_the_schema_asks_for(
     arguments = called(client, forced, strict, stream)
     jsonschema.validate(arguments, WEATHER)
     assert arguments["city"].startswith("Seoul")
+
+
+LOOK: dict[str, Any] = {"name": "get_weather", "parameters": WEATHER}
+TEXT_AND_CALLS = (
+    'I look.\n<tool_call>{"name": "get_weather", "arguments": {"city": "Ulm", "unit": "kelvin"}}'
+    '</tool_call>\n<tool_call>{"name": "get_weather", "arguments": {"city": "Bonn"}}</tool_call>'
+)
+
+
+def same(whole: Answer, streamed: Answer) -> bool:
+    """Compare two answers; a whole message has its partial input parsed."""
+    if not whole.calls or not isinstance(whole.calls[-1][1], dict):
+        return whole == streamed
+    calls = [(name, from_json(text, allow_partial=True)) for name, text in streamed.calls]
+    return whole == replace(streamed, calls=calls, complete=list(map(from_json, streamed.complete)))
+
+
+def every_limit(ask: Any, *args: Any, **more: Any) -> tuple[Answer, list[Answer]]:
+    """Return the full answer, and those of each smaller limit, asked for in both ways."""
+    full, cut = ask(96, True, *args, **more), list[Answer]()
+    assert full.ended == "calls"
+    assert full.complete == [arguments for _, arguments in full.calls]
+    for limit in range(1, 96):
+        streamed = ask(limit, True, *args, **more)
+        if streamed.ended != "length":
+            assert streamed == full
+            break
+        cut.append(streamed)
+        assert full.text.startswith(streamed.text.rstrip())
+        for (name, text), (full_name, full_text) in zip(streamed.calls, full.calls, strict=False):
+            assert name == full_name
+            assert full_text.startswith(text)
+            assert text.startswith("{")
+        assert all(is_whole(text) for text in streamed.complete)
+        assert same(ask(limit, False, *args, **more), streamed)
+    assert len(cut) > 12
+    assert any(not is_whole(text) for one in cut for _, text in one.calls)
+    assert not cut[0].calls
+    assert same(ask(96, False, *args, **more), full)
+    return full, cut
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+@pytest.mark.parametrize("api", ["chat", "response", "message"])
+def test_a_call_that_a_limit_cuts_is_not_complete(
+    client: openai.OpenAI, api: str, choice: str
+) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    asker = Asker(url, "default-model", CALL.question, [LOOK])
+    full, _ = every_limit(getattr(asker, api), choice)
+    assert not full.text
+    assert len(full.calls) == 1
+
+
+@pytest.mark.parametrize("api", ["chat", "response"])
+def test_text_and_two_calls_are_cut_where_the_limit_is(client: openai.OpenAI, api: str) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    asker = Asker(url, "default-model", CALL.question, [LOOK])
+    guided = {"structured_outputs": {"choice": [TEXT_AND_CALLS]}}
+    full, cut = every_limit(getattr(asker, api), "auto", **guided)
+    assert full.text == "I look."
+    assert [json.loads(text)["city"] for _, text in full.calls] == ["Ulm", "Bonn"]
+    assert {len(one.calls) for one in cut} == {0, 1, 2}
+    # A stop string cuts as a limit does, and is no reason to call.
+    guided["stop"] = "Bo"  # type: ignore[assignment]
+    stopped = getattr(asker, api)(96, True, "auto", **guided)
+    assert stopped.calls[1][1].startswith("{")
+    assert not is_whole(stopped.calls[1][1])
+    assert len(stopped.complete) < 2
+    assert stopped == getattr(asker, api)(96, False, "auto", **guided)

@@ -104,6 +104,31 @@ def test_what_the_grammar_gate_stands_on() -> None:
     assert parameters(StructuredOutputManager.grammar_init) == ["self", "request"]
 
 
+def test_where_answers_are_parsed() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.parser.abstract_parser import DelegatingParser
+    from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+    streams = parameters(OpenAIServingChat.chat_completion_stream_generator)
+    assert streams[:3] == ["self", "request", "result_generator"]
+    assert "parser" in parameters(OpenAIServingChat.chat_completion_full_generator)
+    # Parsers are made in the order of the choices, and each reads its own outputs.
+    source = inspect.getsource(OpenAIServingChat.chat_completion_stream_generator)
+    assert "for _ in range(num_choices)" in source
+    assert "parser = parsers[i]" in source
+    events = parameters(OpenAIServingResponses._process_simple_streaming_events)
+    start = ["self", "request", "sampling_params", "result_generator", "context"]
+    assert events[:5] == start
+    assert events[-1] == "_increment_sequence_number_and_return"
+    assert parameters(OpenAIServingResponses.responses_full_generator)[:5] == start
+    assert parameters(DelegatingParser.parse)[1:] == [
+        *("model_output", "request", "enable_auto_tools", "model_output_token_ids"),
+    ]
+    assert parameters(Hermes2ProToolParser._extract_tool_name) == ["tc_json"]
+    assert parameters(Hermes2ProToolParser._extract_tool_args) == ["tc_json", "is_complete"]
+
+
 def test_errors_of_the_hub_have_the_names_that_are_known() -> None:
     from huggingface_hub import errors
 

@@ -140,13 +140,27 @@ async def test_why_a_message_stopped(
     assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
 
 
-async def test_a_call_that_was_cut_off_does_not_ask_for_its_tool() -> None:
-    # vLLM says "tool_calls" of it.
-    stream = await events([calling(call(0, "f", '{"a": "b')), ending("tool_calls")], 8)
-    assert '"stop_reason":"max_tokens"' in stream
+@pytest.mark.parametrize(
+    ("last", "max_tokens", "reason"),
+    [
+        (ending("length"), 8, "max_tokens"),
+        (ending("length"), 100, "model_context_window_exceeded"),
+        (ending("stop", stop_reason="END"), 100, "stop_sequence"),
+        (ending("content_filter"), 100, "refusal"),
+        (ending("stop"), 100, "max_tokens"),
+    ],
+)
+async def test_a_call_that_was_cut_does_not_ask_for_its_tool(
+    last: dict[str, Any], max_tokens: int, reason: str
+) -> None:
+    stream = await events([calling(call(0, "f", '{"a": "b')), last], max_tokens)
+    assert f'"stop_reason":"{reason}"' in stream
+    (choice,) = last["choices"]
+    whole = answer(choice["finish_reason"], ('{"a": "b',), stop=choice.get("stop_reason"))
+    assert message_of(whole, max_tokens, "standard")["stop_reason"] == reason
 
 
-def answer(finish: str, calls: tuple[str, ...] = (), **more: Any) -> Any:
+def answer(finish: str, calls: tuple[str, ...] = (), stop: str | None = None, **more: Any) -> Any:
     message = {
         "reasoning": None,
         "content": None,
@@ -159,7 +173,7 @@ def answer(finish: str, calls: tuple[str, ...] = (), **more: Any) -> Any:
         ],
     }
     choice = SimpleNamespace(
-        finish_reason=finish, stop_reason=None, message=SimpleNamespace(**message | more)
+        finish_reason=finish, stop_reason=stop, message=SimpleNamespace(**message | more)
     )
     details = SimpleNamespace(cached_tokens=32, created_cache_tokens=16)
     usage = SimpleNamespace(prompt_tokens=50, completion_tokens=8, prompt_tokens_details=details)

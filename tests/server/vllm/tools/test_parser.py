@@ -11,7 +11,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
-from server.vllm.tool_calls import object_schema, tool_parser_of, with_object_calls
+from server.vllm.tools.parser import object_call_parser
+from server.vllm.tools.schemas import object_schema
+from server.vllm.tools.templates import tool_parser_of
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +39,7 @@ def parser(asked: ChatCompletionRequest) -> Any:
     plain = ParserManager.get_parser(
         tool_parser_name="hermes", reasoning_parser_name=None, enable_auto_tools=True
     )
-    made = with_object_calls(plain)
+    made = object_call_parser(plain)
     assert made is not None
     return made(TOKENIZER, asked.tools)
 

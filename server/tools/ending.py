@@ -1,0 +1,52 @@
+"""Why an answer ended, and the finish reason that its tool calls allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Finish reason of the engine, and the stop string or token that matched."""
+
+    reason: str = "stop"
+    matched: int | str | None = None
+
+    @classmethod
+    def of(cls, output: Any) -> Ending:
+        """Return the ending of a vLLM CompletionOutput that is finished."""
+        return cls(output.finish_reason or "stop", output.stop_reason)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether something other than the model ended the answer: a limit or a stop string."""
+        return self.reason != "stop" or isinstance(self.matched, str)
+
+
+NATURAL = Ending()
+"""The model ended its answer."""
+
+
+def is_whole(arguments: str) -> bool:
+    """Return whether arguments, as far as they were generated, are JSON; none at all are."""
+    try:
+        from_json(arguments or "{}")
+    except ValueError:
+        return False
+    return True
+
+
+def finish_reason(ending: Ending, arguments: Sequence[str], *, named: bool) -> str:
+    """Return the finish reason of a chat choice.
+
+    `arguments` are those of its tool calls, `named` says that the request named the tool. OpenAI
+    reports `stop` for a named tool, and `tool_calls` only where every call is complete.
+    """
+    if ending.reason != "stop":
+        return ending.reason
+    complete = bool(arguments) and all(is_whole(text) for text in arguments)
+    return "tool_calls" if complete and not named else "stop"

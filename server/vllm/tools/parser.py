@@ -1,0 +1,256 @@
+"""vLLM's parsers of answers, held to what a tool call is: a name and an object.
+
+A call that the request demands is guided by the tool's schema, `strict` or not. Where nothing
+guides the answer, what looks like a call without an object is text.
+
+An answer that was cut (`Ending.is_cut`) keeps its last call as far as it was generated. vLLM's
+parsers would complete it, or return its markup as text. A whole answer that was cut is therefore
+parsed as its stream would have been, and the stream is never closed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from server.tools.ending import NATURAL, Ending
+from server.vllm.streams.text_chunks import TextDelta
+from server.vllm.tools.answer import ParsedAnswer
+from server.vllm.tools.hermes import HermesArguments, exact_hermes
+from server.vllm.tools.pieces import pieces_of
+from server.vllm.tools.schemas import guiding
+
+if TYPE_CHECKING:
+    from vllm.parser import Parser
+
+Parts = tuple[str | None, str | None, list[Any] | None]
+"""Reasoning, text and tool calls."""
+
+
+@cache
+def object_call_parser(parser: type[Parser] | None) -> type[Parser] | None:
+    """Return the subclass whose calls have objects for arguments; None for none."""
+    if parser is None:
+        return None
+    fields = {"tool_parser_cls": exact_hermes(parser.tool_parser_cls)}
+    return type(parser.__name__, (ObjectCallParser, parser), fields)
+
+
+class ObjectCallParser:
+    """Mixed into a class of vLLM's parsers, of which there is one for each answer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._arguments = args, kwargs
+        self.ending = NATURAL
+        """How the answer ended, to be set before its last delta is parsed."""
+        self.streamed: ParsedAnswer | None = None
+        """What `parse_delta` has returned."""
+        self._whole: deque[Parts] = deque()
+        self._held: dict[int, list[Any] | None] = {}
+        self._text = ""
+        self._space = ""
+        # Without tools or reasoning there is nothing to parse.
+        self._only_text = self.reasoning_parser is None and not self._engine_based  # type: ignore[attr-defined]
+
+    def adjust_request(self, request: Any) -> Any:
+        """Add the constraints of an answer to its request; its tools stay as they were given."""
+        given = request.tools
+        if given:
+            request.tools = [guiding(tool) for tool in given]
+        adjusted = super().adjust_request(request)  # type: ignore[misc]
+        adjusted.tools = given
+        return adjusted
+
+    def read_whole(
+        self, output: Any, request: Any, prompt_token_ids: Sequence[int], *, auto_tools: bool
+    ) -> None:
+        """Parse a complete answer in advance; `parse` returns the results in the same order.
+
+        `output` is a vLLM CompletionOutput. One that was cut takes up to some 100 ms.
+        """
+        self._whole.append(
+            self._read(
+                output.text,
+                request,
+                auto_tools=auto_tools,
+                token_ids=output.token_ids,
+                prompt_token_ids=prompt_token_ids,
+                ending=Ending.of(output),
+            )
+        )
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> Parts:
+        """Return reasoning, text and calls of a whole answer, or of one that was streamed."""
+        if self.streamed is not None:
+            return self.streamed.parts()
+        if self._whole:
+            return self._whole.popleft()
+        return self._read(
+            model_output, request, auto_tools=enable_auto_tools, token_ids=model_output_token_ids
+        )
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> Any:
+        """Return what can be sent of an answer after one more piece of it."""
+        if not request.tools and self._only_text:
+            return TextDelta(delta_text) if delta_text else None
+        calling = self._may_call(request)
+        cut = finished and calling and self.ending.is_cut
+        delta = super().parse_delta(  # type: ignore[misc]
+            delta_text, delta_token_ids, request, prompt_token_ids, finished=finished and not cut
+        )
+        if self.streamed is None:
+            self.streamed = ParsedAnswer()
+        self._text += delta_text
+        if delta is not None and delta.tool_calls:
+            delta.tool_calls = [piece for call in delta.tool_calls for piece in self._sent(call)]
+        if calling:
+            delta = self._without_trailing_space(delta, finished=finished)
+            if finished and not cut and not self.streamed.calls:
+                delta = self._with_the_rest(delta, request)
+        if delta is not None and (delta.tool_calls or delta.content or delta.reasoning):
+            self.streamed.add(delta)
+            return delta
+        # A chunk without text still carries its tokens' logprobs.
+        return _empty_delta() if getattr(request, "logprobs", None) else None
+
+    def _sent(self, call: Any) -> list[Any]:
+        """Return the pieces of a call to send: none before its arguments begin as an object."""
+        held = self._held.setdefault(call.index, [])
+        if held is None:
+            return [call]
+        held.append(call)
+        text = "".join(piece.function.arguments or "" for piece in held if piece.function)
+        if not _begins_object(text):
+            return []
+        self._held[call.index] = None
+        # As one piece, as clients expect it: the first has the name.
+        first = next(piece for piece in held if piece.function)
+        first.function.arguments = text
+        return [first]
+
+    def _without_trailing_space(self, delta: Any, *, finished: bool) -> Any:
+        """Hold trailing whitespace back until text follows; at the end, calls replace it."""
+        if delta is None and not finished:
+            return None
+        delta = _empty_delta() if delta is None else delta
+        content = self._space + (delta.content or "")
+        text = content.rstrip()
+        self._space = content[len(text) :]
+        assert self.streamed is not None
+        if finished and not (self.streamed.calls or delta.tool_calls):
+            text = content
+        delta.content = text or None
+        return delta
+
+    def _with_the_rest(self, delta: Any, request: Any) -> Any:
+        """Return the last delta with all text that was held back for a call that never came."""
+        if not self._held and not self._rereads:
+            return delta
+        assert self.streamed is not None
+        delta = _empty_delta() if delta is None else delta
+        sent = self.streamed.content + (delta.content or "")
+        content = self._content(self._text, request) or ""
+        if not delta.tool_calls and content.startswith(sent):
+            delta.content = (delta.content or "") + content[len(sent) :]
+        return delta
+
+    def _read(
+        self,
+        text: str,
+        request: Any,
+        *,
+        auto_tools: bool,
+        token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] = (),
+        ending: Ending = NATURAL,
+    ) -> Parts:
+        if self._may_call(request) and (ending.is_cut or self._takes_any_pieces):
+            return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
+        reasoning, content, calls = super().parse(text, request, auto_tools, token_ids)  # type: ignore[misc]
+        kept = [call for call in calls or () if _begins_object(call.arguments)]
+        if kept:
+            # A stream holds back what may be the space before a call.
+            return reasoning, (content or "").rstrip() or None, kept
+        if self._may_call(request) and self._begins_call(text):
+            return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
+        if calls:
+            # None of it was a call, so that all of it is text.
+            content = self._content(text, request)
+        return reasoning, content, kept if calls else calls
+
+    def _streamed(
+        self,
+        text: str,
+        request: Any,
+        token_ids: list[int],
+        prompt_token_ids: list[int],
+        ending: Ending,
+    ) -> Parts:
+        """Return the parts of an answer that is streamed to a parser of its own."""
+        pieces = [(text, token_ids)]
+        if not self._takes_any_pieces:
+            pieces = pieces_of(
+                self.model_tokenizer,  # type: ignore[attr-defined]
+                text,
+                token_ids,
+                prompt_token_ids,
+                skip_special_tokens=request.skip_special_tokens,
+            )
+        args, kwargs = self._arguments
+        parser = type(self)(*args, **kwargs)
+        parser.ending = ending
+        for number, (piece, tokens) in enumerate(pieces, 1):
+            parser.parse_delta(
+                piece, tokens, request, prompt_token_ids, finished=number == len(pieces)
+            )
+        assert parser.streamed is not None
+        return parser.streamed.parts()
+
+    @property
+    def _takes_any_pieces(self) -> bool:
+        """Whether an answer may be parsed as one piece, with the same result."""
+        return self._engine_based or (self.reasoning_parser is None and self._rereads)  # type: ignore[attr-defined]
+
+    @property
+    def _rereads(self) -> bool:
+        """Whether the tool parser reads all text again for each piece of it."""
+        return isinstance(self.tool_parser, HermesArguments)  # type: ignore[attr-defined]
+
+    def _begins_call(self, text: str) -> bool:
+        return self._rereads and self.tool_parser.tool_call_start_token in text  # type: ignore[attr-defined]
+
+    def _may_call(self, request: Any) -> bool:
+        """Whether the answer of a request may have tool calls."""
+        able = self.tool_parser is not None and bool(request.tools)  # type: ignore[attr-defined]
+        return able and request.tool_choice not in (None, "none")
+
+    def _content(self, text: str, request: Any) -> str | None:
+        content: str | None = self.extract_reasoning(text, request)[1]  # type: ignore[attr-defined]
+        return content
+
+
+def _begins_object(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _empty_delta() -> Any:
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+    return DeltaMessage()
