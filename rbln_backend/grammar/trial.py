@@ -27,6 +27,8 @@ from rbln_backend.vllm_compat.grammar import (
 _STEPS = 96
 _MAX_WALK_S = 0.5
 _MAX_MASK_S = 0.02
+_WALKS = 3
+"""Walks of a grammar that seems slow: the processor time of one on a busy machine varies."""
 
 
 class GrammarTrial:
@@ -44,16 +46,28 @@ class GrammarTrial:
         """Try one grammar; `kind` names a `StructuredOutputOptions`.
 
         Returns what the backend warned of: parts of the grammar that it left out. Raises
-        ValueError or RuntimeError with the reason when the grammar cannot be used.
+        ValueError or RuntimeError with the reason when the grammar cannot be used, TimeoutError
+        when its masks took too long.
         """
         with _told() as told:
             option = StructuredOutputOptions[kind.upper()]
-            try:
-                self._walk(self._backend.compile_grammar(option, text, self._stop))
-            finally:
-                # Warnings come with a compile, not with what is kept of one.
-                self._backend.forget()
+            grammar = self._backend.compile_grammar(option, text, self._stop)
+            self._walk_in_time(grammar)
+        if told:
+            # Warnings come with a compile, not with what is kept of one. Parts of grammars that
+            # have none are kept, since most schemas share them.
+            self._backend.forget()
         return told
+
+    def _walk_in_time(self, grammar: StructuredOutputGrammar) -> None:
+        for walk in range(1, _WALKS + 1):
+            try:
+                return self._walk(grammar)
+            except TimeoutError:
+                if walk == _WALKS:
+                    raise
+                grammar.reset()
+        return None
 
     def _walk(self, grammar: StructuredOutputGrammar) -> None:
         """Follow one path of random tokens, always the same for a grammar."""
@@ -69,7 +83,7 @@ class GrammarTrial:
             if isinstance(grammar, LarkGrammar):
                 _check_work(grammar, step)
             elif walked_s > _MAX_WALK_S:
-                raise ValueError(
+                raise TimeoutError(
                     f"the masks of its first {step + 1} tokens take {walked_s:.2f} s of processor "
                     f"time, and those of {_STEPS} may take {_MAX_WALK_S:g} s"
                 )
@@ -83,7 +97,7 @@ class GrammarTrial:
                 raise ValueError(f"it refuses a token that it allowed, after {step} tokens")
         if mask_s > _MAX_MASK_S and not isinstance(grammar, LarkGrammar):
             # They grow, and every running request waits for each.
-            raise ValueError(
+            raise TimeoutError(
                 f"the mask of token {_STEPS} takes {mask_s:.3f} s of processor time; it may take "
                 f"{_MAX_MASK_S:g} s"
             )

@@ -96,10 +96,11 @@ class JobPool:
         """Seconds that a job may take."""
         return self._timeout_s
 
-    async def run(self, job: bytes, *, waits: bool = False) -> bytes:
-        """Return the answer to a job. Raises one of this module's errors.
+    async def run(self, job: bytes, shares: int = 1, *, waits: bool = False) -> bytes:
+        """Return the answer to a job, which may take the time of `shares` jobs.
 
-        One that `waits` is not refused for those that wait already; its caller bounds them.
+        One that `waits` is not refused for those that wait already; its caller bounds them. Raises
+        one of this module's errors.
         """
         if not waits and self._waiting >= self._max_waiting:
             raise PoolFullError
@@ -110,7 +111,7 @@ class JobPool:
             self._waiting -= 1
         try:
             await self._ensure_started(place)
-            return await self._run_in(place, job)
+            return await self._run_in(place, job, shares * self._timeout_s)
         finally:
             self._places.put_nowait(place)
 
@@ -139,11 +140,11 @@ class JobPool:
             raise WorkerStartError(f"no process within {self._start_timeout_s:g} s")
         start.result()
 
-    async def _run_in(self, place: _Place, job: bytes) -> bytes:
+    async def _run_in(self, place: _Place, job: bytes, timeout_s: float) -> bytes:
         loop = asyncio.get_running_loop()
         exchange = loop.run_in_executor(self._threads, place.exchange, job)
         try:
-            done, _ = await asyncio.wait({exchange}, timeout=self._timeout_s)
+            done, _ = await asyncio.wait({exchange}, timeout=timeout_s)
             if not done:
                 raise JobTimeoutError
             return exchange.result()

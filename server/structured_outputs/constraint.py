@@ -32,6 +32,7 @@ class Constraint:
     not `exact` is followed as far as the backend can. A `derived` one was made by vLLM of parts
     that were inspected one by one, and is only tried. A schema that is `tagged` may come to stand
     in a structural tag, of which the backend takes schemas as they are; others are rewritten.
+    `shares` is how many schemas it consists of, each of which has the time of one.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Constraint:
     exact: bool = True
     derived: bool = False
     tagged: bool = False
+    shares: int = 1
 
 
 @dataclass(frozen=True, slots=True)

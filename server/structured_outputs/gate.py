@@ -33,10 +33,10 @@ from server.host.job_pool import (
 from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
 from server.structured_outputs.rewriting.rewriting import rewrite
-from server.structured_outputs.trial_job import Verdict, job_bytes
+from server.structured_outputs.trial_job import Verdict, job_bytes, shares_of
 
 _DOUBT_S = 60.0
-"""Seconds for which a crash is remembered, which may owe to the machine's memory."""
+"""Seconds for which a crash or a time is remembered, which may owe to the machine."""
 
 
 class Pool(Protocol):
@@ -47,8 +47,8 @@ class Pool(Protocol):
         """Seconds that a job may take."""
         ...
 
-    async def run(self, job: bytes) -> bytes:
-        """Return the answer to a job; raises the pool's errors."""
+    async def run(self, job: bytes, shares: int = 1) -> bytes:
+        """Return the answer to a job of so many shares; raises the pool's errors."""
         ...
 
 
@@ -136,8 +136,9 @@ class GrammarGate:
         return None
 
     async def _try(self, job: Sequence[Constraint]) -> Verdict:
+        shares = shares_of(job)
         try:
-            answer = await self._pool.run(job_bytes(job, self._limits))
+            answer = await self._pool.run(job_bytes(job, self._limits), shares)
         except PoolFullError:
             self._counts.note("overloaded")
             raise OverloadedError(
@@ -147,7 +148,7 @@ class GrammarGate:
                 retry_after_s=self._cpu_s,
             ) from None
         except JobTimeoutError:
-            limit_s = self._pool.timeout_s
+            limit_s = shares * self._pool.timeout_s
             self._counts.note("timeout", limit_s)
             raise NotTriedError(
                 f"The grammar in '{job[0].param}' could not be tried within {limit_s:g} s, for "
@@ -156,28 +157,30 @@ class GrammarGate:
                 retry_after_s=self._cpu_s,
             ) from None
         except JobSpentError:
-            self._counts.note("spent", self._cpu_s)
-            reason = (
-                f"it takes more than {self._cpu_s:g} s of processor time to compile, the limit "
-                "of this server"
-            )
-            return self._remember(job, Verdict(reason, seconds=self._cpu_s), float("inf"))
+            self._counts.note("spent", shares * self._cpu_s)
+            return self._remember(job, self._spent(shares))
         except JobCrashedError:
             self._counts.note("crashed")
-            return self._remember(
-                job,
-                Verdict("it needs more memory than it may have, or breaks the grammar compiler"),
-                _DOUBT_S,
-            )
+            reason = "it needs more memory than it may have, or breaks the grammar compiler"
+            return self._remember(job, Verdict(reason, measured=True))
         except WorkerStartError as error:
             self._counts.note("not_started")
             raise InternalError(f"Grammars cannot be compiled: {error}.") from None
         verdict = Verdict.from_bytes(answer)
         self._counts.note("ok" if verdict.reason is None else "refused", verdict.seconds)
-        return self._remember(job, verdict, float("inf"))
+        return self._remember(job, verdict)
 
-    def _remember(self, job: Sequence[Constraint], verdict: Verdict, for_s: float) -> Verdict:
-        known = verdict, time.monotonic() + for_s
+    def _spent(self, shares: int) -> Verdict:
+        limit_s = shares * self._cpu_s
+        return Verdict(
+            f"it takes more than {limit_s:g} s of processor time to compile, the limit of this "
+            f"server (--schema-compile-cpu-s); it can be tried again after {_DOUBT_S:g} s",
+            seconds=limit_s,
+            measured=True,
+        )
+
+    def _remember(self, job: Sequence[Constraint], verdict: Verdict) -> Verdict:
+        known = verdict, time.monotonic() + (_DOUBT_S if verdict.measured else float("inf"))
         self._known[job_key(job)] = known
         if verdict.reason is None:
             # Good for those who ask for less.

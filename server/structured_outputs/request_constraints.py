@@ -11,6 +11,7 @@ from typing import Any
 from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
 from server.frontend import Endpoint, JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
+from server.tools.choice import ToolChoice
 
 ANY_OBJECT = '{"type": "object"}'
 """What `json_object` asks for."""
@@ -30,7 +31,7 @@ _WITHOUT_EFFECT = {
 
 
 def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
-    """Return what the answer is to obey; each list is tried as one.
+    """Return what the answer is to obey; each list is compiled together, each tool alone.
 
     Raises `MissingFieldError`, `InvalidValueError` or `UnsupportedFieldError`.
     """
@@ -45,8 +46,8 @@ def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constrai
             f"Only one of '{found[0].param}' and '{found[1].param}' can guide an answer.",
             param=found[1].param,
         )
-    tools = _tools(endpoint, fields)
-    return [job for job in (found, tools) if job]
+    tools = [[tool] for tool in _tools(endpoint, fields)]
+    return [found, *tools] if found else tools
 
 
 def kind_of(jobs: list[list[Constraint]]) -> str:
@@ -139,26 +140,26 @@ def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
 
 
 def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
-    """Return the schemas of the tools' parameters if calls are guided by them."""
+    """Return the schemas of the parameters of those tools whose calls are guided."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return []
     name = "input_schema" if endpoint is Endpoint.MESSAGES else "parameters"
+    choice = ToolChoice.of(fields.get("tool_choice"))
     found, any_strict = [], False
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if endpoint is Endpoint.CHAT:
             tool, path = _get(tool, "function"), f"{path}.function"
+        if not choice.allows(_get(tool, "name")):
+            continue
         strict = _get(tool, "strict") is True
         any_strict |= strict
         if isinstance(schema := _get(tool, name), dict):
             text = json.dumps(schema)
             found.append(Constraint(Kind.JSON, text, f"{path}.{name}", strict, tagged=True))
-    choice = fields.get("tool_choice")
-    kind = choice if isinstance(choice, str) else _get(choice, "type") or "auto"
     # A free choice is guided only if a tool insists.
-    guided = kind != "none" and (any_strict or kind != "auto")
-    return found if guided else []
+    return found if choice.forces or (choice.mode == "auto" and any_strict) else []
 
 
 def _get(value: object, name: str) -> Any:

@@ -14,7 +14,10 @@ from server.structured_outputs.inspection import inspect, parsed
 from server.structured_outputs.rewriting.rewriting import rewrite
 
 Trial = Callable[[str, str], list[str]]
-"""Tries one grammar of a kind; returns warnings, raises ValueError or RuntimeError."""
+"""Tries one grammar of a kind; returns warnings.
+
+Raises ValueError or RuntimeError, or TimeoutError for one that was slow this time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,15 @@ class Verdict:
     """How a trial ended: `reason` is None if the constraints can be used.
 
     `part` is the constraint that cannot, `seconds` what compiling took. `grammar` is what the
-    engine is to follow instead of a schema; for one alone.
+    engine is to follow instead of a schema; for one alone. `measured` says that the reason is a
+    time, which may be another at the next trial.
     """
 
     reason: str | None = None
     part: int = 0
     seconds: float | None = None
     grammar: str | None = None
+    measured: bool = False
 
     def to_bytes(self) -> bytes:
         """Return the verdict as JSON."""
@@ -43,15 +48,25 @@ class Verdict:
 def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
     """Return a job as JSON."""
     parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
-    return json.dumps({"limits": dataclasses.asdict(limits), "parts": parts}).encode()
+    head = {"shares": shares_of(constraints), "limits": dataclasses.asdict(limits)}
+    return json.dumps({**head, "parts": parts}).encode()
 
 
-def do_job(data: bytes, trial: Trial, *, compact: bool) -> Verdict:
+def shares_of(constraints: Sequence[Constraint]) -> int:
+    """Return how many times the processor time of one constraint a job may take."""
+    return max(constraint.shares for constraint in constraints)
+
+
+def do_job(
+    data: bytes, trial: Trial, *, compact: bool, on_shares: Callable[[int], None] | None = None
+) -> Verdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
-    `compact`: their JSON has no whitespace.
+    `compact`: their JSON has no whitespace. `on_shares` gets the job's shares before the work.
     """
     job = json.loads(data)
+    if on_shares is not None:
+        on_shares(job["shares"])
     limits = SchemaLimits(**job["limits"])
     started = time.perf_counter()
     grammar = None
@@ -67,6 +82,8 @@ def do_job(data: bytes, trial: Trial, *, compact: bool) -> Verdict:
                 _try(constraint, Kind.GRAMMAR.value, grammar, trial)
         except UnusableError as error:
             return Verdict(str(error), part, time.perf_counter() - started)
+        except TimeoutError as error:
+            return Verdict(str(error), part, time.perf_counter() - started, measured=True)
     return Verdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 

@@ -20,7 +20,7 @@ _NICENESS = 5
 def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> None:
     """Answer jobs until the pipe ends; the first message says that the process is ready.
 
-    A job that takes more than `cpu_s` of processor time ends the process.
+    A job that takes more than `cpu_s` of processor time for each of its shares ends the process.
     """
     import setproctitle
 
@@ -34,6 +34,11 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
         while True:
             job = pipe.recv_bytes()
             limit_processor_time(cpu_s)
-            verdict = do_job(job, trial, compact=compact)
+            verdict = do_job(
+                job,
+                trial,
+                compact=compact,
+                on_shares=lambda shares: limit_processor_time(cpu_s * shares),
+            )
             limit_processor_time(0)
             pipe.send_bytes(verdict.to_bytes())

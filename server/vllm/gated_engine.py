@@ -20,6 +20,11 @@ from server.structured_outputs.constraint import Constraint, Kind
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.drafts.drafted_engine import DraftedLLM
 
+_TAGGED_SCHEMA = '"json_schema": '
+"""What precedes each schema in a structural tag."""
+_MAX_SHARES = 64
+"""Most times the processor time of one schema that the grammar of all tools may take."""
+
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
@@ -54,7 +59,9 @@ class GatedLLM(DraftedLLM):
             kind = Kind[option.name]
             if record is not None:
                 record.guided_by(TOOLS)
-        made = Constraint(kind, text, "tools", exact=False, derived=True)
+        # vLLM puts the schemas of all tools that may be called into one grammar.
+        shares = min(max(1, text.count(_TAGGED_SCHEMA)), _MAX_SHARES)
+        made = Constraint(kind, text, "tools", exact=False, derived=True, shares=shares)
         try:
             grammar = await grammars.check_job([made])
             if grammar is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,34 @@ def test_strict_false_asks_for_the_best_only() -> None:
         )
         assert constraints_of(Endpoint.CHAT, body)[0][0].exact is exact
     required = {"tools": [tool(), tool(strict=True)], "tool_choice": "required"}
-    assert [c.exact for c in constraints_of(Endpoint.CHAT, required)[0]] == [False, True]
+    assert [c.exact for (c,) in constraints_of(Endpoint.CHAT, required)] == [False, True]
+
+
+F, G = ({"type": "function", "name": name, "parameters": SCHEMA} for name in "fg")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "tools", "choice", "reached"),
+    [
+        ("CHAT", [tool("f"), tool("g")], "required", [0, 1]),
+        ("CHAT", [tool("f"), tool("g")], "auto", []),
+        ("CHAT", [tool("f"), tool("g", strict=True)], None, [0, 1]),
+        ("CHAT", [tool("f"), tool("g", strict=True)], "none", []),
+        ("CHAT", [tool("f"), tool("g")], {"type": "function", "function": {"name": "g"}}, [1]),
+        ("RESPONSES", [F, G], {"type": "function", "name": "f"}, [0]),
+        ("RESPONSES", [F, G], "required", [0, 1]),
+        ("MESSAGES", [F, G], {"type": "any"}, []),
+        ("MESSAGES", [{"name": n, "input_schema": SCHEMA} for n in "fg"], {"type": "any"}, [0, 1]),
+        ("MESSAGES", [{"name": n, "input_schema": SCHEMA} for n in "fg"],
+         {"type": "tool", "name": "g"}, [1]),
+    ],
+)  # fmt: skip
+def test_only_tools_that_may_be_called_are_compiled(
+    endpoint: str, tools: Any, choice: Any, reached: list[int]
+) -> None:
+    body = {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
+    jobs = constraints_of(Endpoint[endpoint], body)
+    assert [int(c.param.removeprefix("tools[").partition("]")[0]) for (c,) in jobs] == reached
 
 
 @pytest.mark.parametrize(
@@ -212,6 +240,9 @@ def test_best_effort_keeps_the_limits() -> None:
     assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True, limits=SMALL) is None
 
 
+NAMED_G = {"type": "function", "function": {"name": "g"}}
+
+
 class ScriptedPool:
     """Answers when told to, as told to."""
 
@@ -219,12 +250,16 @@ class ScriptedPool:
 
     def __init__(self) -> None:
         self.jobs: list[list[Any]] = []
+        self.shares: list[int] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.outcome: Verdict | Exception = Verdict(seconds=0.5)
 
-    async def run(self, job: bytes) -> bytes:
-        self.jobs.append(json.loads(job)["parts"])
+    async def run(self, job: bytes, shares: int = 1) -> bytes:
+        read = json.loads(job)
+        assert read["shares"] == shares
+        self.jobs.append(read["parts"])
+        self.shares.append(shares)
         await self.go_on.wait()
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -286,7 +321,7 @@ async def test_equal_grammars_share_a_trial_that_outlives_who_asked_first() -> N
         (chat_format(schema=SCHEMA), InvalidSchemaError, "response_format.json_schema.schema"),
         ({"structured_outputs": {"regex": "a"}}, InvalidGrammarError, "structured_outputs.regex"),
         (
-            {"tools": [tool("f"), tool("g")], "tool_choice": "required"},
+            {"tools": [tool("f"), tool("g")], "tool_choice": NAMED_G},
             InvalidSchemaError,
             "tools[1].function.parameters",
         ),
@@ -296,7 +331,7 @@ async def test_a_refusal_names_the_field(
     body: dict[str, Any], error: type[RequestError], param: str
 ) -> None:
     pool = ScriptedPool()
-    pool.outcome = Verdict("no", part=1 if "tools" in body else 0)
+    pool.outcome = Verdict("no")
     gate = gate_over(pool)
     for _ in range(2):
         with pytest.raises(error) as caught:
@@ -325,6 +360,44 @@ async def test_what_goes_wrong_in_a_trial(
     with pytest.raises(error):
         await gate.check(asked({"structured_outputs": {"regex": "a"}}))
     assert gate.take_counts().results == {result: 1}
+
+
+@pytest.mark.parametrize(
+    "outcome", [JobSpentError(), JobCrashedError(), Verdict("slow", measured=True)]
+)
+async def test_what_was_measured_is_tried_again_later(
+    outcome: Verdict | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ScriptedPool()
+    pool.outcome = outcome
+    gate = gate_over(pool)
+    body = {"structured_outputs": {"regex": "a"}}
+    for _ in range(2):
+        with pytest.raises(InvalidGrammarError):
+            await gate.check(asked(body))
+    assert len(pool.jobs) == 1
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    pool.outcome = Verdict()
+    await gate.check(asked(body))
+    assert len(pool.jobs) == 2
+
+
+async def test_each_tool_has_the_time_of_one() -> None:
+    pool = ScriptedPool()
+    gate = gate_over(pool, entries=64)
+    tools = [tool(f"f{i}") for i in range(24)]
+    for i, one in enumerate(tools):
+        one["function"]["parameters"] = {**SCHEMA, "title": str(i)}
+    await gate.check(asked({"tools": tools, "tool_choice": "required"}))
+    assert [len(parts) for parts in pool.jobs] == [1] * 24
+    assert pool.shares == [1] * 24
+    # One that is made of all of them has the time of all.
+    await gate.check_job([Constraint(Kind.STRUCTURAL_TAG, "{}", "tools", derived=True, shares=24)])
+    assert pool.shares[-1] == 24
+    pool.outcome = JobSpentError()
+    with pytest.raises(InvalidGrammarError, match="more than 120 s of processor time"):
+        await gate.check_job([Constraint(Kind.STRUCTURAL_TAG, "[]", "tools", shares=24)])
 
 
 async def test_what_is_too_large_goes_nowhere() -> None:

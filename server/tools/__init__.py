@@ -1,0 +1,1 @@
+"""Tools of requests, and which of them an answer may call."""
