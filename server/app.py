@@ -95,17 +95,16 @@ def create_app(
     app.include_router(
         metrics_router(metrics, settings, lifecycle, admission, frontend, advice, kept)
     )
-    app.include_router(server_info_router(settings, lifecycle, versions, run_dir, advice, shown))
+    app.include_router(
+        server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend)
+    )
     app.include_router(history_router(history))
     app.include_router(models_router(frontend, shown))
     _add_stored_work(app, kept, settings)
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
-    app.include_router(admin_router(settings, lifecycle))
-    app.include_router(profile_router(frontend))
-    if settings.console:
-        app.include_router(console_router())
+    _add_operation(app, settings, lifecycle, frontend)
     keeper = Keeper(frontend, kept.responses)
     add_inference_routes(app, frontend, keeper, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
@@ -127,6 +126,16 @@ def _add_stored_work(app: FastAPI, kept: Kept, settings: ServerSettings) -> None
     for router in (files_router, batches_router, message_batches_router):
         app.include_router(router(kept.require_batches, settings))
     app.include_router(responses_router(kept.require_responses))
+
+
+def _add_operation(
+    app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, frontend: Callable[[], Frontend]
+) -> None:
+    """Add the routes of administration, of profiles and of the console."""
+    app.include_router(admin_router(settings, lifecycle))
+    app.include_router(profile_router(frontend))
+    if settings.console:
+        app.include_router(console_router())
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:

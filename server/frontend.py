@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from server.observability.tracing import Tracing
     from server.storage.quotas import Reservation
     from server.structured_outputs.gate import GrammarGate
+    from server.tools.support import ToolSupport
 
 JsonObject = dict[str, Any]
 _DATA = "\ndata: "
@@ -183,6 +184,11 @@ class Frontend(Protocol):
     @property
     def capacity(self) -> Capacity:
         """What the engine behind it takes."""
+        ...
+
+    @property
+    def tools(self) -> ToolSupport:
+        """How tools reach the served model."""
         ...
 
     async def read(

@@ -111,7 +111,7 @@ def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
 def _survey(args: Namespace) -> StoreReport:
     """Raises `LaunchError`, also for a cache root that is not the configuration's."""
     root = str(args.root)
-    return ask_backend(args.model_argv, args.settings, lambda c: api.survey_store(c, root))
+    return ask_backend(args.model_argv, args.settings, lambda c, _: api.survey_store(c, root))
 
 
 def _chosen(args: Namespace) -> Contents:

@@ -19,9 +19,12 @@ from server.frontend import LaunchError
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm.config import ModelConfig, VllmConfig
 
     from rbln_backend.reporting.model_report import ModelReport
+    from server.tools.support import ToolSupport
 
 _LABEL_WIDTH = 16
 
@@ -30,28 +33,39 @@ def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> in
     """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
     with answers_alone_on_stdout() as out:
         try:
-            report, files = ask_backend(argv, settings, _inspect)
+            report, files, tools = ask_backend(
+                argv, settings, lambda config, args: _inspect(config, args, settings)
+            )
         except LaunchError as error:
             return _refuse(error, out, as_json=as_json)
         problems = [*files.problems, *report.problems]
         warnings = [*files.warnings, *report.warnings, *_port_warnings(settings)]
         if as_json:
             verdict = {"ok": not problems, "reason": "; ".join(problems) or None}
-            told = {**report.to_dict(), "problems": problems, "warnings": warnings}
+            told = {
+                **report.to_dict(),
+                "tools": None if tools is None else tools.to_dict(),
+                "problems": problems,
+                "warnings": warnings,
+            }
             out.write(json.dumps({**verdict, **told}) + "\n")
         else:
-            _print(report, problems, warnings, out)
+            lines = [*report.lines(), *([] if tools is None else [("tools", str(tools))])]
+            _print(lines, problems, warnings, out)
     return 1 if problems else 0
 
 
 def _print(
-    report: ModelReport, problems: Sequence[str], warnings: Sequence[str], out: TextIO
+    lines: Sequence[tuple[str, str]],
+    problems: Sequence[str],
+    warnings: Sequence[str],
+    out: TextIO,
 ) -> None:
     if problems:
         out.write(f"This model cannot run: {'; '.join(problems)}\n")
     else:
         out.write("This model can run.\n")
-    out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in report.lines())
+    out.writelines(f"  {name:<{_LABEL_WIDTH}} {value}\n" for name, value in lines)
     out.writelines(f"  {'warning':<{_LABEL_WIDTH}} {text}\n" for text in warnings)
 
 
@@ -77,22 +91,33 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
     return error.exit_code
 
 
-def _inspect(config: VllmConfig) -> tuple[ModelReport, WeightFiles]:
+def _inspect(
+    config: VllmConfig, args: Namespace, settings: ServerSettings
+) -> tuple[ModelReport, WeightFiles, ToolSupport | None]:
     report = api.inspect_model(config)
-    _check_tokenizer(config.model_config)
+    tools = _check_tokenizer(config.model_config, args, settings)
     if config.load_config.load_format == "dummy":
-        return report, WeightFiles()
-    return report, check_weight_files(config.model_config.model, report.dtype)
+        return report, WeightFiles(), tools
+    return report, check_weight_files(config.model_config.model, report.dtype), tools
 
 
-def _check_tokenizer(model_config: ModelConfig) -> None:
+def _check_tokenizer(
+    model_config: ModelConfig, args: Namespace, settings: ServerSettings
+) -> ToolSupport | None:
+    """Return how tools reach a model that generates text."""
     if model_config.skip_tokenizer_init:
-        return
+        return None
     from vllm.tokenizers import cached_tokenizer_from_config
 
+    from server.vllm.tools.templates import settle_tools, template_tokenizer
+
     try:
-        cached_tokenizer_from_config(model_config)
+        tokenizer = cached_tokenizer_from_config(model_config)
     except Exception as error:
         # Each tokenizer library raises errors of its own, and all mean the same here.
         text = f"the tokenizer cannot be loaded: {type(error).__name__}: {error}"
         raise LaunchError(" ".join(text.split())) from error
+    if model_config.runner_type != "generate":
+        return None
+    tokenizer = template_tokenizer(model_config, tokenizer)
+    return settle_tools(args, tokenizer, model_config, settings)

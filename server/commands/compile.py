@@ -30,7 +30,7 @@ def compile_ahead(
     """
     with answers_alone_on_stdout() as out:
         try:
-            report = ask_backend(argv, settings, lambda c: api.compile_model(c, targets))
+            report = ask_backend(argv, settings, lambda c, _: api.compile_model(c, targets))
         except LaunchError as error:
             sys.stderr.write(f"rbln-serve compile: error: {error}\n")
             return error.exit_code

@@ -20,13 +20,17 @@ from server.settings import ServerSettings, hand_on_log_level
 from server.vllm.importing import import_vllm
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from vllm.config import VllmConfig
 
 T = TypeVar("T")
 
 
-def ask_backend(argv: Sequence[str], settings: ServerSettings, ask: Callable[[VllmConfig], T]) -> T:
-    """Return what `ask` makes of the configuration that vLLM's `argv` describe.
+def ask_backend(
+    argv: Sequence[str], settings: ServerSettings, ask: Callable[[VllmConfig, Namespace], T]
+) -> T:
+    """Return what `ask` makes of the configuration that vLLM's `argv` describe, and of its flags.
 
     Raises `LaunchError`, whatever is wrong.
     """
@@ -44,7 +48,7 @@ def ask_backend(argv: Sequence[str], settings: ServerSettings, ask: Callable[[Vl
     try:
         with uncollected():
             config = engine_config(args, settings, None)[1]
-        return ask(config)
+        return ask(config, args)
     except PlatformError as error:
         raise LaunchError(str(error), exit_code=2) from error
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
 from server.edge.openapi import DescribedRoute, failing
 from server.errors import InvalidValueError, describe
-from server.frontend import JsonObject
+from server.frontend import Frontend, JsonObject
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.history import PERIOD_S, History, Sample
@@ -51,6 +51,9 @@ SERVER_FIELDS: Mapping[str, str] = {
     "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
     "`schema_max_pattern`, `schema_compile_cpu_s`.",
+    "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
+    "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
+    "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has told.",
 }
@@ -74,6 +77,7 @@ def server_info_router(
     run_dir: Path,
     advice: BucketAdvice,
     shown: ShownPaths,
+    frontend: Callable[[], Frontend],
 ) -> APIRouter:
     """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter(route_class=DescribedRoute)
@@ -101,6 +105,7 @@ def server_info_router(
                 "backend": BACKEND,
                 **{name: ours[name] for name in _SCHEMA_LIMITS},
             },
+            "tools": frontend().tools.to_dict() if lifecycle.started else None,
             "settings": {"server": ours, "rbln": told.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).is_admin else shown.every(body))

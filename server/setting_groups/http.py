@@ -210,6 +210,11 @@ class AdmissionSettings(BaseModel):
         "prefix match would end: `billing`, Claude Code's, is dropped (on /v1/messages always); "
         "`clock`, a line with the date or time, is moved to the end of the conversation.",
     )
+    default_tool_prompt: bool = Field(
+        True,
+        description="Show tools to a model whose chat template shows none, in Hermes' form; "
+        "--no-default-tool-prompt refuses requests with tools for such a model.",
+    )
     stream_commit_s: float = Field(
         5.0,
         ge=0,

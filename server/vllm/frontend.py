@@ -47,10 +47,10 @@ from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
+from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.messages.requests import template_of
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Told
 from server.vllm.reading_process import serve_reading
@@ -65,7 +65,7 @@ from server.vllm.streams.spans import (
     name_model,
 )
 from server.vllm.streams.stamps import stamped_frames
-from server.vllm.tools.templates import tool_parser_of
+from server.vllm.tools.templates import settle_tools, template_tokenizer
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -110,8 +110,12 @@ async def build_frontend(
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
     state = State()
     static, args.lora_modules = args.lora_modules, None
+    tools = NO_CALLS
     if "generate" in tasks:
-        _settle_tool_parser(args, engine.renderer.tokenizer)
+        model_config = engine.vllm_config.model_config
+        tokenizer = template_tokenizer(model_config, engine.renderer.tokenizer)
+        tools = settle_tools(args, tokenizer, model_config, settings)
+        logger.info("tools are %s", tools)
     await init_app_state(engine, state, args, tasks)
     state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)
     tracing = None
@@ -120,17 +124,7 @@ async def build_frontend(
 
         tracing = Tracing()
     keep_alive_s = float(args.sse_keep_alive_interval)
-    return VllmFrontend(engine, state, tasks, settings, keep_alive_s, tracing)
-
-
-def _settle_tool_parser(args: Namespace, tokenizer: object) -> None:
-    """Choose the parser of calls where no flag does and the chat template shows which it is."""
-    if args.tool_call_parser is not None or args.enable_auto_tool_choice:
-        return
-    name = tool_parser_of(template_of(args.chat_template, tokenizer))
-    if name is not None:
-        args.tool_call_parser, args.enable_auto_tool_choice = name, True
-        logger.info("calls of tools are read by the parser %s, by the model's chat template", name)
+    return VllmFrontend(engine, state, tasks, settings, keep_alive_s, tracing, tools)
 
 
 class VllmFrontend:
@@ -144,7 +138,9 @@ class VllmFrontend:
         settings: ServerSettings,
         keep_alive_s: float,
         tracing: Tracing | None,
+        tools: ToolSupport,
     ) -> None:
+        self.tools = tools
         self.adapters: AdapterRegistry | None = state.adapters
         self.grammars: GrammarGate | None = engine.grammars
         self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
@@ -155,7 +151,7 @@ class VllmFrontend:
         self._tracing = tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
-        rules = make_rules(engine.vllm_config, state, settings, tasks, offered)
+        rules = make_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(

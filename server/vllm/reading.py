@@ -144,6 +144,7 @@ class BodyReader:
         check_limits(fields, rules.limits)
         if rules.text_only:
             refuse_media(endpoint, fields)
+        rules.tools.check(endpoint, fields)
         if endpoint.pools:
             check_pooling_limits(endpoint, fields, rules.pooling)
 

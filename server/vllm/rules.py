@@ -15,6 +15,7 @@ from server.request.templates.variables import TemplateVariables
 from server.request.thinking import Thinker
 from server.request.volatile_lines import Rule
 from server.settings import ServerSettings
+from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinker_of
 from server.vllm.rendering.variables import template_variables
 
@@ -33,7 +34,8 @@ class Rules:
     how Anthropic's system messages become those of a chat; `thinker` is what the model has for
     wishes about thinking, `volatile_lines` which lines of system prompts are settled.
     `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
-    `own_templates`: requests may bring another. `sampling` has the model's own defaults.
+    `own_templates`: requests may bring another. `tools` is how the model is shown tools. `sampling`
+    has the model's own defaults.
     """
 
     budget: Budget
@@ -47,6 +49,7 @@ class Rules:
     thinker: Thinker
     variables: TemplateVariables
     own_templates: bool
+    tools: ToolSupport
     guided: bool
     speculates: bool
     sampling: JsonObject
@@ -60,6 +63,7 @@ def make_rules(
     settings: ServerSettings,
     tasks: tuple[SupportedTask, ...],
     offered: frozenset[str],
+    tools: ToolSupport,
 ) -> Rules:
     """Return what this server takes of the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
@@ -101,6 +105,7 @@ def make_rules(
         thinker=thinker_of(getattr(state, "openai_serving_chat", None)),
         variables=template_variables(state.online_renderer),
         own_templates=state.online_renderer.trust_request_chat_template,
+        tools=tools,
         guided="generate" in tasks,
         speculates=config.speculative_config is not None,
         sampling=model.get_diff_sampling_param(),

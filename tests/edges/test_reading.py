@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
 from server.request.thinking import Thinker
 from server.settings import ServerSettings
+from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.handlers import request_models
 from server.vllm.reader import RequestReader, is_small
 from server.vllm.reading import BodyReader
@@ -62,12 +64,23 @@ RULES = Rules(
     thinker=Thinker(),
     variables=TemplateVariables(arguments=frozenset(("tokenize",))),
     own_templates=True,
+    tools=ToolSupport("template", None, "it names them"),
     guided=True,
     speculates=True,
     sampling={},
     offered=frozenset(MODELS) - {"rerank"},
     does="does other things",
 )
+
+
+def test_tools_are_refused_where_nothing_shows_them() -> None:
+    reader = BodyReader(replace(RULES, tools=NO_CALLS), MODELS)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"model": "m", "messages": [USER], "tools": tools}
+    with pytest.raises(UnsupportedFieldError, match="'tools' is not supported") as caught:
+        reader.read(Endpoint.CHAT, json.dumps(body).encode())
+    assert caught.value.row.status == 400
+    assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()).told
 
 
 @pytest.fixture(scope="module")

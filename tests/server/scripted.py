@@ -38,7 +38,10 @@ from server.service import serve
 from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate
 from server.tiers.tier import take_tier
+from server.tools.support import ToolSupport
 from tests.server.scripted_responses import events_of, response_of
+
+SHOWN = ToolSupport("template", "hermes", "it names them")
 
 
 @dataclass
@@ -67,6 +70,7 @@ class ScriptedFrontend:
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
     max_json_depth: int = 64
+    tools: ToolSupport = SHOWN
 
     @property
     def capacity(self) -> Capacity:

@@ -1,11 +1,35 @@
-"""Chat templates and the tool calls that they show to a model."""
+"""Which tool prompt and which parser of calls a served model has, by its chat template."""
 
 from __future__ import annotations
 
+import logging
 import re
+from typing import TYPE_CHECKING, Any
+
+from server.settings import ServerSettings
+from server.tools.support import ToolSupport
+from server.vllm.tools.default_prompt import with_tool_prompt
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from vllm.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 _NOT_HERMES = ("<arg_key>", "<function=", "<parameter=")
 """What GLM's and Qwen3-Coder's calls have between the same tags."""
+_HERMES = "hermes"
+_MARK = "rbln_serve_probe"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _MARK,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_USER = {"role": "user", "content": "a"}
 
 
 def tool_parser_of(template: str) -> str | None:
@@ -15,4 +39,129 @@ def tool_parser_of(template: str) -> str | None:
     """
     hermes = "<tool_call>" in template and re.search(r"""['"]arguments\\?['"]""", template)
     other = any(mark in template for mark in _NOT_HERMES)
-    return "hermes" if hermes and not other else None
+    return _HERMES if hermes and not other else None
+
+
+def template_tokenizer(model_config: ModelConfig, tokenizer: Any) -> Any:
+    """Return the tokenizer of a model whose prompts vLLM renders by a Jinja template, else None."""
+    from vllm.renderers.hf import HfRenderer
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode, *_ = tokenizer_args_from_config(model_config)
+    by_template = issubclass(RENDERER_REGISTRY.load_renderer_cls(mode), HfRenderer)
+    return tokenizer if by_template else None
+
+
+def settle_tools(
+    args: Namespace, tokenizer: Any, model_config: ModelConfig, settings: ServerSettings
+) -> ToolSupport:
+    """Choose the tool prompt and the parser of calls, in vLLM's `args`, where no flag does.
+
+    Sets `chat_template` where the model's own shows no tools. `tokenizer` None: vLLM renders
+    prompts without a template.
+    """
+    template = _template_of(args, tokenizer, model_config)
+    if template is None:
+        return ToolSupport(
+            "template", args.tool_call_parser, "rendered by vLLM, without a Jinja template"
+        )
+    probe = _Probe(template, tokenizer, model_config, args.default_chat_template_kwargs or {})
+    if probe.shows_tools():
+        _settle_parser(args, tool_parser_of(template))
+        return ToolSupport("template", args.tool_call_parser, "it names them")
+    if not settings.default_tool_prompt:
+        reason = "the model's chat template shows no tools, and --no-default-tool-prompt is set"
+        return ToolSupport("none", args.tool_call_parser, reason)
+    if args.tool_call_parser not in (None, _HERMES):
+        reason = (
+            "the model's chat template shows no tools, and the default tool prompt needs "
+            f"--tool-call-parser {_HERMES}, not {args.tool_call_parser}"
+        )
+        return ToolSupport("none", args.tool_call_parser, reason)
+    args.chat_template_content_format = probe.content_format(args.chat_template_content_format)
+    args.chat_template = with_tool_prompt(
+        template,
+        system=probe.shows_system(),
+        parts=args.chat_template_content_format == "openai",
+    )
+    _settle_parser(args, _HERMES)
+    return ToolSupport("default", args.tool_call_parser, "the chat template shows no tools")
+
+
+def _settle_parser(args: Namespace, name: str | None) -> None:
+    if name is not None and args.tool_call_parser is None and not args.enable_auto_tool_choice:
+        args.tool_call_parser, args.enable_auto_tool_choice = name, True
+
+
+def _template_of(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> str | None:
+    """Return the Jinja template that vLLM renders requests with tools by; None for none."""
+    from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.renderers.hf import resolve_chat_template
+
+    if tokenizer is None:
+        return None
+    found = resolve_chat_template(
+        tokenizer,
+        chat_template=load_chat_template(args.chat_template),
+        tools=[_TOOL],
+        model_config=model_config,
+    )
+    return found if isinstance(found, str) else None
+
+
+class _Probe:
+    """Renders short conversations by a template."""
+
+    def __init__(
+        self, template: str, tokenizer: Any, model_config: ModelConfig, options: dict[str, Any]
+    ) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._model_config, self._options = model_config, options
+
+    def shows_tools(self) -> bool:
+        """Return whether a tool's name is rendered; True where nothing can be rendered."""
+        system = {"role": "system", "content": "a"}
+        rendered = [self._render(turns, [_TOOL]) for turns in ([_USER], [system, _USER])]
+        texts = [text for text in rendered if text is not None]
+        if not texts:
+            logger.warning("The chat template cannot be rendered, so that tools are not tried.")
+        return not texts or any(_MARK in text for text in texts)
+
+    def shows_system(self) -> bool:
+        """Return whether a system message is rendered."""
+        text = self._render([{"role": "system", "content": _MARK}, _USER], None)
+        return text is not None and _MARK in text
+
+    def content_format(self, given: Any) -> str:
+        """Return vLLM's content format of the template, `openai` or `string`."""
+        from vllm.renderers.hf import resolve_chat_template_content_format
+
+        return resolve_chat_template_content_format(
+            self._template,
+            None,
+            given,
+            self._tokenizer,
+            model_config=self._model_config,
+        )
+
+    def _render(self, turns: list[Any], tools: list[Any] | None) -> str | None:
+        parts = self.content_format("auto") == "openai"
+        if parts:
+            turns = [
+                {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns
+            ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns,
+                tools=tools,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._options,
+            )
+        except Exception:
+            # A template may refuse a conversation in any way.
+            logger.debug("The chat template refuses a conversation", exc_info=True)
+            return None
+        return str(text)

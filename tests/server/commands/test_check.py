@@ -77,6 +77,7 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     assert told["prefix caching"].startswith("on: ")
     assert told["adapters"] == "3 slots for ranks up to 16"
     assert told["device"] == "emulated"
+    assert told["tools"].endswith("(rendered by vLLM, without a Jinja template), calls not read")
     assert told["memory"].startswith("about ")
     assert told["  adapters"].endswith(" MiB")
     assert " blocks of 16 tokens" in told["  KV blocks"]
@@ -188,6 +189,21 @@ def test_a_refusal_is_one_line(check: Check, folder: Any) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith("This model cannot run: dual chunk attention: ")
+
+
+def test_how_tools_reach_the_model(check: Check, verdict: Verdict, folder: Any) -> None:
+    path = folder(LLAMA)
+    template = path / "chat_template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert verdict(path)["tools"] == {
+        "prompt": "default",
+        "parser": "hermes",
+        "reason": "the chat template shows no tools",
+    }
+    done = check(path, "--no-default-tool-prompt")
+    assert "  tools            refused (the model's chat template shows no tools" in done.stdout
+    template.write_text("{{ tools }}")
+    assert verdict(path)["tools"]["prompt"] == "template"
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:

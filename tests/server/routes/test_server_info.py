@@ -38,6 +38,7 @@ async def test_it_answers_while_the_engine_starts_with_what_is_known(tmp_path: P
         check_against_the_schema(info)
         assert info["ranks"] == 0
         assert all(info[name] is None for name in SECTIONS)
+        assert info["tools"] is None
         assert info["status"]["status"] == "starting"
         assert info["timings"]["ready_after_s"] is None
         assert info["request_limits"]["max_body_bytes"] == 4096
@@ -114,6 +115,7 @@ def whole_description(server: RealServer) -> None:
     assert cache["entries"] > 0
     assert set(info["timings"]["phases"]) == {"init", "load", "compile", "warmup"}
     assert info["timings"]["ready_after_s"] > 0
+    assert info["tools"] == {"prompt": "template", "parser": "hermes", "reason": "it names them"}
     assert info["settings"]["rbln"]["huge_pages"] == "auto"
 
 

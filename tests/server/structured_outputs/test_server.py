@@ -55,9 +55,12 @@ def server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("s")
-    # The model's own would tell it of every tool, more than its context of 256 tokens holds.
+    # The model's own shows all of every tool, more than its context of 256 tokens holds.
     template = folder / "template.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template.write_text(
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     flags += ("--chat-template", str(template))
     flags += ("--schema-compile-cpu-s", "2", "--max-in-flight", "64")

@@ -1,0 +1,71 @@
+"""How tools reach the served model, and how its calls are read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from server.errors import UnsupportedFieldError
+from server.frontend import Endpoint, JsonObject
+
+PromptSource = Literal["template", "default", "none"]
+_CALLS = frozenset(("function_call", "function_call_output", "tool_use", "tool_result"))
+"""Types of input items and content blocks that hold calls and their results."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSupport:
+    """`prompt` shows tools to the model: its chat template, the default prompt, or nothing.
+
+    `parser` reads its calls; None: calls are text. `reason` says why it is this prompt.
+    """
+
+    prompt: PromptSource
+    parser: str | None
+    reason: str
+
+    def to_dict(self) -> JsonObject:
+        """Return all fields as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shown = {
+            "template": "shown by the model's chat template",
+            "default": "shown by the default tool prompt",
+            "none": "refused",
+        }
+        parser = f"calls read by {self.parser}" if self.parser else "calls not read"
+        return f"{shown[self.prompt]} ({self.reason}), {parser}"
+
+    def check(self, endpoint: Endpoint, fields: JsonObject) -> None:
+        """Raise `UnsupportedFieldError` for tools and calls that the model would not be shown."""
+        if self.prompt != "none" or endpoint.pools:
+            return
+        path = "tools" if fields.get("tools") else _call_in(fields)
+        if path is not None:
+            raise UnsupportedFieldError(
+                f"'{path}' is not supported: {self.reason}.",
+                param=path,
+            )
+
+
+NO_CALLS = ToolSupport("none", None, "the model generates no text")
+
+
+def _call_in(fields: JsonObject) -> str | None:
+    """Return the path of the first call, or result of one, in a conversation."""
+    for name in ("messages", "input"):
+        turns = fields.get(name)
+        for index, turn in enumerate(turns if isinstance(turns, list) else ()):
+            if not isinstance(turn, dict):
+                continue
+            path = f"{name}[{index}]"
+            if turn.get("role") == "tool" or turn.get("type") in _CALLS:
+                return path
+            if turn.get("tool_calls"):
+                return f"{path}.tool_calls"
+            blocks = turn.get("content")
+            for place, block in enumerate(blocks if isinstance(blocks, list) else ()):
+                if isinstance(block, dict) and block.get("type") in _CALLS:
+                    return f"{path}.content[{place}]"
+    return None
