@@ -158,8 +158,8 @@ def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
         if isinstance(schema := _get(tool, name), dict):
             text = json.dumps(schema)
             found.append(Constraint(Kind.JSON, text, f"{path}.{name}", strict, tagged=True))
-    # A free choice is guided only if a tool insists.
-    return found if choice.forces or (choice.mode == "auto" and any_strict) else []
+    # A free choice is guided only if a tool insists, or if not all tools may be called.
+    return found if choice.forces or choice.listed or any_strict else []
 
 
 def _get(value: object, name: str) -> Any:

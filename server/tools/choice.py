@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from server.errors import InvalidValueError, MissingFieldError, describe
+from server.frontend import Endpoint, JsonObject
+
+FIELD = "tool_choice"
+_ALLOWED = "allowed_tools"
 _FORCING = frozenset(("required", "any"))
 _NAMING = frozenset(("function", "tool"))
-ALLOWED = "allowed_tools"
-"""Type of a choice that lists the tools which may be called."""
+_MODES = ("auto", "required")
+_CALLING = frozenset((Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.MESSAGES))
+
+ALLOWED_SCHEMA: JsonObject = {
+    "type": "object",
+    "description": "The tools that may be called, or with `required` must.",
+    "properties": {
+        "type": {"const": _ALLOWED},
+        _ALLOWED: {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": list(_MODES)},
+                "tools": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", _ALLOWED],
+}
+"""JSON schema of a chat's choice of some tools, which vLLM's request model lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Mode `none`, `auto` or `required`; `names` are the tools to choose from, None for all."""
+    """Mode `none`, `auto` or `required`; `names` are the tools to choose from, None for all.
+
+    `listed`: the names come from a choice of the type `allowed_tools`.
+    """
 
     mode: str = "auto"
     names: frozenset[str] | None = None
+    listed: bool = False
 
     @classmethod
     def of(cls, value: Any) -> ToolChoice:
@@ -30,8 +58,14 @@ class ToolChoice:
         if kind in _FORCING:
             return cls("required")
         if kind in _NAMING:
-            name = _get(_get(value, "function"), "name") or _get(value, "name")
-            return cls("required", frozenset((name,)) if isinstance(name, str) else None)
+            name = _name_of(value)
+            return cls("required", None if name is None else frozenset((name,)))
+        if kind == _ALLOWED:
+            holder = _get(value, _ALLOWED) or value
+            tools = _get(holder, "tools")
+            names = map(_name_of, tools if isinstance(tools, list) else ())
+            mode = "required" if _get(holder, "mode") == "required" else "auto"
+            return cls(mode, frozenset(filter(None, names)), listed=True)
         return cls()
 
     @property
@@ -42,6 +76,88 @@ class ToolChoice:
     def allows(self, name: object) -> bool:
         """Return whether the tool of this name may be called."""
         return self.mode != "none" and (self.names is None or name in self.names)
+
+
+def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
+    """Raise an error naming the part of `tool_choice` that the tools of a request do not have.
+
+    What has the wrong JSON type is left to the request models, which refuse it.
+    """
+    value = fields.get(FIELD)
+    if endpoint not in _CALLING or not isinstance(value, str | dict):
+        return
+    offered = list(_names(fields.get("tools")))
+    if ToolChoice.of(value).forces and not fields.get("tools"):
+        raise InvalidValueError(
+            f"'{FIELD}' demands a call of a tool, and the request has no 'tools'.", param=FIELD
+        )
+    kind = _get(value, "type")
+    if kind == _ALLOWED and endpoint is not Endpoint.MESSAGES:
+        _check_allowed(endpoint, value, offered)
+    elif kind in _NAMING and _name_of(value) is not None:
+        path = f"{FIELD}.function.name" if _get(value, "function") else f"{FIELD}.name"
+        _check_name(_name_of(value), path, offered)
+
+
+def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
+    holder, path = value, FIELD
+    if endpoint is Endpoint.CHAT:
+        path = f"{FIELD}.{_ALLOWED}"
+        holder = _require(value, _ALLOWED, path)
+    mode = _require(holder, "mode", f"{path}.mode")
+    if mode not in _MODES:
+        raise InvalidValueError(
+            f"'{path}.mode' must be 'auto' or 'required', got {describe(mode)}.",
+            param=f"{path}.mode",
+        )
+    tools = _require(holder, "tools", f"{path}.tools")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidValueError(
+            f"'{path}.tools' must be an array of at least one tool, got {describe(tools)}.",
+            param=f"{path}.tools",
+        )
+    for index, tool in enumerate(tools):
+        place = f"{path}.tools[{index}]"
+        if _get(tool, "type") != "function":
+            raise InvalidValueError(
+                f"'{place}.type' must be 'function', got {describe(_get(tool, 'type'))}.",
+                param=f"{place}.type",
+            )
+        if endpoint is Endpoint.CHAT:
+            tool, place = _require(tool, "function", f"{place}.function"), f"{place}.function"
+        _check_name(_require(tool, "name", f"{place}.name"), f"{place}.name", offered)
+
+
+def _check_name(name: Any, path: str, offered: list[str]) -> None:
+    if name not in offered:
+        known = ", ".join(map(describe, offered)) or "none"
+        raise InvalidValueError(
+            f"'{path}' must be the name of a tool of the request, got {describe(name)}; "
+            f"its tools are {known}.",
+            param=path,
+        )
+
+
+def _names(tools: Any) -> Iterator[str]:
+    """Yield the names of a request's tools, in a namespace with and without its name."""
+    for tool in tools if isinstance(tools, list) else ():
+        name = _name_of(tool)
+        if name is not None and _get(tool, "type") != "namespace":
+            yield name
+        for inner in _names(_get(tool, "tools")):
+            yield from (inner, f"{name}__{inner}")
+
+
+def _name_of(tool: Any) -> str | None:
+    name = _get(_get(tool, "function"), "name") or _get(tool, "name")
+    return name if isinstance(name, str) else None
+
+
+def _require(value: Any, name: str, path: str) -> Any:
+    found = _get(value, name)
+    if found is None:
+        raise MissingFieldError(f"The field '{path}' is missing.", param=path)
+    return found
 
 
 def _get(value: object, name: str) -> Any:

@@ -22,8 +22,9 @@ from server.vllm.drafts.drafted_engine import DraftedLLM
 
 _TAGGED_SCHEMA = '"json_schema": '
 """What precedes each schema in a structural tag."""
-_MAX_SHARES = 64
-"""Most times the processor time of one schema that the grammar of all tools may take."""
+_MAX_SHARES = 4
+"""Most times the processor time of one schema that the grammar of all tools may take: other
+requests wait for the same trial process."""
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

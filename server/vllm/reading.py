@@ -43,10 +43,12 @@ from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.tiers.tier import take_tier
+from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import Asked, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
 from server.vllm.rendering.variables import declared_by
 from server.vllm.rules import Rules
+from server.vllm.tools.requests import allow_names
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +116,11 @@ class BodyReader:
         body, old = without_guided_fields(body, known)
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
+        check_choice(endpoint, fields)
         constraints = constraints_of(endpoint, fields) if rules.guided else []
         told = Told(
             form=form,
-            model=self._model(endpoint, form, fields),
+            model=self._choosing_model(endpoint, form, fields),
             fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
             blamed=blamed_field(endpoint, fields),
             constraints=constraints,
@@ -147,6 +150,18 @@ class BodyReader:
         rules.tools.check(endpoint, fields)
         if endpoint.pools:
             check_pooling_limits(endpoint, fields, rules.pooling)
+
+    def _choosing_model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
+        """Return the request as what serves it takes it, with the names of tools that it allows."""
+        choice = ToolChoice.of(fields.get(FIELD))
+        if endpoint is Endpoint.CHAT and FIELD in fields:
+            # vLLM's chats know no list of tools, and take null for a choice of its own.
+            given = fields.pop(FIELD)
+            fields |= {} if given is None else {FIELD: choice.mode if choice.listed else given}
+        model = self._model(endpoint, form, fields)
+        if choice.listed:
+            allow_names(model, choice)
+        return model
 
     def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
         """Return the request as what serves it takes it."""

@@ -20,6 +20,7 @@ from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreRespo
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.tools.choice import ALLOWED_SCHEMA, FIELD
 from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
 
 _REF = "#/components/schemas/{model}"
@@ -73,6 +74,10 @@ def wire_schemas(
             given = definition.get("properties", {})
             own = {k: v for k, v in given.items() if k not in without[endpoint]}
             definition["properties"] = {**extra_fields[endpoint], **own}
+            if endpoint is Endpoint.CHAT:
+                choice = own[FIELD]
+                own_forms = [form for form in choice["anyOf"] if form is not ALLOWED_SCHEMA]
+                definition["properties"][FIELD] = {**choice, "anyOf": [*own_forms, ALLOWED_SCHEMA]}
             # vLLM's models take any field; this server refuses those that nothing acts on.
             definition["additionalProperties"] = not closed
         requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

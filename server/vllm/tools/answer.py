@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str | None
+    name: str
+    arguments: str = ""
 
 
 class ParsedAnswer:
@@ -11,29 +19,28 @@ class ParsedAnswer:
     def __init__(self) -> None:
         self.reasoning = ""
         self.content = ""
-        self._calls: dict[int, Any] = {}
+        self._calls: dict[int, _Call] = {}
 
     def add(self, delta: Any) -> None:
         """Add one delta of vLLM's parsers."""
         self.reasoning += delta.reasoning or ""
         self.content += delta.content or ""
         for piece in delta.tool_calls or ():
-            self._add_call(piece)
+            function = piece.function
+            call = self._calls.setdefault(piece.index, _Call(piece.id, function.name))
+            call.arguments += function.arguments or ""
 
     @property
-    def calls(self) -> list[Any]:
-        """Tool calls as vLLM's FunctionCall, in the order in which they began."""
+    def calls(self) -> list[_Call]:
+        """Tool calls in the order in which they began."""
         return list(self._calls.values())
 
     def parts(self) -> tuple[str | None, str | None, list[Any]]:
         """Return reasoning, text and tool calls as `Parser.parse` does."""
-        return self.reasoning or None, self.content or None, self.calls
-
-    def _add_call(self, piece: Any) -> None:
         from vllm.entrypoints.generate.base.protocol import FunctionCall
 
-        call = self._calls.get(piece.index)
-        if call is None:
-            call = FunctionCall(id=piece.id, name=piece.function.name, arguments="")
-            self._calls[piece.index] = call
-        call.arguments += piece.function.arguments or ""
+        calls = [
+            FunctionCall(id=call.id, name=call.name, arguments=call.arguments)
+            for call in self._calls.values()
+        ]
+        return self.reasoning or None, self.content or None, calls

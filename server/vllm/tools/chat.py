@@ -92,11 +92,12 @@ def _collecting(parser: Callable[..., Any] | None, parsers: list[Any]) -> Callab
 
 async def _with_endings(results: Any, parsers: list[Any]) -> AsyncGenerator[Any, None]:
     """Yield the results, and set each answer's ending at the parser of its index before."""
-    async for result in results:
-        for output in result.outputs if parsers else ():
-            if output.finish_reason is not None:
-                parsers[output.index].ending = Ending.of(output)
-        yield result
+    async with aclosing(results):
+        async for result in results:
+            for output in result.outputs if parsers else ():
+                if output.finish_reason is not None:
+                    parsers[output.index].ending = Ending.of(output)
+            yield result
 
 
 async def _read_ahead(
@@ -104,10 +105,11 @@ async def _read_ahead(
 ) -> AsyncGenerator[Any, None]:
     """Yield the results; the last has been parsed, and its endings are in the list."""
     last = None
-    async for result in results:
-        if last is not None:
-            yield last
-        last = result
+    async with aclosing(results):
+        async for result in results:
+            if last is not None:
+                yield last
+            last = result
     if last is None:
         return
     for output in last.outputs if parser is not None else ():

@@ -20,7 +20,12 @@ from server.vllm.streams.text_chunks import TextDelta
 from server.vllm.tools.answer import ParsedAnswer
 from server.vllm.tools.hermes import HermesArguments, exact_hermes
 from server.vllm.tools.pieces import pieces_of
-from server.vllm.tools.schemas import guiding
+from server.vllm.tools.requests import (
+    allow_one_call,
+    allowed_names,
+    guiding_tools,
+    plain_choice,
+)
 
 if TYPE_CHECKING:
     from vllm.parser import Parser
@@ -50,6 +55,7 @@ class ObjectCallParser:
         """What `parse_delta` has returned."""
         self._whole: deque[Parts] = deque()
         self._held: dict[int, list[Any] | None] = {}
+        self._plain_request: Any = None
         self._text = ""
         self._space = ""
         # Without tools or reasoning there is nothing to parse.
@@ -57,11 +63,13 @@ class ObjectCallParser:
 
     def adjust_request(self, request: Any) -> Any:
         """Add the constraints of an answer to its request; its tools stay as they were given."""
-        given = request.tools
-        if given:
-            request.tools = [guiding(tool) for tool in given]
+        tools, choice = request.tools, request.tool_choice
+        if tools:
+            request.tools, request.tool_choice = guiding_tools(request), plain_choice(request)
         adjusted = super().adjust_request(request)  # type: ignore[misc]
-        adjusted.tools = given
+        adjusted.tools, adjusted.tool_choice = tools, choice
+        if tools and adjusted.parallel_tool_calls is False:
+            allow_one_call(adjusted)
         return adjusted
 
     def read_whole(
@@ -110,6 +118,7 @@ class ObjectCallParser:
         """Return what can be sent of an answer after one more piece of it."""
         if not request.tools and self._only_text:
             return TextDelta(delta_text) if delta_text else None
+        request = self._plain(request)
         calling = self._may_call(request)
         cut = finished and calling and self.ending.is_cut
         delta = super().parse_delta(  # type: ignore[misc]
@@ -119,7 +128,9 @@ class ObjectCallParser:
             self.streamed = ParsedAnswer()
         self._text += delta_text
         if delta is not None and delta.tool_calls:
-            delta.tool_calls = [piece for call in delta.tool_calls for piece in self._sent(call)]
+            delta.tool_calls = [
+                piece for call in delta.tool_calls for piece in self._sent(call, request)
+            ]
         if calling:
             delta = self._without_trailing_space(delta, finished=finished)
             if finished and not cut and not self.streamed.calls:
@@ -130,14 +141,17 @@ class ObjectCallParser:
         # A chunk without text still carries its tokens' logprobs.
         return _empty_delta() if getattr(request, "logprobs", None) else None
 
-    def _sent(self, call: Any) -> list[Any]:
+    def _sent(self, call: Any, request: Any) -> list[Any]:
         """Return the pieces of a call to send: none before its arguments begin as an object."""
         held = self._held.setdefault(call.index, [])
         if held is None:
             return [call]
         held.append(call)
+        name = next((one.function.name for one in held if one.function), None)
         text = "".join(piece.function.arguments or "" for piece in held if piece.function)
-        if not _begins_object(text):
+        if not self._is_call(name, text, request):
+            return []
+        if request.parallel_tool_calls is False and None in self._held.values():
             return []
         self._held[call.index] = None
         # As one piece, as clients expect it: the first has the name.
@@ -181,10 +195,13 @@ class ObjectCallParser:
         prompt_token_ids: Sequence[int] = (),
         ending: Ending = NATURAL,
     ) -> Parts:
+        request = self._plain(request)
         if self._may_call(request) and (ending.is_cut or self._takes_any_pieces):
             return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
         reasoning, content, calls = super().parse(text, request, auto_tools, token_ids)  # type: ignore[misc]
-        kept = [call for call in calls or () if _begins_object(call.arguments)]
+        kept = [call for call in calls or () if self._is_call(call.name, call.arguments, request)]
+        if request.parallel_tool_calls is False:
+            kept = kept[:1]
         if kept:
             # A stream holds back what may be the space before a call.
             return reasoning, (content or "").rstrip() or None, kept
@@ -241,13 +258,23 @@ class ObjectCallParser:
         able = self.tool_parser is not None and bool(request.tools)  # type: ignore[attr-defined]
         return able and request.tool_choice not in (None, "none")
 
+    def _plain(self, request: Any) -> Any:
+        """Return the request with a choice that vLLM's parsers know."""
+        choice = plain_choice(request)
+        if choice is request.tool_choice:
+            return request
+        if self._plain_request is None:
+            self._plain_request = request.model_copy(update={"tool_choice": choice})
+        return self._plain_request
+
+    @staticmethod
+    def _is_call(name: str | None, arguments: str, request: Any) -> bool:
+        names = allowed_names(request)
+        return arguments.lstrip().startswith("{") and (names is None or name in names)
+
     def _content(self, text: str, request: Any) -> str | None:
         content: str | None = self.extract_reasoning(text, request)[1]  # type: ignore[attr-defined]
         return content
-
-
-def _begins_object(text: str) -> bool:
-    return text.lstrip().startswith("{")
 
 
 def _empty_delta() -> Any:

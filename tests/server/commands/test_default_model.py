@@ -215,3 +215,85 @@ def test_text_and_two_calls_are_cut_where_the_limit_is(client: openai.OpenAI, ap
     assert not is_whole(stopped.calls[1][1])
     assert len(stopped.complete) < 2
     assert stopped == getattr(asker, api)(96, False, "auto", **guided)
+
+
+RING: dict[str, Any] = {"name": "ring", "parameters": {"type": "object", "properties": {}}}
+
+
+def called(client: openai.OpenAI, api: str, choice: Any, stream: bool, **more: Any) -> list[str]:
+    """Return the names of the tools that an answer calls, of two that are offered."""
+    wish: Any = {"model": "default-model", "temperature": 0, "extra_body": more}
+    if api == "response":
+        tools: Any = [{"type": "function", "strict": False, **tool} for tool in (LOOK, RING)]
+        wish |= {"input": CALL.question, "tools": tools, "max_output_tokens": 96, "store": False}
+        if not stream:
+            answer = client.responses.create(**wish, tool_choice=choice)
+            told = answer.tool_choice
+            assert (told if isinstance(told, str) else told.to_dict()) == choice
+        else:
+            events = list(client.responses.create(**wish, tool_choice=choice, stream=True))
+            answer = events[-1].response  # type: ignore[union-attr]
+        return [item.name for item in answer.output if item.type == "function_call"]
+    tools = [{"type": "function", "function": tool} for tool in (LOOK, RING)]
+    wish |= {"messages": CALL.messages, "tools": tools, "max_tokens": 96}
+    if not stream:
+        message = client.chat.completions.create(**wish, tool_choice=choice).choices[0].message
+        return [call.function.name for call in message.tool_calls or []]
+    chunks = client.chat.completions.create(**wish, tool_choice=choice, stream=True)
+    pieces = [piece for c in chunks for piece in c.choices[0].delta.tool_calls or []]
+    return [piece.function.name for piece in pieces if piece.function.name]
+
+
+def allowed(api: str, mode: str, *names: str) -> Any:
+    if api == "response":
+        tools: Any = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": mode, "tools": tools}
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "response"])
+def test_only_allowed_tools_are_called(client: openai.OpenAI, api: str, stream: bool) -> None:
+    # The question asks for the weather, and the model would call that tool.
+    assert called(client, api, allowed(api, "auto", "get_weather"), stream) == ["get_weather"]
+    assert set(called(client, api, allowed(api, "required", "ring"), stream)) == {"ring"}
+    assert "get_weather" not in called(client, api, allowed(api, "auto", "ring"), stream)
+    with pytest.raises(openai.BadRequestError, match="got 'bell'") as caught:
+        called(client, api, allowed(api, "auto", "ring", "bell"), stream)
+    place = "tools[1].name" if api == "response" else "allowed_tools.tools[1].function.name"
+    assert caught.value.param == f"tool_choice.{place}"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "response"])
+def test_calls_that_may_not_be_parallel_are_one(
+    client: openai.OpenAI, api: str, stream: bool
+) -> None:
+    guided: Any = {"structured_outputs": {"choice": [TEXT_AND_CALLS]}}
+    choice = "auto"
+    assert len(called(client, api, choice, stream, **guided)) == 2
+    guided["parallel_tool_calls"] = False
+    assert len(called(client, api, choice, stream, **guided)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_messages_name_tools_and_call_one(client: openai.OpenAI, stream: bool) -> None:
+    url = str(client.base_url).removesuffix("/v1/")
+    tools: Any = [{"name": t["name"], "input_schema": t["parameters"]} for t in (LOOK, RING)]
+    wish: Any = {
+        "model": "default-model",
+        "messages": CALL.messages,
+        "tools": tools,
+        "max_tokens": 96,
+        "extra_body": {"temperature": 0, "stream": stream},
+    }
+    with anthropic.Anthropic(base_url=url, api_key="none") as messages:
+        for choice in (
+            {"type": "any", "disable_parallel_tool_use": True},
+            {"type": "tool", "name": "ring", "disable_parallel_tool_use": True},
+        ):
+            answer = messages.messages.with_raw_response.create(**wish, tool_choice=choice)
+            assert answer.text().count('tool_use","id') == 1
+        with pytest.raises(anthropic.BadRequestError, match="got 'bell'"):
+            messages.messages.create(**wish, tool_choice={"type": "tool", "name": "bell"})

@@ -118,6 +118,11 @@ F, G = ({"type": "function", "name": name, "parameters": SCHEMA} for name in "fg
         ("CHAT", [tool("f"), tool("g", strict=True)], "none", []),
         ("CHAT", [tool("f"), tool("g")], {"type": "function", "function": {"name": "g"}}, [1]),
         ("RESPONSES", [F, G], {"type": "function", "name": "f"}, [0]),
+        # A list guides a free choice as well.
+        ("RESPONSES", [F, G], {"type": "allowed_tools", "mode": "auto", "tools": [G]}, [1]),
+        ("CHAT", [tool("f"), tool("g")],
+         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("f")]}},
+         [0]),
         ("RESPONSES", [F, G], "required", [0, 1]),
         ("MESSAGES", [F, G], {"type": "any"}, []),
         ("MESSAGES", [{"name": n, "input_schema": SCHEMA} for n in "fg"], {"type": "any"}, [0, 1]),

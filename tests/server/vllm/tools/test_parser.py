@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
+from server.tools.choice import ToolChoice
 from server.vllm.tools.parser import object_call_parser
+from server.vllm.tools.requests import allow_names
 from server.vllm.tools.schemas import object_schema
 from server.vllm.tools.templates import tool_parser_of
 
@@ -35,7 +38,7 @@ def request(choice: Any, *functions: dict[str, Any]) -> ChatCompletionRequest:
     )
 
 
-def parser(asked: ChatCompletionRequest) -> Any:
+def parser(asked: Any) -> Any:
     plain = ParserManager.get_parser(
         tool_parser_name="hermes", reasoning_parser_name=None, enable_auto_tools=True
     )
@@ -44,7 +47,7 @@ def parser(asked: ChatCompletionRequest) -> Any:
     return made(TOKENIZER, asked.tools)
 
 
-def streamed(text: str, asked: ChatCompletionRequest, size: int = 3) -> tuple[str, list[Any]]:
+def streamed(text: str, asked: Any, size: int = 3) -> tuple[str, list[Any]]:
     """The text and the calls of an answer that comes in pieces."""
     one = parser(asked)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
@@ -63,7 +66,7 @@ def streamed(text: str, asked: ChatCompletionRequest, size: int = 3) -> tuple[st
     return content, [[*n, a] for n, a in zip(names, arguments, strict=True)]
 
 
-def whole(text: str, asked: ChatCompletionRequest) -> tuple[str, list[Any]]:
+def whole(text: str, asked: Any) -> tuple[str, list[Any]]:
     _, content, calls = parser(asked).parse(text, asked, enable_auto_tools=True)
     return content or "", [[call.name, call.arguments] for call in calls or ()]
 
@@ -94,7 +97,7 @@ def test_a_call_beside_one_that_is_none_stays(read: Any) -> None:
     assert [name for name, _ in calls] == ["look"]
 
 
-def guided(asked: ChatCompletionRequest) -> list[Any]:
+def guided(asked: Any) -> list[Any]:
     """The schemas in the structural tag that guides an answer."""
     adjusted = parser(asked).adjust_request(asked)
     assert adjusted.structured_outputs is not None
@@ -128,6 +131,81 @@ def test_a_free_choice_is_guided_once_a_tool_insists() -> None:
     assert parser(loose).adjust_request(loose).structured_outputs is None
     other = {"name": "listen", "parameters": {"type": "object"}, "strict": True}
     assert SCHEMA in guided(request("auto", {"parameters": SCHEMA, "strict": False}, other))
+
+
+def listed(mode: str, *names: str, **more: Any) -> ChatCompletionRequest:
+    """Return a request whose answer may call some of three tools."""
+    asked = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "a"}],
+        tools=[
+            {
+                "type": "function",
+                "function": {"name": name, "parameters": {**SCHEMA, "title": name}},
+            }
+            for name in ("look", "listen", "ring")
+        ],
+        tool_choice=mode,
+        **more,
+    )
+    allow_names(asked, ToolChoice(mode, frozenset(names), listed=True))
+    return asked
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_list_of_tools_guides_by_those_alone(mode: str) -> None:
+    asked = listed(mode, "look", "ring")
+    assert {schema["title"] for schema in guided(asked)} == {"look", "ring"}
+    assert asked.tools is not None
+    assert [tool.function.name for tool in asked.tools] == ["look", "listen", "ring"]
+    assert asked.tool_choice == mode
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_a_call_of_a_tool_that_is_not_listed_is_text(read: Any) -> None:
+    assert read(GOOD, listed("auto", "listen")) == (GOOD, [])
+    other = GOOD.replace("look", "listen")
+    content, calls = read(GOOD + other, listed("auto", "listen"))
+    assert [name for name, _ in calls] == ["listen"]
+    assert content == ""
+
+
+def test_a_list_of_the_responses_api_is_known_to_parsers() -> None:
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "look"}],
+    }
+    asked = ResponsesRequest(
+        input="a",
+        tools=[{"type": "function", "name": "look", "parameters": SCHEMA}],
+        tool_choice=choice,
+    )
+    allow_names(asked, ToolChoice.of(choice))
+    assert guided(asked)
+    assert asked.tool_choice.mode == "required"
+    for read in (whole, streamed):
+        content, calls = read(GOOD, asked)
+        assert (content, [name for name, _ in calls]) == ("", ["look"])
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_one_call_is_all_where_calls_may_not_be_parallel(read: Any) -> None:
+    two = GOOD + GOOD.replace("Ulm", "Bonn")
+    one = request("auto", {"parameters": SCHEMA})
+    one.parallel_tool_calls = False
+    assert [json.loads(text) for _, text in read(two, one)[1]] == [{"city": "Ulm"}]
+    one.parallel_tool_calls = True
+    assert len(read(two, one)[1]) == 2
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_grammar_ends_after_the_one_call_that_may_be(choice: str) -> None:
+    asked = request(choice, {"parameters": SCHEMA, "strict": True})
+    for parallel in (True, False):
+        asked.parallel_tool_calls = parallel
+        adjusted = parser(asked).adjust_request(asked)
+        tag = json.loads(adjusted.structured_outputs.structural_tag)
+        assert tag["format"]["stop_after_first"] is not parallel
 
 
 def test_the_tools_themselves_stay_as_they_were_given() -> None:

@@ -1,0 +1,66 @@
+"""vLLM's requests, adapted to the tools that an answer may call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from server.tools.choice import ToolChoice
+from server.vllm.tools.schemas import guiding
+
+_NAMES = "allowed_tool_names"
+_CALLS = frozenset(("tags_with_separator", "triggered_tags"))
+"""Formats of a structural tag that hold any number of calls."""
+
+
+def allow_names(request: Any, choice: ToolChoice) -> None:
+    """Note at a request of vLLM's which tools its answer may call."""
+    setattr(request, _NAMES, sorted(choice.names or ()))
+
+
+def allowed_names(request: Any) -> Collection[str] | None:
+    """Return the names of the tools that an answer may call; None for all."""
+    names: Collection[str] | None = getattr(request, _NAMES, None)
+    return names
+
+
+def plain_choice(request: Any) -> Any:
+    """Return `tool_choice` as vLLM's parsers know it: a list of tools is its mode."""
+    choice = request.tool_choice
+    listed = allowed_names(request) is not None and not isinstance(choice, str)
+    return choice.mode if listed else choice
+
+
+def guiding_tools(request: Any) -> list[Any]:
+    """Return those tools of a request that guide its answer."""
+    names = allowed_names(request)
+    if names is None:
+        return [guiding(tool) for tool in request.tools]
+    allowed = [tool for tool in request.tools if _name(tool) in names]
+    return [guiding(tool, strict=True) for tool in allowed]
+
+
+def _name(tool: Any) -> str | None:
+    name: str | None = getattr(getattr(tool, "function", tool), "name", None)
+    return name
+
+
+def allow_one_call(request: Any) -> None:
+    """Let the grammar of a request's calls end after the first one, in place."""
+    guide = getattr(request, "structured_outputs", None)
+    if guide is not None and guide.structural_tag is not None:
+        tag = json.loads(guide.structural_tag)
+        _stop_after_first(tag)
+        request.structured_outputs = replace(guide, structural_tag=json.dumps(tag))
+
+
+def _stop_after_first(value: Any) -> None:
+    if isinstance(value, dict):
+        if value.get("type") in _CALLS:
+            value["stop_after_first"] = True
+            return
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        _stop_after_first(item)
