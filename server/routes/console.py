@@ -1,7 +1,7 @@
-"""`/`: the console, a page that shows what the server does; its files under `/console/`.
+"""`/`: the console, a page with a playground and figures; its files under `/console/`.
 
-The files are read once and sent from memory. They hold nothing secret, so that no key opens them:
-what they show they ask the API for, with the key that the user gives the page.
+The files are read once and sent from memory. They hold nothing secret, so that they need no key:
+the page reads its figures from the API, with the key that the user enters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    # Licences of the libraries.
+    ".txt": "text/plain; charset=utf-8",
 }
 _FILE = failing(RouteNotFoundError) | {
     200: {"content": {kind.partition(";")[0]: {} for kind in _TYPES.values()}}
 }
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline: the page works on a host without a network.
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'",
+    # Nothing from other hosts, nothing inline: the page works on a host without a network, and HTML
+    # of a model that got past the sanitiser could neither run nor load anything. Trusted types let
+    # the sanitiser alone parse text as HTML.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Asked for again each time, and usually answered by 304.
+    # Browsers ask each time whether a file has changed, and mostly get a 304.
     "cache-control": "no-cache",
 }
 
@@ -46,16 +51,20 @@ class _File(NamedTuple):
 def console_router() -> APIRouter:
     """Return the console's routes."""
     router = APIRouter(route_class=DescribedRoute)
-    files = {path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in _TYPES}
+    files = {
+        path.relative_to(FOLDER).as_posix(): _read(path)
+        for path in FOLDER.rglob("*")
+        if path.suffix in _TYPES
+    }
 
     @router.head("/", include_in_schema=False)
     @router.get("/", response_class=HTMLResponse)
     async def page(request: Request) -> Response:
-        """The console, a page that shows what the server does."""
+        """The console: a playground, and figures of the server."""
         return _answer(files["index.html"], request)
 
-    @router.head("/console/{file}", include_in_schema=False)
-    @router.get("/console/{file}", response_class=Response, responses=_FILE)
+    @router.head("/console/{file:path}", include_in_schema=False)
+    @router.get("/console/{file:path}", response_class=Response, responses=_FILE)
     async def part(file: str, request: Request) -> Response:
         """A file of the console."""
         if file not in files:

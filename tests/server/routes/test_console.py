@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 from server.routes.console import FOLDER
 from tests.server.scripted import ScriptedLauncher, running
 
-FILES = sorted(path.name for path in FOLDER.iterdir())
+FILES = sorted(path.name for path in FOLDER.iterdir() if path.is_file())
+LIBRARIES = json.loads((FOLDER / "vendor" / "packages.json").read_text(encoding="utf-8"))
 
 
 async def test_the_page_is_there_before_the_engine_and_without_a_key(tmp_path: Path) -> None:
@@ -18,7 +21,10 @@ async def test_the_page_is_there_before_the_engine_and_without_a_key(tmp_path: P
         page = await service.client.get("/")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-        assert "default-src 'self'" in page.headers["content-security-policy"]
+        policy = page.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "connect-src 'self'"} <= set(policy)
+        assert {"require-trusted-types-for 'script'", "trusted-types dompurify"} <= set(policy)
+        assert not re.search("unsafe|[*]|https?:|data:|blob:", " ".join(policy))
         for name in re.findall(r'(?:href|src)="console/([^"]+)"', page.text):
             assert (await service.client.get(f"/console/{name}")).status_code == 200
         # What it shows is guarded as ever.
@@ -44,7 +50,16 @@ async def test_a_file_that_did_not_change_is_not_sent_again(tmp_path: Path) -> N
         assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.parametrize("path", ["/console/none.js", "/console/..%2fapp.py", "/console/"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/console/none.js",
+        "/console/vendor/packages.json",
+        "/console/vendor",
+        "/console/..%2fapp.py",
+        "/console/",
+    ],
+)
 async def test_nothing_else_is_sent(tmp_path: Path, path: str) -> None:
     async with running(tmp_path) as service:
         answer = await service.client.get(path)
@@ -59,3 +74,15 @@ def test_no_file_names_another_host_or_writes_markup(name: str) -> None:
     assert hosts <= {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in text
     assert not re.search(r"\son\w+=|<style|javascript:", text)
+
+
+def test_libraries_are_the_published_files_with_their_licences() -> None:
+    folder = FOLDER / "vendor"
+    files = {name: of for library in LIBRARIES for name, of in library["files"].items()}
+    assert sorted(files) == sorted(p.name for p in folder.iterdir() if p.suffix != ".json")
+    for name, of in files.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == of["sha256"], name
+    for library in LIBRARIES:
+        assert re.fullmatch(r"[0-9]+([.][0-9]+){2}", library["version"])
+        assert library["integrity"].startswith("sha512-")
+        assert any("LICENSE" in name for name in library["files"])
