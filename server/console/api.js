@@ -1,4 +1,4 @@
-// The server's HTTP interface: the key of this tab, and errors as the server words them.
+// The server's HTTP interface: the key of this tab, and errors in the server's words.
 
 const KEY = "rbln-serve-key";
 
@@ -14,19 +14,23 @@ export function setKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
+export function currentKey() {
+  return sessionStorage.getItem(KEY);
+}
+
+// Relative to the page: a proxy may serve it below a path of its own.
+export function urlOf(path) {
+  return new URL(path.slice(1), document.baseURI).href;
+}
+
 function headers(extra) {
-  const key = sessionStorage.getItem(KEY);
+  const key = currentKey();
   return key ? { ...extra, authorization: `Bearer ${key}` } : { ...extra };
 }
 
-// Relative to the page: a proxy may have put the server below a path of its own.
-function url(path) {
-  return new URL(path.slice(1), document.baseURI);
-}
-
-// Throws a TypeError when nobody answers, RequestFailed when the answer is an error.
+// Throws a TypeError where there is no answer, RequestFailed where the answer is an error.
 export async function request(path, options = {}) {
-  const answer = await fetch(url(path), { cache: "no-store", ...options, headers: headers(options.headers) });
+  const answer = await fetch(urlOf(path), { cache: "no-store", ...options, headers: headers(options.headers) });
   if (!answer.ok) throw new RequestFailed(await reason(answer), answer.status);
   return answer;
 }
@@ -46,8 +50,27 @@ export async function postJson(path, body, signal) {
 
 // The probe's body is the same whether its status is 200 or 503.
 export async function probe() {
-  const answer = await fetch(url("/readyz"), { cache: "no-store" });
+  const answer = await fetch(urlOf("/readyz"), { cache: "no-store" });
   return answer.json();
+}
+
+// The JSON events of a stream, up to [DONE]; `at` is when the bytes of an event arrived.
+export async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The stream ended before the answer was complete.");
+    const at = performance.now();
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) {
+      if (!frame.startsWith("data: ")) continue;
+      const data = frame.slice(6);
+      if (data === "[DONE]") return;
+      yield { at, ...JSON.parse(data) };
+    }
+  }
 }
 
 async function reason(answer) {

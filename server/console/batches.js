@@ -1,30 +1,29 @@
-// What runs in rows that clients leave empty: batches and the tier flex; and what is stored.
+// Background work, which runs in padding rows: batches and the tier flex; and stored responses.
 
-import { rate } from "./exposition.js";
+import { Recent, rate } from "./exposition.js";
 import { bar, bytes, duration, number, setPairs, setRows, setText } from "./page.js";
 
 const ROWS = "rbln_background_rows_total";
-let before = null;
+const pages = new Recent(10);
 
-// A row of a decode step is a token of a line, or of a request of the tier flex: of its answer, or
-// of its prompt.
+// A row of a decode step is one token of background work: of an answer, or of a prompt.
 export function showBackground(now) {
+  pages.add(now);
   const full = now.sum("rbln_storage_full") > 0;
   setPairs("background", [
     ["Padding rows earned", number(now.sum(ROWS, { kind: "padding" }))],
-    ["Of these per second", number(rate(before, now, ROWS, { kind: "padding" }), 1)],
+    ["Of these per second", number(rate(pages.first(), now, ROWS, { kind: "padding" }), 1)],
     ["Prompt tokens read there", number(now.sum(ROWS, { kind: "prompt" }))],
     ["Rows in own steps", number(now.sum(ROWS, { kind: "alone" }))],
     ["Parked rows", number(now.sum("rbln_background_parked"))],
     ["Lines running", number(now.sum("rbln_batch_lines_running"))],
     ["Lines to do", number(now.sum("rbln_batch_lines_to_do"))],
     ["Flex answers in flight", number(now.sum("rbln_admission_flex_in_flight"))],
-    ["Room on the disk", full ? "full: answers wait" : bytes(now.sum("rbln_storage_free_bytes"))],
+    ["Free on the disk", full ? "full: answers wait" : bytes(now.sum("rbln_storage_free_bytes"))],
   ], true);
-  const kept = now.all("rbln_stored_responses").filter(({ value }) => value > 0);
-  const words = kept.map(({ labels, value }) => `${number(value)} ${inWords(labels.status)}`);
+  const stored = now.all("rbln_stored_responses").filter(({ value }) => value > 0);
+  const words = stored.map(({ labels, value }) => `${number(value)} ${inWords(labels.status)}`);
   setText("responses", `Stored responses of all keys: ${words.join(", ") || "none"}`);
-  before = now;
 }
 
 // `batches` are batch objects of OpenAI's API, the newest first.
@@ -39,7 +38,7 @@ export function showBatches(batches) {
   ]), "none");
 }
 
-// A batch that failed says of its first fault what it is and where.
+// A failed batch shows the code and the line of its first error.
 function state({ status, errors }) {
   if (!errors) return inWords(status);
   const [{ code, line }] = errors.data;

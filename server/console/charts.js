@@ -1,16 +1,16 @@
-// Pictures of the last minutes: lines over time with axes, and the values under a cursor.
+// Line charts of the last minutes with axes, and the values under a cursor.
 
 const SVG = "http://www.w3.org/2000/svg";
-// The shortest of these that holds all there is is shown.
+// The time axis is the shortest of these that holds every sample.
 const MINUTES = [1, 2, 5, 10];
 const LONGEST_S = 600;
-// A longer silence, as of a hidden tab or a server that is gone, is a gap in the line.
+// A longer pause, such as that of a suspended host, is a gap in the line.
 const GAP_S = 15;
 const HEIGHT = 150;
 const EDGE = { left: 46, right: 8, top: 8, bottom: 20 };
 
 export class Chart {
-  // `series` are words by class of line; `show` words a value; `full` is the top, if it is fixed.
+  // `series` are names by class of line; `show` formats a value; `full` is the top where it is fixed.
   constructor(id, { series, show, full = null }) {
     this.figure = document.getElementById(id);
     this.svg = this.figure.querySelector("svg");
@@ -23,10 +23,11 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.figure);
   }
 
-  // Takes one value for each line, null where there is none; `at` is in seconds.
-  add(at, values) {
-    this.samples.push({ at, values });
-    while (this.samples[0].at < at - LONGEST_S) {
+  // Adds samples, the oldest first: `at` in seconds, one of `values` for each line, null for none.
+  extend(samples) {
+    this.samples.push(...samples);
+    const begin = this.now() - LONGEST_S;
+    while (this.samples[0].at < begin) {
       this.samples.shift();
       if (this.cursor !== null) this.cursor = Math.max(0, this.cursor - 1);
     }
@@ -43,7 +44,7 @@ export class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     const lines = this.series.map(([kind], index) => node("path", { class: `line ${kind}`, d: this.path(index) }));
     this.svg.replaceChildren(...this.axes(), ...lines, ...this.marks());
-    this.tell();
+    this.describe();
   }
 
   now() {
@@ -102,20 +103,20 @@ export class Chart {
     ];
   }
 
-  // The values under the cursor, else the latest, in words; for those who do not see the lines also the highest.
-  tell() {
+  // Writes the values under the cursor, else the latest; for screen readers also the highest.
+  describe() {
     const { at, values } = this.samples[this.cursor ?? this.samples.length - 1];
     const ago = Math.round(this.now() - at);
     const when = this.cursor === null ? "now" : `${Math.floor(ago / 60)} min ${ago % 60} s ago`;
-    const worded = this.series.map(([kind, name], index) => {
+    const entries = this.series.map(([kind, name], index) => {
       const entry = document.createElement("span");
       entry.className = `key ${kind}`;
       entry.textContent = `${name ? `${name} ` : ""}${values[index] === null ? "–" : this.show(values[index])}`;
       return entry;
     });
-    // The latest values change every two seconds: only what is asked for is said aloud.
+    // Only values that the user points at are announced: the latest change every few seconds.
     this.readout.setAttribute("aria-live", this.cursor === null ? "off" : "polite");
-    this.readout.replaceChildren(...worded, ` ${when}`);
+    this.readout.replaceChildren(...entries, ` ${when}`);
     const highest = this.series.map(([, name], index) =>
       `${name} ${this.show(Math.max(0, ...this.samples.map((sample) => Number(sample.values[index]))))}`);
     this.svg.setAttribute("aria-label", `${this.title}, last ${this.minutes} min; at most ${highest.join(", ").trim()}`);

@@ -1,4 +1,4 @@
-// Prometheus' text format, as much as the console reads of it.
+// Prometheus' text format, as much of it as the console reads.
 
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
@@ -35,7 +35,25 @@ export class Page {
   }
 }
 
-// The increase per second from one page to the next; null when it cannot be told.
+// The pages of the last seconds, the oldest first.
+export class Recent {
+  constructor(seconds) {
+    this.seconds = seconds;
+    this.pages = [];
+  }
+
+  add(page) {
+    this.pages.push(page);
+    while (this.pages.length > 2 && this.pages[1].at <= page.at - this.seconds) this.pages.shift();
+  }
+
+  // The oldest page; null where there is only one.
+  first() {
+    return this.pages.length > 1 ? this.pages[0] : null;
+  }
+}
+
+// The increase per second from one page to another; null where one of them lacks the metric.
 export function rate(before, now, name, where = {}) {
   const first = before?.sum(name, where) ?? null;
   const last = now.sum(name, where);
@@ -43,7 +61,7 @@ export function rate(before, now, name, where = {}) {
   return (last - first) / (now.at - before.at);
 }
 
-// A quantile of what a histogram took in between two pages, linear within its bucket; else null.
+// A quantile of a histogram's observations between two pages, linear within its bucket; null where there is none.
 export function quantile(before, now, name, share) {
   const counts = new Map();
   for (const [page, sign] of [[now, 1], [before, -1]]) {

@@ -1,8 +1,12 @@
-// What the engine does now, from two scrapes of /metrics a few seconds apart.
+// The engine's work: charts of the samples that the server has recorded, figures of /metrics.
 
 import { Chart } from "./charts.js";
-import { quantile, rate } from "./exposition.js";
+import { Recent, quantile } from "./exposition.js";
 import { bar, bytes, milliseconds, number, percent, setPairs, setRows } from "./page.js";
+
+// Tokens per second are means over this many of the server's samples, 10 s.
+const SAMPLES = 2;
+const LATENCY_S = 30;
 
 const whole = (share) => `${Math.round(100 * share)} %`;
 const count = (value) => number(value, value > 0 && value < 5 && !Number.isInteger(value) ? 1 : 0);
@@ -12,38 +16,47 @@ const charts = {
   padding: new Chart("chart-padding", { series: { first: "decode", second: "prefill" }, show: whole, full: 1 }),
   kv: new Chart("chart-kv", { series: { first: "" }, show: whole, full: 1 }),
 };
-const PADDING = {
-  decode: ["rbln_bucket_useful_rows_total", "rbln_bucket_padded_rows_total", { phase: "decode" }],
-  prefill: ["rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total", {}],
+const VALUES = {
+  speed: (sample) => [sample.output_tokens / sample.seconds, sample.prompt_tokens / sample.seconds],
+  queue: (sample) => [sample.running, sample.waiting],
+  padding: (sample) => [sample.decode_padding, sample.prefill_padding],
+  kv: (sample) => [sample.kv_cache_usage],
 };
-let before = null;
+const PADDING = {
+  decode: ["rbln_bucket_useful_rows_total", "rbln_bucket_padded_rows_total"],
+  prefill: ["rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total"],
+};
+const pages = new Recent(LATENCY_S);
+let latest = [];
+
+// The number of the last sample that is shown; 0 for none.
+export function lastSample() {
+  return latest.at(-1)?.number ?? 0;
+}
+
+// Samples of /v1/server_info/history that are not shown yet, the oldest first.
+export function showHistory(samples) {
+  if (!samples.length) return;
+  latest = [...latest, ...samples].slice(-SAMPLES);
+  for (const [name, chart] of Object.entries(charts)) {
+    chart.extend(samples.map((sample) => ({ at: sample.at, values: VALUES[name](sample) })));
+  }
+}
 
 export function showMetrics(now) {
+  pages.add(now);
   showTiles(now);
-  showCharts(now);
   showBuckets(now);
   showMemory(now);
-  before = now;
 }
 
-function showCharts(now) {
-  const speed = ["vllm:generation_tokens_total", "vllm:prompt_tokens_total"];
-  if (before) charts.speed.add(now.at, speed.map((name) => rate(before, now, name)));
-  charts.queue.add(now.at, ["running", "waiting"].map((name) => now.sum(`vllm:num_requests_${name}`)));
-  charts.padding.add(now.at, ["decode", "prefill"].map((phase) => paddedSince(now, phase)));
-  charts.kv.add(now.at, [now.sum("vllm:kv_cache_usage_perc")]);
-}
-
-// The share of what was computed for nobody since the scrape before; null where nothing ran.
-function paddedSince(now, phase) {
-  const [useful, padded, where] = PADDING[phase];
-  const rows = rate(before, now, useful, where);
-  const empty = rate(before, now, padded, where) ?? 0;
-  return rows ? empty / (rows + empty) : null;
+function perSecond(field) {
+  const seconds = latest.reduce((total, sample) => total + sample.seconds, 0);
+  return seconds ? number(latest.reduce((total, sample) => total + sample[field], 0) / seconds) : "–";
 }
 
 function showTiles(now) {
-  const since = (name, share) => milliseconds(quantile(before, now, name, share));
+  const median = (name, share) => milliseconds(quantile(pages.first(), now, name, share));
   const queried = now.sum("vllm:prefix_cache_queries_total");
   const hit = now.sum("vllm:prefix_cache_hits_total");
   const drafted = now.sum("rbln_draft_tokens_total");
@@ -51,14 +64,14 @@ function showTiles(now) {
   const checks = now.sum("rbln_bucket_steps_total", { phase: "verify" });
   const gain = now.sum("rbln_draft_gain_total") / checks;
   setPairs("tiles", [
-    ["Output tokens/s", number(rate(before, now, "vllm:generation_tokens_total"))],
-    ["Prompt tokens/s", number(rate(before, now, "vllm:prompt_tokens_total"))],
+    ["Output tokens/s", perSecond("output_tokens")],
+    ["Prompt tokens/s", perSecond("prompt_tokens")],
     ["Running", number(now.sum("vllm:num_requests_running"))],
     ["Waiting", number(now.sum("vllm:num_requests_waiting"))],
     ["In flight over HTTP", number(now.sum("rbln_serve_in_flight_requests"))],
-    ["First token, median", since("vllm:time_to_first_token_seconds", 0.5)],
-    ["Between tokens, median", since("vllm:inter_token_latency_seconds", 0.5)],
-    ["Between tokens, 99th", since("vllm:inter_token_latency_seconds", 0.99)],
+    ["First token, median", median("vllm:time_to_first_token_seconds", 0.5)],
+    ["Between tokens, median", median("vllm:inter_token_latency_seconds", 0.5)],
+    ["Between tokens, 99th", median("vllm:inter_token_latency_seconds", 0.99)],
     ["Paged KV in use", percent(now.sum("vllm:kv_cache_usage_perc"))],
     ["Prompt tokens from cache", queried ? percent(hit / queried) : "–"],
     ["Hot-path compiles", number(now.sum("rbln_recompiles_after_warmup_total"))],
@@ -86,11 +99,11 @@ function inOrder(one, other) {
   return a[0] - b[0] || (a[1] ?? 1) - (b[1] ?? 1);
 }
 
-// Rows of a decode batch, tokens of a chunk: what was computed for nobody, of all.
+// The share of padding in the rows of decode batches, or in the tokens of a chunk size.
 function padding(now, phase, bucket) {
   const isBatch = phase === "decode" || phase === "verify";
   const where = isBatch ? { phase, bucket } : { chunk: bucket };
-  const [useful, padded] = PADDING[isBatch ? "decode" : "prefill"].slice(0, 2).map((name) => now.sum(name, where));
+  const [useful, padded] = PADDING[isBatch ? "decode" : "prefill"].map((name) => now.sum(name, where));
   return useful === null || padded === null ? null : padded / Math.max(1, useful + padded);
 }
 

@@ -1,10 +1,10 @@
-// Asks the server again and again, and says so plainly when it does not answer.
+// Polls the server every two seconds, and shows when it does not answer.
 
-import { RequestFailed, getJson, probe, request, setKey } from "./api.js";
+import { RequestFailed, getJson, probe, request, setKey, urlOf } from "./api.js";
 import { showBackground, showBatches } from "./batches.js";
 import { parse } from "./exposition.js";
-import { showMetrics } from "./live.js";
-import { byId, setRows, setText, show } from "./page.js";
+import { lastSample, showHistory, showMetrics } from "./live.js";
+import { byId, copyText, setRows, setText, show } from "./page.js";
 import { showModels, startPlayground } from "./playground.js";
 import { showInfo, showStatus } from "./startup.js";
 
@@ -14,7 +14,7 @@ const INFO_EVERY = 15;
 const MODELS_EVERY = 5;
 
 let lastAnswer = null;
-// Rounds until the server's description, and its models and adapters, are asked for again.
+// Rounds until the server's description, and its models and adapters, are read again.
 let infoIn = 0;
 let modelsIn = 0;
 let hasAdapters = false;
@@ -52,12 +52,16 @@ async function showRest(status) {
   if (status.status === "starting") return;
   const scrape = await request("/metrics");
   const page = parse(await scrape.text(), performance.now() / 1000);
+  showHistory((await getJson(`/v1/server_info/history?after=${lastSample()}`)).samples);
   showMetrics(page);
   showBackground(page);
   if (status.status === "ready" && hasStore) showBatches((await getJson("/v1/batches?limit=20")).data);
   if (status.status === "ready" && modelsIn-- <= 0) {
     modelsIn = MODELS_EVERY;
-    showModels((await getJson("/v1/models")).data.map((model) => model.id));
+    const models = (await getJson("/v1/models")).data;
+    showModels(models.map((model) => model.id));
+    // Adapters name the model that they change.
+    setText("served", models.filter((model) => !model.parent).map((model) => model.id).join(", "));
     await showAdapters();
   }
 }
@@ -97,7 +101,7 @@ function silent() {
   setText("phase", "no answer");
   setText("story", "");
   const since = lastAnswer ? ` since ${lastAnswer.toLocaleTimeString()}` : "";
-  warn(`The server does not answer${since}. What is shown below is from then.`);
+  warn(`The server does not answer${since}. The page shows its last figures.`);
 }
 
 function warn(text) {
@@ -108,10 +112,21 @@ function warn(text) {
 
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey(byId("key").value);
+  const key = byId("key").value.trim();
+  // A header could not hold other characters.
+  if (!/^[!-~]*$/.test(key)) {
+    setText("key-note", "An API key has only printable ASCII characters.");
+    return;
+  }
+  setKey(key);
   byId("key").value = "";
   byId("key-form").hidden = true;
   infoIn = modelsIn = 0;
+});
+const base = urlOf("/v1");
+setText("base-url", base);
+byId("base-copy").addEventListener("click", async () => {
+  setText("base-note", (await copyText(base)) ? "Copied." : "The browser does not let the page copy.");
 });
 startPlayground();
 tick();

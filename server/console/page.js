@@ -1,7 +1,28 @@
-// Writing into the page. Only text is ever written: nothing that a server sends becomes markup.
+// Writes text into the page, never markup; markdown.js alone makes elements of a text.
 
 export function byId(id) {
   return document.getElementById(id);
+}
+
+export function element(name, properties = {}) {
+  return Object.assign(document.createElement(name), properties);
+}
+
+// Returns whether the text is on the clipboard. Its interface is there on https and localhost alone.
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = element("textarea", { value: text, className: "offscreen" });
+    const focused = document.activeElement;
+    document.body.append(field);
+    field.select();
+    const copied = document.execCommand("copy");
+    field.remove();
+    focused?.focus();
+    return copied;
+  }
 }
 
 export function setText(id, text) {
@@ -13,14 +34,16 @@ export function show(id, shown) {
   byId(id).hidden = !shown;
 }
 
-// Fills a table's body; a cell is a text, or a node.
+// Fills a table's body; a cell is a text, or a node. On a phone cells show their column's name.
 export function setRows(id, rows, empty) {
   const body = byId(id);
+  const names = [...body.closest("table").tHead.rows[0].cells].map((cell) => cell.textContent);
   const wanted = rows.length ? rows : [[empty]];
   body.replaceChildren(...wanted.map((cells) => {
     const row = document.createElement("tr");
-    for (const cell of cells) {
+    for (const [index, cell] of cells.entries()) {
       const data = document.createElement("td");
+      if (rows.length) data.dataset.name = names[index];
       if (cell instanceof Node) {
         data.className = "bar";
         data.append(cell);

@@ -1,6 +1,9 @@
-// The head of the page and the start-up section: where the service is in its life.
+// The head of the page and the start-up section: phase, progress and description of the service.
 
 import { byId, duration, number, percent, setRows, setText, show } from "./page.js";
+
+// Whether the served model generates text; a pooling model has no playground.
+let chats = true;
 
 const STEPS = {
   init: "Starting the engine",
@@ -15,15 +18,15 @@ export function showStatus(status) {
   byId("phase").dataset.phase = word;
   setText("phase", word);
   setText("story", story(status));
-  // What a start has no figures for waits until there are some.
   const starting = status.ready_after_s === undefined;
   show("serving", !starting);
+  show("playground", !starting && chats);
   show("wait-note", starting);
   show("steps", starting);
   show("progress", word === "starting");
   if (starting) showSteps(status);
   else setText("headline", `Ready after ${number(status.ready_after_s, 1)} s`);
-  // Folded once, when it is over; whoever opens it again keeps it open.
+  // Folded once, when the start is over; it stays open where the user opens it again.
   const details = byId("startup-details");
   if (word === "ready" && !details.dataset.folded) {
     details.open = false;
@@ -34,7 +37,7 @@ export function showStatus(status) {
 function showSteps(status) {
   const { detail } = status;
   const current = status.phase === "init" && /kernel/i.test(detail) ? "kernels" : status.phase;
-  // A word such as "kernels" says no more than the step does.
+  // A detail such as "kernels" would repeat the step's name.
   const more = !detail || STEPS[current]?.toLowerCase().includes(detail.toLowerCase()) ? "" : `: ${detail}`;
   setText("headline", `${STEPS[current] ?? status.phase}${more}`);
   const reached = Object.keys(STEPS).indexOf(current);
@@ -50,7 +53,7 @@ function showSteps(status) {
 
 function showProgress({ graphs: { done, total }, eta_s: eta, uptime_s: uptime }) {
   const progress = byId("graphs-progress");
-  // The time that passed of all there will be, where it is known; else the graphs; else only that it goes on.
+  // Graphs where they are planned, else time where an estimate is known, else an indeterminate bar.
   if (total || eta !== null) {
     progress.max = total ? total : uptime + eta;
     progress.value = total ? done : uptime;
@@ -70,9 +73,11 @@ function story(status) {
 }
 
 export function showInfo(info) {
-  setText("model", info.model ? `${info.model.name} (${info.model.architecture}, ${info.model.dtype})` : "no model yet");
+  chats = info.model?.runner !== "pooling";
+  setText("model", info.model ? `${info.model.name} (${info.model.architecture}, ${info.model.dtype})` : "");
+  setText("context", info.limits ? `${info.limits.max_model_len.toLocaleString("en")} tokens` : "");
   setText("device", info.device ? deviceWords(info.device) : "");
-  setText("version", `version ${info.versions.version}, vLLM ${info.versions.vllm}`);
+  setText("version", `${info.versions.version}, vLLM ${info.versions.vllm}`);
   setRows("phases", Object.entries(info.timings.phases).map(([name, seconds]) => [name, number(seconds, 2)]), "none yet");
   setRows("graphs", info.graphs.map((graph) => [
     graph.name,
@@ -83,30 +88,29 @@ export function showInfo(info) {
   showAdvice(info.bucket_advice);
 }
 
-// Steps are written down once a minute, so that there is nothing to advise on before. Less than the
-// step times can tell is no advice.
+// Steps are recorded once a minute: before that there is no advice.
 function showAdvice(advice) {
-  const phases = Object.entries(advice ?? {}).filter(([, told]) => told !== null);
-  const better = phases.filter(([, told]) => told.suggested.join() !== told.current.join());
+  const phases = Object.entries(advice ?? {}).filter(([, entry]) => entry !== null);
+  const better = phases.filter(([, entry]) => entry.suggested.join() !== entry.current.join());
   show("advice-table", better.length > 0);
   show("advice-note", !better.length);
-  // Where few steps were measured, what they are said to take misses their time by more than all.
-  const noise = Math.max(0, ...phases.map(([, told]) => told.noise));
+  // Of few steps, the error of the predicted time is larger than the time itself.
+  const noise = Math.max(0, ...phases.map(([, entry]) => entry.noise));
   setText("advice-note", phases.length && noise < 1
-    ? `The tuner would change no size: others would save less than step times tell (${percent(noise)}).`
-    : "The tuner has too few steps to go by yet.");
-  setRows("advice", better.map(([phase, told]) => [
+    ? `The tuner would change no size: other sizes would save less than step times vary (${percent(noise)}).`
+    : "The tuner has recorded too few steps yet.");
+  setRows("advice", better.map(([phase, entry]) => [
     phase,
-    number(told.steps),
-    told.current.join(", "),
-    told.suggested.join(", "),
-    `${percent(told.padding_now)}, then ${percent(told.padding_then)}`,
-    `${percent(told.saving)} of step time`,
-    told.setting,
+    number(entry.steps),
+    entry.current.join(", "),
+    entry.suggested.join(", "),
+    `${percent(entry.padding_now)}, then ${percent(entry.padding_then)}`,
+    `${percent(entry.saving)} of step time`,
+    entry.setting,
   ]), "");
 }
 
 function deviceWords(device) {
-  if (device.name !== "emulated") return `device ${device.npu ?? device.name}`;
-  return `emulated device: this host's CPU (${device.isa ?? device.kernels}), no NPU`;
+  if (device.name !== "emulated") return device.npu ?? device.name;
+  return `emulated on this host's CPU (${device.isa ?? device.kernels}), no NPU`;
 }
