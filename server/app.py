@@ -155,7 +155,8 @@ def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
 def _methods(request: Request) -> set[str]:
     """Return the methods that a path takes; the framework knows those of its first route."""
     matching = (r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
-    return {method for route in matching for method in getattr(route, "methods", ())}
+    methods = {method for route in matching for method in getattr(route, "methods", ())}
+    return methods | ({"HEAD"} if "GET" in methods else set())
 
 
 async def _raise_ours(request: Request, error: Exception) -> Response:

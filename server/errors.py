@@ -4,18 +4,15 @@
     +-- RequestError                 the request itself is wrong
     |   +-- InvalidJsonError         the body is not a JSON object
     |   +-- MediaTypeError           the body is not declared as JSON
+    |   +-- ContentEncodingError     the body is compressed
     |   +-- BodyTooLargeError
-    |   +-- MissingFieldError
-    |   +-- InvalidTypeError
-    |   +-- InvalidValueError
-    |   +-- UnknownFieldError
+    |   +-- MissingFieldError, InvalidTypeError, InvalidValueError, UnknownFieldError
     |   +-- UnsupportedFieldError    a known field that this service does not act on
     |   +-- ContextLengthError
     |   +-- InvalidSchemaError       a JSON schema that cannot guide an answer
     |   +-- InvalidGrammarError      a regex, choice, grammar or structural tag that cannot
     |   +-- InvalidAdapterError      a LoRA adapter that does not fit, or may not be read
-    |   +-- AdapterExistsError
-    |   +-- NoAdapterSlotError
+    |   +-- AdapterExistsError, NoAdapterSlotError
     |   +-- AuthenticationError      no key, or a wrong one
     |   +-- PermissionDeniedError    a key that does not open this
     |   +-- BodyTimeoutError         the body did not arrive in time
@@ -23,10 +20,7 @@
     |   +-- HeadersTooLargeError
     |   +-- HeaderTimeoutError       the head did not arrive in time
     |   +-- WebSocketError           a WebSocket is asked for
-    |   +-- RouteNotFoundError
-    |   +-- MethodNotAllowedError
-    |   +-- ModelNotFoundError
-    |   +-- NotFoundError
+    |   +-- RouteNotFoundError, MethodNotAllowedError, ModelNotFoundError, NotFoundError
     |   +-- UnsupportedOperationError
     |   +-- StorageFullError         a quota of what is stored, or the disk
     +-- NotEnabledError              this server was started without it
@@ -178,6 +172,10 @@ class InvalidJsonError(RequestError):
 
 class MediaTypeError(RequestError):
     """The body is declared as something else than JSON."""
+
+
+class ContentEncodingError(RequestError):
+    """The body is compressed, and bodies are read as they are."""
 
 
 class BodyTooLargeError(RequestError):
@@ -359,6 +357,7 @@ TABLE: dict[type[ServerError], ErrorRow] = {
     RequestError: ErrorRow(400, _INVALID, "invalid_request", "client_error"),
     InvalidJsonError: ErrorRow(400, _INVALID, "invalid_json", "client_error"),
     MediaTypeError: ErrorRow(415, _INVALID, "unsupported_media_type", "client_error"),
+    ContentEncodingError: ErrorRow(415, _INVALID, "unsupported_content_encoding", "client_error"),
     BodyTooLargeError: ErrorRow(413, _INVALID, "body_too_large", "client_error"),
     MissingFieldError: ErrorRow(400, _INVALID, "missing_field", "client_error"),
     InvalidTypeError: ErrorRow(400, _INVALID, "invalid_type", "client_error"),

@@ -20,7 +20,7 @@ from server.admission import Admission
 from server.edge.auth import Access
 from server.edge.last_words import send_error
 from server.edge.spans import METHODS, begin_span, end_span
-from server.errors import InternalError, ServerError
+from server.errors import ContentEncodingError, InternalError, ServerError, describe
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
@@ -198,6 +198,7 @@ class GateMiddleware:
             caller = self._access.admit(record.route, scope)
             record.key, record.is_admin = caller.key, caller.is_admin
             record.owner, record.tiers = caller.owner, caller.tiers
+        _check_encoding(scope)
         if not record.route.gated:
             await self._app(scope, receive, send)
             return
@@ -208,3 +209,15 @@ class GateMiddleware:
             self._admission.check()
         with self._lifecycle.track():
             await self._app(scope, receive, send)
+
+
+def _check_encoding(scope: Scope) -> None:
+    """Raise `ContentEncodingError` for a body that would have to be decompressed."""
+    for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise ContentEncodingError(
+                f"The Content-Encoding {describe(value.decode('latin-1'))} is not supported; send "
+                "the body as it is.",
+                # RFC 9110: what a request's body may be.
+                headers={"accept-encoding": "identity"},
+            )

@@ -13,7 +13,9 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from server import errors
 from server.errors import TABLE, ErrorEnvelope, ServerError
@@ -99,6 +101,18 @@ class DescribedRoute(APIRoute):
         options["operation_id"] = f"{method.lower()}{route.template}"
         super().__init__(path, endpoint, **options)
         self.summary, self.description = self.summary or self.description, ""
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        """Match `HEAD` requests as `GET`."""
+        return super().matches(_as_get(scope))
+
+    async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Answer a request; the connection omits the body of a `HEAD` response."""
+        await super().handle(_as_get(scope), receive, send)
+
+
+def _as_get(scope: AsgiScope) -> AsgiScope:
+    return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
 
 
 def openapi_document(

@@ -202,3 +202,38 @@ async def test_a_line_end_too_many_does_no_harm(tmp_path: Path) -> None:
         await asyncio.sleep(0.6)
         await wire.send(LIVE)
         assert (await wire.answer()).status == 200
+
+
+async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        await service.until_ready()
+        client = service.client
+        for path in ("/livez", "/readyz", "/v1/models", "/metrics", "/v1/server_info", "/"):
+            whole, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b""), path
+            assert head.headers["content-type"] == whole.headers["content-type"]
+            assert head.headers.get("content-length", "0") != "0"
+        missing = await client.head("/v1/models/none")
+        assert (missing.status_code, missing.content) == (404, b"")
+        refused = await client.head(CHAT)
+        assert refused.status_code == 405
+        other = await client.put("/v1/models")
+        assert set(other.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "x" * 3000])
+async def test_bodies_are_not_decompressed(tmp_path: Path, encoding: str) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        await service.until_ready()
+        headers = {"content-encoding": encoding, "content-type": "application/json"}
+        for path in (CHAT, "/v1/files", "/admin/drain"):
+            answer = await service.client.post(path, content=b"\x1f\x8b", headers=headers)
+            assert answer.status_code == 415, path
+            error = answer.json()["error"]
+            assert error["code"] == "unsupported_content_encoding"
+            assert "Content-Encoding" in error["message"] and len(error["message"]) < 300
+            assert answer.headers["accept-encoding"] == "identity"
+        body = json.dumps({"do": "answer"}).encode()
+        plain = headers | {"content-encoding": "identity"}
+        answer = await service.client.post(CHAT, content=body, headers=plain)
+        assert answer.status_code == 200
