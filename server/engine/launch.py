@@ -38,6 +38,7 @@ from server.engine.weight_files import refuse_damaged_weights
 from server.frontend import Frontend
 from server.host.importing import uncollected
 from server.host.tasks import aside, in_daemon_thread
+from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.importing import allow_stop_strings, import_vllm
 
@@ -157,6 +158,7 @@ class VllmLauncher:
 
                 frontend = await build_frontend(engine, args, tasks, self._settings)
                 await self_test(engine, tasks)
+                bound_vllm_log()
                 limit_s = self._settings.step_timeout_s
                 engines = engine.vllm_config.parallel_config.data_parallel_size
                 return VllmEngine(

@@ -1,7 +1,7 @@
 """The server's log: one line per event on stderr, as text or JSON, with the request's id.
 
-The loggers of `server` and, in this process, of `rbln_backend` are configured, which says here what
-it makes of a command line; vLLM and uvicorn keep their own.
+The loggers of `server`, uvicorn and asyncio are configured and, in this process, of `rbln_backend`,
+which says here what it makes of a command line; vLLM keeps its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import sys
 import time
 from contextvars import ContextVar
+
+from server.observability.log_text import MAX_CHARS, clipped, exception_text, shown
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the request that the current task works for."""
@@ -24,12 +26,13 @@ class TextFormatter(logging.Formatter):
     """`12:30:05 INFO  server.service: message [request_id]`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows on lines of its own."""
+        """Return the line; a traceback follows on lines of its own, behind a bar."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         request_id = request_id_var.get()
         suffix = f" [{request_id}]" if request_id else ""
-        line = f"{clock} {record.levelname:<7} {record.name}: {record.getMessage()}{suffix}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{clock} {record.levelname:<7} {record.name}: {shown(record.getMessage())}{suffix}"
+        failure = _failure(record)
+        return line if failure is None else f"{line}\n    | {shown(failure)}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -44,14 +47,19 @@ class JsonFormatter(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": clipped(record.getMessage(), MAX_CHARS),
         }
         if request_id := request_id_var.get():
             entry["request_id"] = request_id
         entry.update(getattr(record, FIELDS, {}))
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+        if (failure := _failure(record)) is not None:
+            entry["exception"] = clipped(failure, MAX_CHARS)
         return json.dumps(entry)
+
+
+def _failure(record: logging.LogRecord) -> str | None:
+    info = record.exc_info
+    return None if info is None or info[0] is None else exception_text(info)
 
 
 def configure(level: str, form: str) -> None:
@@ -62,4 +70,9 @@ def configure(level: str, form: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(level.upper())
+        logger.propagate = False
+    for name in ("uvicorn", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.WARNING)
         logger.propagate = False

@@ -18,6 +18,7 @@ from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import Endpoint, ReadRequest
 from server.host.job_pool import MEMORY_BYTES, limit_growth
 from server.observability.logging import configure, request_id_var
+from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.reading import BodyReader
 from server.vllm.rendering.job import MARK, Rendered, render
@@ -63,6 +64,7 @@ def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> N
     setproctitle.setproctitle("rbln-serve: reading requests")
     os.nice(_NICENESS)
     configure(settings.log_level, settings.log_format)
+    bound_vllm_log()
     from server.vllm.importing import allow_stop_strings
 
     allow_stop_strings(settings.max_stop)
