@@ -41,6 +41,8 @@ def _exception(row: Treated) -> str:
     """Say which values pass without a word, or to which items a row is narrowed."""
     if row.when:
         return f"; where it is `{json.dumps(dict(row.when))}`"
+    if row.only:
+        return f"; where it is {' or '.join(f'`{json.dumps(value)}`' for value in row.only)}"
     if not row.same:
         return ""
     values = " or ".join(f"`{json.dumps(value)}`" for value in row.same)

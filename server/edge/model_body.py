@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from server.errors import InvalidTypeError, MissingFieldError, UnknownFieldError, describe
+from server.errors import InvalidTypeError, MissingFieldError, describe
 from server.frontend import JsonObject
-
-logger = logging.getLogger(__name__)
+from server.request.fields import UnknownPolicy, known_fields
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
-def parse_body(
-    model: type[Body], body: JsonObject, unknown_fields: Literal["reject", "warn"]
-) -> Body:
+def parse_body(model: type[Body], body: JsonObject, unknown_fields: UnknownPolicy) -> Body:
     """Return the body as a model; raises the `RequestError` of the first field that is wrong."""
-    known: JsonObject = {}
-    for name, value in body.items():
-        if name in model.model_fields:
-            known[name] = value
-            continue
-        near = difflib.get_close_matches(name, model.model_fields, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
-        message = f"Unknown field {describe(name)}{hint}"
-        if unknown_fields == "reject":
-            raise UnknownFieldError(message, param=name)
-        logger.warning("Ignored: %s", message)
+    known = known_fields(body, model.model_fields, unknown_fields)
     try:
         return model.model_validate(known, strict=True)
     except ValidationError as error:

@@ -38,7 +38,8 @@ _REPLACED: Mapping[str, str] = {
 _LONGEST_NAME = 64
 """Of a field that somebody may have meant."""
 _STREAM_ONLY = ("stream_options", "stream_interval")
-_FLAG = "with --unknown-fields warn this server ignores unknown fields"
+_UNKNOWN_FLAG = "with --unknown-fields warn this server ignores unknown fields"
+"""What every error about an unknown field says besides."""
 IGNORED_HEADER = "x-rbln-ignored-fields"
 """Of an answer: the fields that had no effect, by their paths."""
 _ITEMS = "[]"
@@ -70,12 +71,13 @@ def accepted_fields(
     A misspelt name may have meant any documented field, also one that was taken off the body.
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
+    meant = {*known, *_tree(endpoint).within}
     accepted: JsonObject = {}
     for name, value in body.items():
         if name in known:
             accepted[name] = value
         else:
-            refuse_unknown(unknown_field(name, {*known, *_tree(endpoint).within}), policy)
+            refuse_unknown(unknown_field(name, meant), policy)
     _check_length_penalty(body)
     if not body.get("stream"):
         for name in _STREAM_ONLY:
@@ -87,26 +89,17 @@ def accepted_fields(
     return accepted
 
 
-def check_nested(model: object, raw: object, policy: UnknownPolicy, path: str = "") -> None:
-    """Compare a validated model with the body it was made from, all the way down.
-
-    Raises `UnknownFieldError` for a key that the model dropped. Plain mappings, such as
-    messages or JSON schemas, are free-form and not entered.
-    """
-    if isinstance(model, list) and isinstance(raw, list) and len(model) == len(raw):
-        for index, (item, raw_item) in enumerate(zip(model, raw, strict=True)):
-            check_nested(item, raw_item, policy, f"{path}[{index}]")
-        return
-    names = _field_names(model)
-    if names is None or not isinstance(raw, dict):
-        return
-    for key, value in raw.items():
-        child = f"{path}.{key}" if path else key
-        if key not in names:
-            refuse_unknown(unknown_field(child, list(names)), policy)
+def known_fields(
+    body: Mapping[str, Any], known: Collection[str], policy: UnknownPolicy
+) -> JsonObject:
+    """Return the fields of a body that are known. Raises `UnknownFieldError` for another."""
+    kept: JsonObject = {}
+    for name, value in body.items():
+        if name in known:
+            kept[name] = value
         else:
-            # Not as an attribute, which warns of those that are deprecated.
-            check_nested(vars(model).get(names[key]), value, policy, child)
+            refuse_unknown(unknown_field(name, known), policy)
+    return kept
 
 
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
@@ -114,11 +107,11 @@ def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     name = path.rpartition(".")[2]
     if name in _REPLACED:
         message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead"
-        return UnknownFieldError(f"{message} ({_FLAG}).", param=path)
+        return UnknownFieldError(f"{message} ({_UNKNOWN_FLAG}).", param=path)
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     hint = f"; did you mean '{near[0]}'?" if near else ""
     shown = path if len(path) <= 200 else f"{path[:200]}..."
-    return UnknownFieldError(f"Unknown field '{shown}'{hint} ({_FLAG}).", param=path)
+    return UnknownFieldError(f"Unknown field '{shown}'{hint} ({_UNKNOWN_FLAG}).", param=path)
 
 
 def model_field_names(model: type[BaseModel]) -> dict[str, str]:
@@ -129,14 +122,6 @@ def model_field_names(model: type[BaseModel]) -> dict[str, str]:
         if field.alias is not None:
             names[field.alias] = name
     return names
-
-
-def _field_names(model: object) -> dict[str, str] | None:
-    if isinstance(model, BaseModel):
-        return model_field_names(type(model))
-    if dataclasses.is_dataclass(model):
-        return {field.name: field.name for field in dataclasses.fields(model) if field.init}
-    return None
 
 
 def _check_length_penalty(body: JsonObject) -> None:
@@ -194,6 +179,8 @@ def _taken_off(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
     """Whether a value is to leave the body; raises for one that is refused."""
     for row in node.rows:
         if row.when and not _has(value, row.when):
+            continue
+        if row.only and not any(_equal(value, other) for other in row.only):
             continue
         if row.treatment is Treatment.GRANTED:
             return True

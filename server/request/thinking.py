@@ -11,6 +11,7 @@ from server.frontend import Endpoint, JsonObject
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn thinking on and off: Qwen's and Granite's, DeepSeek's."""
 _EFFORT = "reasoning_effort"
+_CONTENT = "reasoning_content"
 _WANTED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 """Anthropic's kinds of `thinking`."""
 
@@ -49,6 +50,14 @@ def settle_thinking(endpoint: Endpoint, body: JsonObject, thinker: Thinker) -> l
     if endpoint.takes_items:
         return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinker)
     return []
+
+
+def settle_reasoning(body: JsonObject) -> None:
+    """Rename `reasoning_content` of messages, as many clients call it, to vLLM's `reasoning`."""
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and (said := message.pop(_CONTENT, None)) is not None:
+            message.setdefault("reasoning", said)
 
 
 def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:

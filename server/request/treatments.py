@@ -34,9 +34,9 @@ class Treated:
 
     `same` are the values that ask for what is done anyway, besides null: they pass without a word.
     `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
-    to those objects that have these entries. `schema` is that of an obeyed field that the request
-    model does not have, because it is worked on before. `code` is what Anthropic's clients act on
-    where it is refused.
+    to those objects that have these entries, `only` to these values. `schema` is that of an obeyed
+    field that the request model does not have, because it is worked on before. `code` is what
+    Anthropic's clients act on where it is refused.
     """
 
     path: str
@@ -45,6 +45,7 @@ class Treated:
     same: tuple[object, ...] = ()
     stays: bool = False
     when: Mapping[str, object] = field(default_factory=dict)
+    only: tuple[object, ...] = ()
     schema: Mapping[str, object] = field(default_factory=dict)
     code: str | None = None
 
@@ -70,7 +71,9 @@ def _refused(
 _LABEL = "a name that clients give their requests"
 _CACHE = "prefixes are reused without marks, for as long as there is room"
 _CACHE_KEY = "prefixes are found by what they are"
-_NO_STORE = "this server keeps no answers"
+_NO_STORE = "answers of this API are not kept"
+_NO_ID = "the header X-Request-Id names a request"
+_NO_MIROSTAT = "the sampler has temperature, top_p, top_k and min_p"
 _NO_TOOLS_HERE = "this server runs no tools"
 _NO_MODERATION = "nothing is moderated"
 _OBFUSCATION = "streams are not padded"
@@ -124,11 +127,32 @@ _ANTHROPIC_TIER = Treated(
     schema={"enum": ["auto", "standard_only", None]},
 )
 
+_NO_CALLS = "it is of the past, send tool_calls instead"
+_TURNS = (
+    *_obeyed("messages[].reasoning_content", why="as `reasoning`"),
+    *_ignored("messages[].annotations", why="they are not shown to the model", same=([],)),
+    *_ignored(
+        *("messages[].provider_specific_fields", "messages[].reasoning_details"),
+        *("messages[].thinking_blocks", "messages[].parsed"),
+        why="what gateways and clients add to answers; the model is not shown it",
+    ),
+    *_granted("messages[].tool_calls[].index", why="calls are in the order of the list"),
+    *_granted("messages[].tool_calls[].function.parsed_arguments", why="it is `arguments`, parsed"),
+    *_refused("messages[].function_call", why=_NO_CALLS),
+    *_refused("messages[].audio", why="conversations are text"),
+)
+"""What clients send back of earlier answers."""
+
 _COMMON = (
+    *_TURNS,
     *_ignored("user", "metadata", "safety_identifier", why=_LABEL),
     *_ignored("prompt_cache_key", why=_CACHE_KEY),
     _TIER,
-    *_refused("store", why=_NO_STORE, same=(False,)),
+    *_ignored("store", why=_NO_STORE, same=(False,)),
+    *_ignored("request_id", why=_NO_ID),
+    *_ignored("cache_prompt", why=_CACHE, same=(True,)),
+    *_ignored("keep_alive", why="the model stays loaded"),
+    *_ignored("mirostat", "mirostat_tau", "mirostat_eta", why=_NO_MIROSTAT, same=(0,)),
     *_refused("modalities", why="answers are text", same=(["text"],)),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
     *_refused(
@@ -153,6 +177,7 @@ _POOLED = (
 _MESSAGES = (
     *_obeyed("model", "messages", "max_tokens", "system", "stop_sequences", "stream"),
     *_obeyed("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
+    *_ignored("request_id", why=_NO_ID),
     *_obeyed("thinking", why="by the switch of the model's chat template, where it has one"),
     _SPECULATIVE,
     *_granted("cache_control", "system[].cache_control", "tools[].cache_control", why=_CACHE),
@@ -240,6 +265,7 @@ _COMPLETION = (
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("stream", "stream_options"),
     _SPECULATIVE,
+    *_refused("prompt_embeds", why="prompts are texts or token ids", same=([],)),
     *_refused("suffix", why="the model is not asked to fill gaps", same=("",)),
     *_refused("best_of", why="it is of the past, send n instead", same=(1,)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
@@ -253,6 +279,7 @@ _NO_PROMPTS = "this server has no stored prompts"
 _ITEMS = (
     *_obeyed("model", "input", "instructions"),
     *_obeyed("previous_response_id", why="with --data-dir"),
+    *_ignored("request_id", why=_NO_ID),
     *_obeyed("reasoning", why="effort, where the model's chat template knows it"),
     *_ignored(
         *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
@@ -284,7 +311,7 @@ _SHOWN = (
     *("top_logprobs", "include", "include_reasoning", "enable_response_messages", "stream"),
     *("stream_options", "metadata", "user", "safety_identifier", "store", "background"),
     *("max_tool_calls", "moderation", "context_management", "client_metadata", "access_programs"),
-    *("image", "request_id"),
+    "image",
 )
 """Fields about what an answer shows, and what becomes of it."""
 _NOT_PROMPT = "it changes nothing of the prompt"
@@ -312,7 +339,19 @@ _RESPONSES = (
     _SPECULATIVE,
     *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
     *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
-    *_obeyed("include", why="message.output_text.logprobs; of the rest there is nothing to show"),
+    *_obeyed("include", why="message.output_text.logprobs"),
+    Treated(
+        "include[]",
+        Treatment.IGNORED,
+        "reasoning is shown as it is, and sent back as it is",
+        only=("reasoning.encrypted_content",),
+    ),
+    *_refused(
+        "include[]",
+        why="there is nothing of the kind to show",
+        same=("message.output_text.logprobs",),
+        stays=True,
+    ),
     *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
     *_granted("safety_identifier", why="shown in the answer, without effect"),
     *_ignored("client_metadata", "access_programs", why=_LABEL),

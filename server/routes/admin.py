@@ -7,10 +7,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
-from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
+from server.errors import InvalidTypeError, InvalidValueError, describe
 from server.frontend import JsonObject
 from server.lifecycle import Lifecycle, Status
 from server.request.body import read_json_object
+from server.request.fields import known_fields
 from server.settings import ServerSettings
 
 _REASON = "POST /admin/drain"
@@ -67,11 +68,7 @@ async def _wait_s(request: Request, settings: ServerSettings) -> float:
         "transfer-encoding" in request.headers
     )
     body: JsonObject = await read_json_object(request, settings) if has_body else {}
-    for name in body:
-        if name not in _FIELDS:
-            raise UnknownFieldError(
-                f"Unknown field {describe(name)}; known are {', '.join(_FIELDS)}.", param=name
-            )
+    body = known_fields(body, _FIELDS, settings.unknown_fields)
     wait, seconds = body.get("wait", False), body.get("timeout_s")
     if not isinstance(wait, bool):
         raise InvalidTypeError(f"'wait' must be a boolean, got {describe(wait)}.", param="wait")

@@ -11,8 +11,9 @@ from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import OverloadedError, UnsupportedOperationError
 from server.frontend import Frontend
 from server.request.body import read_json_object
+from server.request.fields import known_fields
 from server.settings import ServerSettings
-from server.structured_outputs.validation import Verdict, validate
+from server.structured_outputs.validation import FIELDS, Verdict, validate
 
 _FAILURES = (*BODY_FAILURES, OverloadedError)
 _BODY = {
@@ -48,6 +49,7 @@ def structured_outputs_router(
         body = await read_json_object(request, settings)
         if (grammars := frontend().grammars) is None:
             raise UnsupportedOperationError("The served model does not generate text.")
-        return JSONResponse(await validate(body, grammars))
+        known = known_fields(body, FIELDS, settings.unknown_fields)
+        return JSONResponse(await validate(known, grammars))
 
     return router

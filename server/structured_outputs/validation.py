@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from server.errors import InvalidTypeError, InvalidValueError, UnknownFieldError, describe
+from server.errors import InvalidTypeError, InvalidValueError, describe
 from server.frontend import JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
 from server.structured_outputs.gate import GrammarGate, refusal
@@ -28,8 +28,8 @@ class Verdict(TypedDict):
 async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
     """Return what became of the one constraint in `body`.
 
-    Raises `UnknownFieldError`, `InvalidValueError` or `InvalidTypeError` for a body that has
-    none, and what the gate raises.
+    Raises `InvalidValueError` or `InvalidTypeError` for a body that has none, and what the gate
+    raises.
     """
     constraint = _constraint(body)
     verdict, cached = await gate.verdict([constraint])
@@ -47,9 +47,6 @@ async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
 
 
 def _constraint(body: JsonObject) -> Constraint:
-    for name in body:
-        if name not in FIELDS:
-            raise UnknownFieldError(f"Unknown field '{name}'.", param=name)
     given = [name for name in FIELDS if name in body]
     if len(given) != 1:
         raise InvalidValueError(

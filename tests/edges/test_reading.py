@@ -55,7 +55,7 @@ RULES = Rules(
         max_queued_tokens=16384,
         has_priorities=False,
     ),
-    pooling=PoolingLimits(max_prompts=256, max_model_len=2048, vocab_size=500, dimensions=()),
+    pooling=PoolingLimits(max_prompts=256, vocab_size=500, dimensions=()),
     unknown_fields="reject",
     volatile_lines=(),
     max_json_depth=64,
@@ -128,7 +128,7 @@ REFUSALS: list[tuple[Endpoint, dict[str, Any], type[ServerError], str | None]] =
      InvalidValueError, "messages[0].role"),
     (Endpoint.CHAT, {"messages": [USER], "zzz" * 100_000: 1}, UnknownFieldError, "zzz"),
     (Endpoint.CHAT, {"messages": [USER], "length_penalty": 2.0}, ServerError, "length_penalty"),
-    (Endpoint.DETOKENIZE, {"tokens": [5], "store": 0.0}, UnsupportedFieldError, "store"),
+    (Endpoint.DETOKENIZE, {"tokens": [5], "modalities": 0.0}, UnsupportedFieldError, "modalities"),
     (Endpoint.RERANK, {"query": "a"}, UnsupportedOperationError, None),
     *((endpoint, {**body, "structured_outputs": value}, InvalidTypeError, "structured_outputs")
       for endpoint, body in ((Endpoint.CHAT, BODIES["chat"]),

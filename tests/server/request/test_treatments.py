@@ -46,6 +46,7 @@ DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
 # A header of Anthropic's, which its client takes for a parameter.
 HEADERS = {"betas"}
 WORKED_ON_HERE = {"thinking", "prediction", "service_tier", "speculative"}
+WORKED_ON_HERE |= {"messages[].reasoning_content"}
 
 
 def paths(endpoint: Endpoint, *treatments: Treatment) -> set[str]:
@@ -68,7 +69,7 @@ def test_what_is_obeyed_is_known_to_the_request_model(endpoint: Endpoint) -> Non
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_no_field_is_treated_twice(endpoint: Endpoint) -> None:
-    places = [(row.path, str(row.when)) for row in TREATMENTS[endpoint]]
+    places = [(row.path, str(row.when), row.only) for row in TREATMENTS[endpoint]]
     assert len(set(places)) == len(places)
     assert all(row.why for row in TREATMENTS[endpoint] if row.treatment is not Treatment.OBEYED)
 
@@ -137,6 +138,23 @@ def test_a_coding_agents_request_is_taken() -> None:
             ["tools[]"],
         ),
         (Endpoint.EMBEDDINGS, {"input": "a", "user": "me"}, {"input": "a"}, ["user"]),
+        *(
+            (
+                endpoint,
+                {"store": True, "cache_prompt": False, "mirostat": 2, "keep_alive": "5m"},
+                {},
+                ["cache_prompt", "keep_alive", "mirostat", "store"],
+            )
+            for endpoint in (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.TOKENIZE)
+        ),
+        (Endpoint.CHAT, {"cache_prompt": True, "mirostat": 0, "store": None}, {}, []),
+        *((endpoint, {"request_id": "a/b"}, {}, ["request_id"]) for endpoint in Endpoint),
+        (
+            Endpoint.RESPONSES,
+            {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+            {"include": ["message.output_text.logprobs"]},
+            ["include[]"],
+        ),
         (Endpoint.COMPLETION, {"best_of": 1}, {}, []),
     ],
 )
@@ -160,9 +178,16 @@ def test_what_is_harmless_is_taken_off_and_told(
         ),
         (Endpoint.COUNT_TOKENS, {"thread": {"type": "create"}}, "thread"),
         (Endpoint.CHAT, {"web_search_options": {}}, "web_search_options"),
-        (Endpoint.CHAT, {"store": True}, "store"),
         # As JSON has them, 0 is not false.
-        (Endpoint.CHAT, {"store": 0}, "store"),
+        (Endpoint.CHAT, {"return_token_offsets": 0.0}, "return_token_offsets"),
+        (Endpoint.RESPONSES, {"include": ["web_search_call.results"]}, "include[0]"),
+        (
+            Endpoint.RESPONSES,
+            {"include": ["message.output_text.logprobs", "file_search_call.results"]},
+            "include[1]",
+        ),
+        (Endpoint.COMPLETION, {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        (Endpoint.EMBEDDINGS, {"padding": "max_length"}, "padding"),
         (Endpoint.CHAT, {"functions": []}, "functions"),
         (Endpoint.CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
         (Endpoint.RESPONSES, {"conversation": "conv_1"}, "conversation"),
@@ -188,7 +213,8 @@ def test_values_of_wrong_types_are_left_to_the_request_models(wrong: object) -> 
 
 def test_the_openapi_document_knows_what_is_taken() -> None:
     extra = extra_schemas(Endpoint.CHAT)
-    assert extra["store"] == {"enum": [False, None]}
+    assert "description" in extra["store"]
+    assert extra["modalities"] == {"enum": [["text"], None]}
     assert "description" in extra["verbosity"]
     assert "web_search_options" not in extra
     assert {"web_search_options", "kv_transfer_params"} <= refused_fields(Endpoint.CHAT)

@@ -1,0 +1,1 @@
+"""Objects nested in a request, checked against the types of its model."""
