@@ -59,7 +59,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     """
     _check_media_type(request.headers.get("content-type", ""))
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > settings.max_body_bytes:
+    if length.isascii() and length.isdigit() and int(length[:18]) > settings.max_body_bytes:
         raise _too_large(settings)
     try:
         async with asyncio.timeout(settings.body_timeout_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -26,12 +27,15 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
+from server.request.fields import UnknownPolicy, known_fields
 from server.request.record import record_of
 from server.settings import ServerSettings
 from server.storage.files import INPUT, FileObject, Page
 from server.storage.upload import Upload
 
 _MAX_LIMIT = 10_000
+_MAX_DIGITS = 18
+"""Maximum for a number in a query or a form."""
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _UPLOAD = {
     "requestBody": {
@@ -98,7 +102,8 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         """Store a file, `purpose` batch: lines of requests."""
         files = store().files
         upload = Upload(request, settings.upload_timeout_s)
-        return JSONResponse((await files.create(owner_of(request), upload, _checked)).shown())
+        checked = partial(_checked, policy=settings.unknown_fields)
+        return JSONResponse((await files.create(owner_of(request), upload, checked)).shown())
 
     @router.get("/v1/files", response_model=FileList, responses=_LISTED)
     async def every(
@@ -145,7 +150,7 @@ def owner_of(request: Request) -> str:
 
 def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
     """Return the part of a list that is asked for. Raises `InvalidValueError`."""
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= most):
+    if not (_is_number(limit) and 1 <= int(limit) <= most):
         raise InvalidValueError(
             f"'limit' must be 1 to {most}, got {describe(limit)}.", param="limit"
         )
@@ -167,11 +172,9 @@ def listed(data: list[Any], *, has_more: bool) -> dict[str, Any]:
     }
 
 
-def _checked(fields: dict[str, str]) -> tuple[str, int | None]:
+def _checked(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, int | None]:
     """Return the purpose and the seconds to keep. Raises a `RequestError`."""
-    for name in fields:
-        if name not in _FIELDS:
-            raise UnknownFieldError(f"Unknown field {describe(name)}.", param=name)
+    fields = known_fields(fields, _FIELDS, policy)
     purpose = fields.get("purpose")
     if purpose is None:
         raise MissingFieldError("The field 'purpose' is missing.", param="purpose")
@@ -184,11 +187,16 @@ def _checked(fields: dict[str, str]) -> tuple[str, int | None]:
     anchor, seconds = fields.get(_FIELDS[1]), fields.get(_FIELDS[2])
     if anchor is None and seconds is None:
         return purpose, None
-    digits = seconds if seconds is not None and seconds.isascii() and seconds.isdigit() else "0"
-    if anchor != "created_at" or not SHORTEST_S <= int(digits[:12]) <= LONGEST_S:
+    digits = seconds if seconds is not None and _is_number(seconds) else "0"
+    if anchor != "created_at" or not SHORTEST_S <= int(digits) <= LONGEST_S:
         raise InvalidValueError(
             f"'expires_after' must have the anchor 'created_at' and {SHORTEST_S} to {LONGEST_S} "
             f"seconds, got {describe(anchor)} and {describe(seconds)}.",
             param="expires_after",
         )
     return purpose, int(digits)
+
+
+def _is_number(given: str) -> bool:
+    """Return whether a text is a number of at most `_MAX_DIGITS` ASCII digits."""
+    return given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS

@@ -23,6 +23,8 @@ from server.errors import (
 )
 from server.request.body import ClientGoneError
 
+_MAX_BOUNDARY_BYTES = 70
+"""Limit of RFC 2046. python-multipart raises an unexpected exception beyond its own limit."""
 _MAX_FIELD_BYTES = 4096
 _MAX_FIELDS = 16
 _MAX_HEADER_BYTES = 4096
@@ -41,6 +43,11 @@ class Upload:
             raise MediaTypeError(
                 f"The content type must be multipart/form-data with a boundary, got "
                 f"{describe(given)}."
+            )
+        if len(boundary) > _MAX_BOUNDARY_BYTES:
+            raise MediaTypeError(
+                f"The boundary of a form has at most {_MAX_BOUNDARY_BYTES} bytes, got "
+                f"{len(boundary)}."
             )
         self.fields: dict[str, str] = {}
         self.name: str | None = None

@@ -53,7 +53,12 @@ async def test_lists_have_pages(tmp_path: Path) -> None:
             assert len(seen) == 5
             assert set(seen) == made
         assert (await client.get("/v1/files?purpose=batch_output")).json()["data"] == []
-        for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order")):
+        for query, param in (
+            ({"limit": 0}, "limit"),
+            ({"limit": "1" * 4400}, "limit"),
+            ({"limit": "²"}, "limit"),
+            ({"order": "up"}, "order"),
+        ):
             refused = (await client.get("/v1/files", params=query)).json()["error"]
             assert (refused["code"], refused["param"]) == ("invalid_value", param)
         refused = (await client.get("/v1/files?after=file-none")).json()["error"]
@@ -98,6 +103,8 @@ def form(*parts: tuple[str, str]) -> bytes:
 
 FILE = ('name="file"; filename="f"', "{}")
 PURPOSE = ('name="purpose"', "batch")
+ANCHOR = ('name="expires_after[anchor]"', "created_at")
+SECONDS = 'name="expires_after[seconds]"'
 
 
 @pytest.mark.parametrize(
@@ -117,10 +124,27 @@ PURPOSE = ('name="purpose"', "batch")
         (FORM, form(PURPOSE, (FILE[0], "x" * 9000)), 413, "body_too_large", None),
         (
             FORM,
-            form(FILE, PURPOSE, ('name="expires_after[seconds]"', "7200")),
+            form(FILE, PURPOSE, (SECONDS, "7200")),
             400,
             "invalid_value",
             "expires_after",
+        ),
+        *(
+            (
+                FORM,
+                form(FILE, PURPOSE, ANCHOR, (SECONDS, digits)),
+                400,
+                "invalid_value",
+                "expires_after",
+            )
+            for digits in ("000000007200999999999999", "9" * 4000, "7_200", "²")
+        ),
+        (
+            f"multipart/form-data; boundary={'b' * 5000}",
+            form(FILE, PURPOSE),
+            415,
+            "unsupported_media_type",
+            None,
         ),
     ],
 )
