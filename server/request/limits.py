@@ -7,10 +7,12 @@ limit. Pure functions over the body; types that are wrong are left to the reques
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
+from rbln_backend.config import BACKGROUND_PRIORITY
 from server.errors import (
     ContextLengthError,
     InvalidSchemaError,
@@ -21,15 +23,35 @@ from server.errors import (
     describe,
 )
 from server.frontend import JsonObject
+from server.tiers.tier import Tier
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 _RANK = re.compile("[0-9]{1,6}")
-_MAX_PRIORITY = 2**31
+_PRIORITY = re.compile("[+-]?[0-9]{1,12}")
+_MAX_PRIORITY = BACKGROUND_PRIORITY - 1
+"""Values beyond are those of the service tiers `flex` and `priority`."""
 _MAX_BIAS = 100
 _ARGUMENTS = ("parameters", "input_schema")
 """Where a tool has the schema of its arguments: OpenAI's, Anthropic's."""
 _STOP_FIELDS = ("stop", "stop_sequences")
+_EXTRA_ARGS = "vllm_xargs"
+_RESERVED_ARGS = frozenset(("kv_transfer_params", "ec_transfer_params", "speculation"))
+"""Keys that vLLM and this server set themselves, or refuse as fields."""
+REPORT_MODE = "kv_cache_report_mode"
+"""The key that selects the KV events of a request."""
+_REPORT_MODES = ("incremental", "full")
+_NOT_OF_BEAMS: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("stop", "stop_token_ids", "bad_words", "allowed_token_ids"), ([], "")),
+    **dict.fromkeys(("min_tokens", "min_p", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (1,)),
+    "top_k": (0, -1),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    **dict.fromkeys(("seed", "prompt_logprobs", "structured_outputs"), ()),
+}
+"""Fields that beam search ignores, with the values that have no effect anyway."""
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -46,6 +68,8 @@ class Limits:
     vocab_size: int
     max_queued_tokens: int | None
     has_priorities: bool
+    extra_args: frozenset[str] | None = frozenset()
+    """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
 
 
 def check_limits(body: JsonObject, limits: Limits) -> None:
@@ -56,6 +80,8 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
             f"'n' must be 1 to {limits.max_n} on this server, got {n}.", param="n"
         )
     check_priority(body.get("priority"), "priority", limits)
+    _check_extra_args(body.get(_EXTRA_ARGS), limits)
+    _check_beams(body)
     for name in _STOP_FIELDS:
         _check_number(body.get(name), name, limits.max_stop)
     _check_number(body.get("logit_bias"), "logit_bias", limits.max_logit_bias)
@@ -72,6 +98,18 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
     _check_messages(body.get("messages"), limits)
     _check_prompt(body, limits)
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
+    _check_truncation(body, limits.max_model_len)
+
+
+def _check_truncation(body: JsonObject, max_model_len: int) -> None:
+    """Raise `InvalidValueError` for a prompt that would be cut to nothing, or to too much."""
+    kept = body.get("truncate_prompt_tokens")
+    if isinstance(kept, int) and (kept == 0 or not -1 <= kept <= max_model_len):
+        raise InvalidValueError(
+            f"'truncate_prompt_tokens' must be 1 to {max_model_len}, or -1 for as many as "
+            f"fit, got {describe(kept)}.",
+            param="truncate_prompt_tokens",
+        )
 
 
 def bound_tokens(body: JsonObject, limits: Limits) -> None:
@@ -97,14 +135,27 @@ def check_priority_header(headers: Headers, limits: Limits) -> None:
     given = headers.get(PRIORITY_HEADER)
     if given is None:
         return
-    try:
-        value = int(given)
-    except ValueError:
+    if not _PRIORITY.fullmatch(given):
         raise InvalidValueError(
-            f"The header {PRIORITY_HEADER} must be an integer, got {describe(given)}.",
+            f"The header {PRIORITY_HEADER} must be an integer of at most 12 digits, got "
+            f"{describe(given)}.",
             param=PRIORITY_HEADER,
-        ) from None
-    check_priority(value, PRIORITY_HEADER, limits)
+        )
+    check_priority(int(given), PRIORITY_HEADER, limits)
+
+
+def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
+    """Raise `UnsupportedFieldError` for a priority in a tier that has one of its own."""
+    if tier is None or tier.engine_priority is None:
+        return
+    for name, value in (
+        ("priority", fields.get("priority")),
+        (PRIORITY_HEADER, headers.get(PRIORITY_HEADER)),
+    ):
+        if value not in (None, 0, "0"):
+            raise UnsupportedFieldError(
+                f"'{name}' has no effect in the service tier {tier.value!r}.", param=name
+            )
 
 
 def check_rank_header(headers: Headers, num_ranks: int) -> None:
@@ -135,6 +186,49 @@ def check_priority(value: object, name: str, limits: Limits) -> None:
             f"'{name}' must be -{_MAX_PRIORITY} to {_MAX_PRIORITY}, got {describe(value)}.",
             param=name,
         )
+
+
+def _check_extra_args(given: object, limits: Limits) -> None:
+    """Raise `UnsupportedFieldError` for a key that nothing reads or the server sets."""
+    allowed = limits.extra_args
+    if not isinstance(given, dict):
+        return
+    for name, value in given.items():
+        if name in _RESERVED_ARGS or (allowed is not None and name not in allowed):
+            raise UnsupportedFieldError(
+                f"'{_EXTRA_ARGS}' may have {_words(allowed)} on this server, got {describe(name)}.",
+                param=_EXTRA_ARGS,
+            )
+        if name == REPORT_MODE and value not in _REPORT_MODES:
+            raise InvalidValueError(
+                f"'{_EXTRA_ARGS}.{name}' must be one of {', '.join(_REPORT_MODES)}, got "
+                f"{describe(value)}.",
+                param=f"{_EXTRA_ARGS}.{name}",
+            )
+
+
+def _words(allowed: frozenset[str] | None) -> str:
+    if allowed is None:
+        return f"any key but {', '.join(sorted(_RESERVED_ARGS))}"
+    return ", ".join(sorted(allowed)) or "no keys"
+
+
+def _check_beams(body: JsonObject) -> None:
+    """Raise `UnsupportedFieldError` for fields that vLLM's beam search ignores or fails on."""
+    if body.get("use_beam_search") is not True:
+        return
+    for name, idle in _NOT_OF_BEAMS.items():
+        value = body.get(name)
+        if value is not None and value not in idle:
+            raise _without_beams(f"'{name}'", name)
+    if body.get("echo") and body.get("logprobs") is not None:
+        raise _without_beams("'echo' with 'logprobs'", "echo")
+
+
+def _without_beams(what: str, param: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"{what} has no effect with 'use_beam_search': true; send one or the other.", param=param
+    )
 
 
 def _check_number(value: object, name: str, limit: int) -> None:
@@ -200,6 +294,10 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
         )
     check_queued(sum(len(ids) for ids in prompt if isinstance(ids, list)), limits)
     for index, ids in enumerate(prompt):
+        if ids in ("", []):
+            raise InvalidValueError(
+                f"'prompt[{index}]' must not be empty.", param=f"prompt[{index}]"
+            )
         check_token_ids(ids, limits.vocab_size, f"prompt[{index}]")
 
 

@@ -19,10 +19,9 @@ _ENCODINGS = ("float", "base64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingLimits:
-    """The limits of one server; lengths are in tokens."""
+    """The limits of one server."""
 
     max_prompts: int
-    max_model_len: int
     vocab_size: int
     dimensions: Sequence[int]
     """Lengths that an embedding may be cut to; empty for a model that was not trained for it."""
@@ -39,13 +38,6 @@ def check_pooling_limits(endpoint: Endpoint, body: JsonObject, limits: PoolingLi
             f"'encoding_format' must be 'float' or 'base64' on this server, got "
             f"{describe(encoding)}.",
             param="encoding_format",
-        )
-    kept = body.get("truncate_prompt_tokens")
-    if isinstance(kept, int) and (kept == 0 or kept > limits.max_model_len):
-        raise InvalidValueError(
-            f"'truncate_prompt_tokens' must be 1 to {limits.max_model_len}, or -1 for as many as "
-            f"fit, got {kept}.",
-            param="truncate_prompt_tokens",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import ValidationError
 from vllm.exceptions import (
+    GenerationError,
     GracefulHTTPError,
     MaxQueuedTokensError,
     QueueOverflowError,
@@ -40,6 +41,7 @@ from server.errors import (
 )
 from server.frontend import JsonObject
 from server.request.limits import MAX_TOKENS_FIELDS
+from server.vllm.sampling.exclusions import no_token_left
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +81,17 @@ class BacklogError(MaxQueuedTokensError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a request its errors name: fields that hold one value, and where its prompt is."""
+    """What of a request its errors name: fields that hold one value, and where its prompt is.
+
+    `context` is the length of the model's context in tokens, None where it does not matter.
+    `forbidding` are the fields that forbid tokens, `guided`: the answer has to satisfy a grammar.
+    """
 
     fields: JsonObject
     prompt: str | None
+    context: int | None = None
+    forbidding: Sequence[str] = ()
+    guided: bool = False
 
 
 def from_exception(error: Exception, asked: Asked) -> ServerError:
@@ -131,6 +140,13 @@ def _generate_failed(error: Any, asked: Asked) -> ServerError:
     return from_exception(error.__cause__, asked) if error.__cause__ else _internal(error, asked)
 
 
+def _not_generated(error: Any, asked: Asked) -> ServerError:
+    """The engine ends a guided answer with an error where no token is left to sample."""
+    if asked.guided and asked.forbidding:
+        return no_token_left(list(asked.forbidding))
+    return _internal(error, asked)
+
+
 def _blamed_on_request(error: Any, _asked: Asked) -> ServerError:
     # vLLM raises builtin errors for requests as well, chat templates above all.
     logger.debug("Taken as the request's fault", exc_info=error)
@@ -156,6 +172,7 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((RefusedError,), _refused),
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
+    ((GenerationError,), _not_generated),
     (
         (BacklogError,),
         lambda error, _: OverloadedError(str(error), rejection="queued_tokens"),
@@ -170,7 +187,9 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((GracefulHTTPError,), lambda error, _: OverloadedError(error.message)),
     (
         (VLLMValidationError, VLLMUnprocessableEntityError),
-        lambda error, asked: _invalid(str(error.args[0]), error.parameter, asked),
+        lambda error, asked: _invalid(
+            str(error.args[0]), error.parameter, asked, getattr(error, "value", None)
+        ),
     ),
     ((VLLMNotFoundError,), lambda error, _: NotFoundError(str(error))),
     (
@@ -186,17 +205,32 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
 """The first row whose class fits decides."""
 
 
-def _invalid(message: str, parameter: str | None, asked: Asked) -> RequestError:
+def _invalid(
+    message: str, parameter: str | None, asked: Asked, size: object = None
+) -> RequestError:
     if parameter in TOO_LONG_PARAMETERS:
-        return ContextLengthError(message, param=asked.prompt)
+        return too_long(message if size is None else _length(parameter, size), asked)
     limited = any(asked.fields.get(name) is not None for name in MAX_TOKENS_FIELDS)
     if parameter in MAX_TOKENS_FIELDS and not limited:
         # The limit was derived from what the prompt leaves, and that is nothing.
-        return ContextLengthError(
-            f"The prompt fills the model's whole context and leaves no room to answer: {message}",
-            param=asked.prompt,
-        )
+        return too_long("The prompt fills the whole context and leaves no room to answer", asked)
     return InvalidValueError(message, param=parameter)
+
+
+def _length(parameter: str | None, size: object) -> str:
+    return f"The prompt has {size} {'tokens' if parameter == 'input_tokens' else 'characters'}"
+
+
+def too_long(length: str, asked: Asked) -> ContextLengthError:
+    """Return the error of a prompt that does not fit, behind words about its length."""
+    context = "" if asked.context is None else f"; this model's context is {asked.context} tokens"
+    wanted = next((n for n in MAX_TOKENS_FIELDS if asked.fields.get(n) is not None), None)
+    answer = "" if wanted is None else f", of which '{wanted}' takes {asked.fields[wanted]}"
+    return ContextLengthError(
+        f"{length}{context}{answer}. Shorten the prompt"
+        f"{'' if wanted is None else f', or lower {wanted!r}'}.",
+        param=asked.prompt,
+    )
 
 
 _BRANCH = ("role", "type")

@@ -63,6 +63,7 @@ _REFUSED_FLAGS: dict[str, str] = {
         ),
         _ABSENT,
     ),
+    "enable_prompt_embeds": "prompts are texts or token ids",
     "device_ids": "RBLN_VISIBLE_DEVICES names the devices",
 }
 """vLLM flags that would be accepted and then ignored, with the reason that is given."""

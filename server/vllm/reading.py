@@ -25,7 +25,6 @@ from server.request.budget import check_budget
 from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
 from server.request.fields import (
     accepted_fields,
-    check_nested,
     model_field_names,
     treat,
 )
@@ -33,7 +32,8 @@ from server.request.limits import bound_tokens, check_limits
 from server.request.media import refuse_media
 from server.request.pooling import check_pooling_limits
 from server.request.templates.variables import settle_variables
-from server.request.thinking import settle_thinking
+from server.request.thinking import settle_reasoning, settle_thinking
+from server.request.typed.shapes import check_shape, shapes_of
 from server.request.volatile_lines import settle_lines
 from server.responses.compaction import expand_compactions, summarise
 from server.responses.keeping import take_keeping
@@ -48,6 +48,7 @@ from server.vllm.errors import Asked, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
 from server.vllm.rendering.variables import declared_by
 from server.vllm.rules import Rules
+from server.vllm.sampling.exclusions import FORBIDDING
 from server.vllm.tools.requests import allow_names
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ class Told:
 
     `fields` are those that hold one value each: no prompts, tools or grammars. `blamed` is the
     field to name where the prompt is too long, `constraints` what the answer is to obey,
-    `deprecated` whether fields of the past were translated, `ignored` what had no effect, `drafts`
-    what it says of drafts.
+    `forbidding` which fields forbid tokens, `deprecated` whether fields of the past were
+    translated, `ignored` what had no effect, `drafts` what it says of drafts.
     """
 
     form: str
@@ -68,6 +69,7 @@ class Told:
     fields: JsonObject
     blamed: str | None
     constraints: list[list[Constraint]]
+    forbidding: list[str]
     deprecated: bool
     ignored: list[str]
     drafts: DraftWishes
@@ -107,6 +109,7 @@ class BodyReader:
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
+        settle_reasoning(body)
         ignored = treat(endpoint, body) + self._settle_variables(endpoint, body)
         if endpoint is Endpoint.COMPACT:
             stamp["output"] = summarise(body, rules.limits.max_model_len)
@@ -124,6 +127,7 @@ class BodyReader:
             fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
             blamed=blamed_field(endpoint, fields),
             constraints=constraints,
+            forbidding=[name for name in FORBIDDING if fields.get(name)],
             deprecated=bool(old),
             ignored=sorted(ignored + undrafted),
             drafts=drafts,
@@ -169,7 +173,8 @@ class BodyReader:
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
         _read_lazy_parts(model, fields)
-        check_nested(model, fields, self._rules.unknown_fields)
+        for name, shape in shapes_of(self._models[form]).items():
+            check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
             with self._blamed_on_request(endpoint, form, fields):
                 return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
@@ -197,7 +202,7 @@ class BodyReader:
         except Exception:
             # They trip over it further inside, too.
             logger.debug("Taken as the request's fault", exc_info=True)
-        logger.info("Taken as the request's fault", exc_info=error)
+        logger.debug("Taken as the request's fault", exc_info=error)
         return InvalidValueError("The request cannot be understood; one of its values is wrong.")
 
 

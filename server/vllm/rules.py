@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from server.frontend import JsonObject
 from server.request.budget import Budget
 from server.request.fields import UnknownPolicy
-from server.request.limits import Limits
+from server.request.limits import REPORT_MODE, Limits
 from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
 from server.request.thinking import Thinker
@@ -88,10 +89,10 @@ def make_rules(
             vocab_size=vocab_size,
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
+            extra_args=_extra_args(config),
         ),
         pooling=PoolingLimits(
             max_prompts=settings.max_prompts,
-            max_model_len=max_model_len,
             vocab_size=vocab_size,
             dimensions=_dimensions(model),
         ),
@@ -127,3 +128,13 @@ def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
 def _dimensions(model: ModelConfig) -> Sequence[int]:
     every = range(1, model.embedding_size + 1)
     return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()
+
+
+def _extra_args(config: VllmConfig) -> frozenset[str] | None:
+    """Return the keys of `vllm_xargs` that something reads; None where processors may read any."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    if config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
+        return None
+    events = config.kv_events_config
+    return frozenset((REPORT_MODE,) if events is not None and events.enable_kv_cache_events else ())

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 
+from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
 from server.errors import (
     ContextLengthError,
     InvalidSchemaError,
@@ -20,8 +20,9 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.frontend import Endpoint
-from server.request.fields import accepted_fields, check_nested
-from server.request.limits import Limits, check_limits, check_priority_header
+from server.request.fields import accepted_fields
+from server.request.limits import Limits, check_limits, check_priority_header, check_tier
+from server.tiers.tier import Tier
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")
 LIMITS = Limits(
@@ -88,37 +89,6 @@ def test_stream_options_need_a_stream() -> None:
         assert caught.value.param == "stream_options"
 
 
-class Inner(BaseModel):
-    model_config = ConfigDict(extra="allow")
-    size: int = 0
-
-
-class Outer(BaseModel):
-    inner: Inner | None = None
-    items: list[Inner] = []
-    free: dict[str, Any] = {}
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"inner": {"size": 1, "colour": 2}}, "inner.colour"),
-        ({"items": [{"size": 1}, {"siz": 1}]}, "items[1].siz"),
-    ],
-)
-def test_unknown_nested_fields_are_refused_with_their_path(
-    body: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(UnknownFieldError) as caught:
-        check_nested(Outer.model_validate(body), body, "reject")
-    assert caught.value.param == param
-
-
-def test_free_form_mappings_are_not_entered() -> None:
-    body = {"free": {"anything": {"goes": 1}}, "items": [{"size": 3}], "inner": None}
-    check_nested(Outer.model_validate(body), body, "reject")
-
-
 @pytest.mark.parametrize(
     ("body", "error", "param"),
     [
@@ -138,6 +108,22 @@ def test_free_form_mappings_are_not_entered() -> None:
         ({"prompt": []}, InvalidValueError, "prompt"),
         ({"prompt": [[]]}, InvalidValueError, "prompt"),
         ({"prompt": ["a"] * 4}, InvalidValueError, "prompt"),
+        ({"prompt": ["", "x"]}, InvalidValueError, "prompt[0]"),
+        ({"prompt": [[5], []]}, InvalidValueError, "prompt[1]"),
+        ({"truncate_prompt_tokens": 0}, InvalidValueError, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 101}, InvalidValueError, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, InvalidValueError, "truncate_prompt_tokens"),
+        ({"vllm_xargs": {"a": 1}}, UnsupportedFieldError, "vllm_xargs"),
+        ({"vllm_xargs": {"kv_transfer_params": "a"}}, UnsupportedFieldError, "vllm_xargs"),
+        ({"use_beam_search": True, "seed": 1}, UnsupportedFieldError, "seed"),
+        ({"use_beam_search": True, "stop": ["a"]}, UnsupportedFieldError, "stop"),
+        ({"use_beam_search": True, "prompt_logprobs": 0}, UnsupportedFieldError, "prompt_logprobs"),
+        ({"use_beam_search": True, "echo": True, "logprobs": 1}, UnsupportedFieldError, "echo"),
+        (
+            {"use_beam_search": True, "response_format": {"type": "json_object"}},
+            UnsupportedFieldError,
+            "response_format",
+        ),
         ({"prompt": [1, 50]}, InvalidValueError, "prompt[1]"),
         ({"prompt": [[1], [1, 50]]}, InvalidValueError, "prompt[1][1]"),
         ({"prompt": [[1] * 90] * 2}, OverloadedError, "prompt"),
@@ -164,6 +150,16 @@ def test_what_is_within_the_limits_passes() -> None:
     turns = [MESSAGE, {"role": "assistant", "tool_calls": []}]
     check_limits({"messages": turns, "n": 4, "priority": 0, "max_tokens": 100}, LIMITS)
     check_limits({"prompt": ["a"] * 3}, LIMITS)
+    beams = {
+        "use_beam_search": True,
+        "n": 2,
+        "temperature": 0,
+        "logprobs": 1,
+        "stop": [],
+        "top_p": 1,
+    }
+    check_limits(beams, LIMITS)
+    check_limits({"use_beam_search": False, "seed": 1, "vllm_xargs": {}}, LIMITS)
     check_limits({"prompt": [49] * 90}, LIMITS)
     check_limits({"messages": "wrong type", "n": "two", "tools": [7, {"function": 7}]}, LIMITS)
     check_limits({"tools": [{"parameters": {"type": ["object", "null"]}}, {"name": "a"}]}, LIMITS)
@@ -175,7 +171,48 @@ def test_limits_are_named_with_their_numbers() -> None:
     check_limits({"stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1, "3": 1}}, LIMITS)
 
 
-@pytest.mark.parametrize("value", ["high", "1.5", "", "9" * 5000])
+def test_extra_arguments_are_those_that_something_reads() -> None:
+    events = dataclasses.replace(LIMITS, extra_args=frozenset(("kv_cache_report_mode",)))
+    check_limits({"vllm_xargs": {"kv_cache_report_mode": "full"}}, events)
+    with pytest.raises(InvalidValueError, match="incremental, full") as caught:
+        check_limits({"vllm_xargs": {"kv_cache_report_mode": "all"}}, events)
+    assert caught.value.param == "vllm_xargs.kv_cache_report_mode"
+    with pytest.raises(UnsupportedFieldError, match="may have kv_cache_report_mode on this"):
+        check_limits({"vllm_xargs": {"other": 1}}, events)
+    processors = dataclasses.replace(LIMITS, extra_args=None)
+    check_limits({"vllm_xargs": {"other": 1}}, processors)
+    for name in ("kv_transfer_params", "ec_transfer_params", "speculation"):
+        with pytest.raises(UnsupportedFieldError):
+            check_limits({"vllm_xargs": {name: "a"}}, processors)
+
+
+def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
+    headers = Headers({"X-Vllm-Priority": "-3"})
+    for tier in (None, Tier.DEFAULT):
+        check_tier({"priority": 5}, headers, tier)
+    for tier in (Tier.FLEX, Tier.PRIORITY):
+        check_tier({"priority": 0}, Headers({}), tier)
+        with pytest.raises(UnsupportedFieldError, match=f"service tier '{tier.value}'") as caught:
+            check_tier({"priority": 5}, Headers({}), tier)
+        assert caught.value.param == "priority"
+        with pytest.raises(UnsupportedFieldError) as caught:
+            check_tier({}, headers, tier)
+        assert caught.value.param == "X-Vllm-Priority"
+
+
+def test_priorities_stay_between_the_service_tiers() -> None:
+    limits = dataclasses.replace(LIMITS, has_priorities=True)
+    for value in (FOREMOST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
+        check_limits({"priority": value}, limits)
+        check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
+    for value in (FOREMOST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
+        with pytest.raises(InvalidValueError):
+            check_limits({"priority": value}, limits)
+        with pytest.raises(InvalidValueError):
+            check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
+
+
+@pytest.mark.parametrize("value", ["high", "1.5", "", "1_0", "9" * 5000])
 def test_a_priority_in_a_header_must_be_a_small_integer(value: str) -> None:
     limits = dataclasses.replace(LIMITS, has_priorities=True)
     check_priority_header(Headers({"X-Vllm-Priority": "-3"}), limits)

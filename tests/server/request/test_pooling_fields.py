@@ -20,7 +20,7 @@ def endpoint_of(body: dict[str, Any]) -> Endpoint:
     return next((e for e in pooling if prompt_fields(e, body)), Endpoint.EMBEDDINGS)
 
 
-LIMITS = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=())
+LIMITS = PoolingLimits(max_prompts=3, vocab_size=50, dimensions=())
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,6 @@ def test_a_body_is_told_by_what_it_holds(
         ({"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
         ({"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
         ({"messages": [[MESSAGE]] * 4}, InvalidValueError, "messages", "got 4"),
-        ({"truncate_prompt_tokens": 0}, InvalidValueError, "truncate_prompt_tokens", "got 0"),
-        ({"truncate_prompt_tokens": 101}, InvalidValueError, "truncate_prompt_tokens", "1 to 100"),
         ({"encoding_format": "bytes"}, InvalidValueError, "encoding_format", "'base64'"),
         ({"dimensions": 8}, UnsupportedFieldError, "dimensions", "is 8"),
     ],
@@ -92,7 +90,7 @@ def test_limits(body: dict[str, Any], error: type[ServerError], param: str, word
 def test_dimensions_are_those_of_the_model(
     field: str, allowed: tuple[int, ...] | range, value: int, words: str
 ) -> None:
-    limits = PoolingLimits(max_prompts=3, max_model_len=100, vocab_size=50, dimensions=allowed)
+    limits = PoolingLimits(max_prompts=3, vocab_size=50, dimensions=allowed)
     check_pooling_limits(Endpoint.EMBEDDINGS, {field: allowed[0]}, limits)
     with pytest.raises(InvalidValueError, match=f"{words} for this model, got {value}") as caught:
         check_pooling_limits(Endpoint.EMBEDDINGS, {field: value}, limits)

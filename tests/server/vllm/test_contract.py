@@ -163,6 +163,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     ("argv", "words"),
     [
         (["m", "--uvicorn-log-level", "debug"], "--uvicorn-log-level cannot be used"),
+        (["m", "--enable-prompt-embeds"], "--enable-prompt-embeds cannot be used: prompts are"),
         (["m", "--api-server-count", "2"], "--api-server-count cannot be used"),
         (["m", "--no-such-flag"], "command line is wrong"),
         # The server's own parser takes it in full alone; vLLM's would take it and check nothing.

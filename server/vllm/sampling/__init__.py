@@ -1,0 +1,1 @@
+"""Sampling parameters of a request, checked before the engine has them."""
