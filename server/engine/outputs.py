@@ -7,7 +7,6 @@ is told the real reason, which the front end prefers over whatever comes out of 
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -19,20 +18,15 @@ from rbln_backend.config import QUEUE_TIMEOUT
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError
 from server.request.record import RequestRecord, record_var
+from server.vllm.logprobs.late import late_var
+from server.vllm.logprobs.prompt import LateLogprobs
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector
+    from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import IterationStats
-
-_SERVING_LOGGERS = (
-    "vllm.entrypoints.anthropic.serving",
-    "vllm.entrypoints.openai.chat_completion.serving",
-    "vllm.entrypoints.openai.completion.serving",
-    "vllm.entrypoints.openai.responses.serving",
-)
 
 
 class QueueAwareOutputs(TracedOutputs):
@@ -60,6 +54,10 @@ class QueueAwareOutputs(TracedOutputs):
         record = record_var.get()
         if record is not None and queue is not None:
             self._askers[queue] = record
+        state: RequestState = self.request_states[request.request_id]
+        parts, processor = late_var.get(), state.logprobs_processor
+        if parts is not None and processor is not None and processor.prompt_logprobs is not None:
+            state.logprobs_processor = LateLogprobs.of(processor, parts)
 
     def process_outputs(
         self,
@@ -102,11 +100,3 @@ def tell_queue_timeouts(engine: AsyncLLM, max_queue_s: float) -> None:
     """Make a new engine tell them; before its first request."""
     assert engine.output_handler is None, "outputs are processed already"
     engine.output_processor = QueueAwareOutputs(engine, max_queue_s)
-    for name in _SERVING_LOGGERS:
-        logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(_line: logging.LogRecord) -> bool:
-    """Whether vLLM may complain of the current request: not about what is known to have ended."""
-    record = record_var.get()
-    return record is None or record.failure is None

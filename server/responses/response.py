@@ -126,7 +126,7 @@ def queued(
         }
     )
     # The request that is run later; its response is stored here, not by itself.
-    request = with_fields(raw, {"background": False, "store": False, "request_id": identity})
+    request = with_fields(raw, {"background": False, "store": False})
     return Response(
         id=identity,
         owner=owner,

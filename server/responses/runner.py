@@ -154,7 +154,9 @@ class Runner:
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
-        insider = Insider(response.owner, tiers, permitted=True, stamp=stamp)
+        insider = Insider(
+            response.owner, tiers, permitted=True, stamp=stamp, response_id=response.id
+        )
 
         def take(chunk: bytes) -> None:
             for frame in chunk.decode().split(_FRAME_END):

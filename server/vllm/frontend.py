@@ -13,6 +13,7 @@ import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -24,6 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from rbln_backend import api
 from server.errors import (
+    ContextLengthError,
     InternalError,
     ModelNotFoundError,
     ServerError,
@@ -41,7 +43,7 @@ from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
 from server.request.fields import IGNORED_HEADER
-from server.request.limits import check_priority_header, check_rank_header
+from server.request.limits import check_priority_header, check_rank_header, check_tier
 from server.request.record import record_var
 from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
@@ -51,9 +53,11 @@ from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
+from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader, Told
 from server.vllm.reading_process import serve_reading
+from server.vllm.rendering.counting import count_whole_prompts
 from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
 from server.vllm.rendering.variables import templates_of
 from server.vllm.rules import make_rules
@@ -106,6 +110,7 @@ async def build_frontend(
     text_chunks.install_chat()
     text_chunks.install_completion()
     leave_tags_to_the_gate()
+    count_whole_prompts()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
     envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
     state = State()
@@ -241,13 +246,18 @@ class VllmFrontend:
         describe_request(record, endpoint, told.fields)
         name_model(record, endpoint, await self._find_model(told.fields))
         check_priority_header(request.headers, self._limits)
+        check_tier(told.fields, request.headers, None if record is None else record.tier)
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
             await self.grammars.check(told.constraints, on_kind)
         large_var.set(given.large)
-        asked = Asked(told.fields, told.blamed)
-        answering = self._answer(self._handlers[told.form], told.model, request, given.stamp)
+        late_var.set(LateParts() if _has_logprobs(told.fields) else None)
+        asked = Asked(told.fields, told.blamed, self._limits.max_model_len, told.forbidding)
+        model: Any = told.model
+        if record is not None and record.insider is not None and record.insider.response_id:
+            model.request_id = record.insider.response_id
+        answering = self._answer(self._handlers[told.form], model, request, given.stamp)
         try:
             if given.large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
@@ -274,7 +284,9 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
-            return handler.to_body(result, stamp)
+            whole = handler.to_body(result, stamp)
+            late = late_var.get()
+            return whole if late is None else (await late.complete(whole.decode())).encode()
         frames: AsyncGenerator[Any, None] = result
         return frames
 
@@ -295,10 +307,11 @@ class VllmFrontend:
     async def _frames(
         self, frames: AsyncGenerator[str, None], asked: Asked
     ) -> AsyncGenerator[str, None]:
+        late = late_var.get()
         try:
             async with aclosing(frames) as stream:
                 async for frame in stream:
-                    yield frame
+                    yield frame if late is None else await late.complete(frame)
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
             raise self._translated(error, asked) from error
@@ -308,7 +321,10 @@ class VllmFrontend:
         if record is not None and record.failure is not None:
             # vLLM's classes know only that there was an error.
             return record.failure
-        ours = from_exception(error, asked)
+        guided = record is not None and record.guide is not None
+        ours = from_exception(error, replace(asked, guided=guided))
+        if isinstance(ours, ContextLengthError) and ours.param is None:
+            ours.param = asked.prompt
         if isinstance(ours, InternalError) and self._engine.errored:
             # vLLM reports a dead engine as a fault of each request that met it.
             return engine_failed()
@@ -317,4 +333,11 @@ class VllmFrontend:
 
 _CHARS_PER_BYTE = 4
 """Of a body: a prompt of more was multiplied by a template."""
+_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+
+
+def _has_logprobs(fields: JsonObject) -> bool:
+    # Not by equality: 0 is one for each token.
+    given = (fields.get(name) for name in _LOGPROBS)
+    return any(value is not None and value is not False for value in given)

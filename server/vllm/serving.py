@@ -12,6 +12,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
 from server.vllm.errors import RefusedError
+from server.vllm.logprobs.serving import late_chats, late_completions, late_responses
 from server.vllm.messages.serving import over_chat_requests
 from server.vllm.responses.serving import counting
 from server.vllm.tools.chat import chats_with_cut_calls
@@ -46,6 +47,16 @@ def _raises_in_streams() -> type:
     return RaisesInStreams
 
 
+class NoLengthCheck:
+    """Mixin that skips the prompt length check of vLLM's Responses class.
+
+    `GatedLLM` makes the check for every endpoint, with one message.
+    """
+
+    def _validate_generator_input(self, _engine_input: Any) -> None:
+        return None
+
+
 def adapted(serving: _Serving) -> _Serving:
     """Return a copy of `serving` that raises in streams, takes requests as they were read, and
     knows a call of a tool by its object.
@@ -55,19 +66,20 @@ def adapted(serving: _Serving) -> _Serving:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
     ours: tuple[type, ...] = ()
+    if isinstance(serving, OpenAIServingChat):
+        ours += (late_chats(), chats_with_cut_calls())
+    if isinstance(serving, OpenAIServingCompletion):
+        ours += (late_completions(),)
+    if isinstance(serving, OpenAIServingResponses):
+        ours += (late_responses(), NoLengthCheck, counting(), responses_with_cut_calls())
     if isinstance(serving, GenerateBaseServing):
         ours += (_raises_in_streams(),)
-    if isinstance(serving, OpenAIServingChat):
-        ours += (chats_with_cut_calls(),)
-    if isinstance(serving, OpenAIServingResponses):
-        ours += (responses_with_cut_calls(),)
     if isinstance(serving, AnthropicServingMessages):
         ours += (over_chat_requests(),)
-    if isinstance(serving, OpenAIServingResponses):
-        ours += (counting(),)
     made = copy.copy(serving)
     made.__class__ = type(type(serving).__name__, (*ours, type(serving)), {})
     _hold_to_objects(made)

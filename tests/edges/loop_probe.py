@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +19,7 @@ class LoopProbe:
         self._port = port
         self._end = threading.Event()
         self._worst = 0.0
+        self._answers = 0
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def __enter__(self) -> LoopProbe:
@@ -37,8 +37,11 @@ class LoopProbe:
 
     def take_worst_s(self) -> float:
         """Return the longest wait for an answer since the last call, in seconds."""
-        # What is under way counts for what was done before this call.
-        time.sleep(2 * _PERIOD_S)
+        # What is under way counts for what was done before this call, however long it takes.
+        after = self._answers + 2
+        deadline = time.monotonic() + _TIMEOUT_S
+        while self._answers < after and time.monotonic() < deadline:
+            time.sleep(_PERIOD_S)
         worst, self._worst = self._worst, 0.0
         return worst
 
@@ -46,10 +49,13 @@ class LoopProbe:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_S)
         while not self._end.is_set():
             asked = time.perf_counter()
-            with suppress(http.client.HTTPException, OSError):
+            try:
                 connection.request("GET", "/livez")
                 connection.getresponse().read()
+            except (http.client.HTTPException, OSError):
+                connection.close()
             self._worst = max(self._worst, time.perf_counter() - asked)
+            self._answers += 1
             time.sleep(_PERIOD_S)
         connection.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -52,7 +53,7 @@ def over_chat_requests() -> type:
             except VLLMValidationError as error:
                 if error.parameter not in TOO_LONG_PARAMETERS:
                     raise
-                raise _too_long(most + 2, most) from error
+                raise _too_long(_length(error, self.renderer), most) from error
             finally:
                 request.max_tokens, request.max_completion_tokens = wanted
             if not isinstance(rendered, ErrorResponse):
@@ -62,18 +63,25 @@ def over_chat_requests() -> type:
     return OverChatRequests
 
 
+def _length(error: VLLMValidationError, renderer: Any) -> str:
+    """Return the number of tokens of a prompt, or the least number that its characters make."""
+    size = int(str(error.value))
+    if error.parameter == "input_tokens":
+        return str(size)
+    return f"at least {math.ceil(size / renderer.get_tokenizer().max_chars_per_token)}"
+
+
 def _check_room(prompts: list[Any], most: int) -> None:
     for prompt in prompts:
         length = len(prompt.get("prompt_token_ids") or ())
         if length > most:
-            raise _too_long(length, most)
+            raise _too_long(str(length), most)
 
 
-def _too_long(length: int, most: int) -> ContextLengthError:
+def _too_long(length: str, most: int) -> ContextLengthError:
     # Clients of this API know the error by its first words, and then shorten the conversation.
     return ContextLengthError(
-        f"prompt is too long: {length} tokens > {most} maximum, which leaves one for the answer; "
-        f"more than {most + 2} are not counted.",
+        f"prompt is too long: {length} tokens > {most} maximum, which leaves one for the answer.",
         param="messages",
     )
 

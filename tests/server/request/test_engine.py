@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.checkpoints import CheckpointCache
@@ -32,8 +35,9 @@ DOUBLING = """\
 {%- set all = namespace(text="aaaaaaaa") %}
 {%- for _ in range(40) %}{% set all.text = all.text ~ all.text %}{% endfor %}{{ all.text }}
 """
-USER = {"role": "user", "content": "hi"}
+USER: Any = {"role": "user", "content": "hi"}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ALLOWED = "allowed_token_ids"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [USER], "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
@@ -53,6 +57,7 @@ def server(
     template = folder / "template.jinja"
     template.write_text(TEMPLATE)
     flags = ("--chat-template", str(template), "--trust-request-chat-template")
+    flags += ("--max-model-len", "1024", "--max-logprobs", "-1")
     flags += ("--read-timeout-s", "5", "--data-dir", str(folder / "data"), "--min-free-bytes", "0")
     with RealServer(checkpoints("llama", dtype="float32"), folder, *flags) as up:
         up.until_ready()
@@ -137,3 +142,221 @@ def test_what_a_template_makes_is_bounded(
         assert answer.status_code in statuses, answer.text[:500]
         assert len(answer.content) < 1000
     assert post(server, CHAT).status_code == 200
+
+
+def test_logprobs_of_long_prompts_are_those_of_vllm(server: RealServer) -> None:
+    prompt = "one two three " * 200
+    wish: dict[str, Any] = {"prompt": prompt, "temperature": 0}
+    few = post(server, COMPLETIONS, **wish, echo=True, logprobs=1).json()["choices"][0]
+    many = post(server, COMPLETIONS, **wish, echo=True, logprobs=20).json()["choices"][0]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert many["logprobs"][name] == few["logprobs"][name]
+    assert len(many["logprobs"]["top_logprobs"][-1]) >= 20
+    several = {"n": 2, "seed": 1, "temperature": 1, "prompt_logprobs": 20}
+    asked = post(server, COMPLETIONS, **{**wish, **several})
+    for choice in asked.json()["choices"]:
+        assert choice["prompt_logprobs"] == many["prompt_logprobs"]
+    body = {"model": "tiny", "messages": [{**USER, "content": prompt}], "prompt_logprobs": 20}
+    chat = server.client.post(CHAT, json={**body, "max_tokens": 1}).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert all(len(position) >= 20 for position in chat["prompt_logprobs"][1:])
+    streamed = post(server, COMPLETIONS, **wish, echo=True, logprobs=20, stream=True).text
+    frames = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    tokens = [token for frame in frames for token in frame["choices"][0]["logprobs"]["tokens"]]
+    assert tokens == many["logprobs"]["tokens"]
+
+
+def test_an_answer_has_a_bounded_number_of_logprobs(server: RealServer) -> None:
+    answer = post(server, COMPLETIONS, prompt="one " * 500, prompt_logprobs=-1)
+    assert (answer.status_code, code(answer)) == (400, "invalid_value")
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+    assert "1000000" in answer.text
+    assert post(server, COMPLETIONS, prompt="one", prompt_logprobs=-1).status_code == 200
+
+
+def test_alternatives_are_the_most_likely_tokens(server: RealServer) -> None:
+    wish: dict[str, Any] = {"temperature": 2.0, "seed": 3, "max_tokens": 20}
+    chat = post(server, CHAT, **wish, logprobs=True, top_logprobs=3).json()
+    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    wish = {"temperature": 2.0, "max_output_tokens": 20}
+    response = post(server, RESPONSES, **wish, **included).json()
+    content = chat["choices"][0]["logprobs"]["content"]
+    content += response["output"][0]["content"][0]["logprobs"]
+    assert len(content) == 40
+    for token in content:
+        likely = [one["logprob"] for one in token["top_logprobs"]]
+        assert len(likely) == 3
+        assert likely == sorted(likely, reverse=True)
+        assert token["logprob"] <= likely[0]
+    assert any(token["logprob"] < token["top_logprobs"][-1]["logprob"] for token in content)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [300], "response_format": {"type": "json_object"}}, ALLOWED),
+        ({"allowed_token_ids": [300], "response_format": SCHEMA}, ALLOWED),
+        ({"allowed_token_ids": [300], "structured_outputs": {"regex": "[0-9]"}}, ALLOWED),
+        ({"bad_words": ["a", "b"], "structured_outputs": {"choice": ["a", "b"]}}, "bad_words"),
+        ({"allowed_token_ids": [3], "min_tokens": 2}, ALLOWED),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_constraints_that_exclude_each_other_are_refused(
+    server: RealServer, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    answer = post(server, CHAT, **fields, stream=stream, max_tokens=8)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ["", "x"], "echo": True}, "prompt[0]"),
+        ({"use_beam_search": True, "logprobs": 1, "echo": True}, "echo"),
+        ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"vllm_xargs": {"kv_cache_report_mode": "full"}}, "vllm_xargs"),
+        ({"prompt": [5] * 1024}, "prompt"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+def test_what_ended_in_a_500_is_refused_by_name(
+    server: RealServer, fields: dict[str, Any], param: str
+) -> None:
+    answer = post(server, COMPLETIONS, **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_several_echoed_answers_are_streamed(server: RealServer) -> None:
+    wish: dict[str, Any] = {"prompt": ["word " * 60] * 2, "n": 2, "echo": True, "temperature": 1}
+    streamed = post(server, COMPLETIONS, **wish, logprobs=1, stream=True).text
+    frames = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert not any("error" in frame for frame in frames), streamed[-500:]
+    texts = ["", "", "", ""]
+    for frame in frames:
+        for choice in frame["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert all(text.startswith("word word") and len(text) > 300 for text in texts)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/v1/messages"])
+@pytest.mark.parametrize("limit", [None, 7])
+def test_the_error_of_a_long_prompt_has_its_length(
+    server: RealServer, path: str, limit: int | None
+) -> None:
+    words = "one two three " * 500
+    name = next(name for name in ("messages", "prompt", "input") if name in BODIES[path])
+    fields: dict[str, Any] = {name: words if name != "messages" else [{**USER, "content": words}]}
+    counted = server.client.post("/tokenize", json={"model": "tiny", "prompt": words}).json()
+    names = {RESPONSES: "max_output_tokens"}
+    body = {key: value for key, value in BODIES[path].items() if not key.startswith("max_")}
+    if limit is not None or path == "/v1/messages":
+        fields[names.get(path, "max_tokens")] = limit or 7
+    error = server.client.post(path, json={"model": "tiny", **body, **fields}).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    length = int(re.search(r"(\d+) tokens", error["message"])[1])  # type: ignore[index]
+    assert counted["count"] <= length <= counted["count"] + 40
+    if path != "/v1/messages":
+        assert "1024 tokens" in error["message"]
+        assert ("takes 7" in error["message"]) == (limit is not None)
+
+
+def test_a_prompt_too_long_to_be_tokenized_is_measured_in_characters(server: RealServer) -> None:
+    body = {"model": "tiny", "max_tokens": 7, "messages": [{**USER, "content": "a b " * 20_000}]}
+    error = server.client.post("/v1/messages", json=body).json()["error"]
+    assert re.match(r"prompt is too long: at least \d+ tokens > 1023 maximum", error["message"])
+    error = server.client.post(CHAT, json=body).json()["error"]
+    assert re.match(r"The prompt has 80\d{3} characters; ", error["message"])
+
+
+def test_a_response_has_an_id_of_the_server(server: RealServer) -> None:
+    for _ in range(2):
+        answer = post(server, RESPONSES, request_id="a/b", store=True)
+        assert answer.status_code == 200
+        assert answer.headers["x-rbln-ignored-fields"] == "request_id"
+        made = answer.json()["id"]
+        assert made.startswith("resp_")
+        assert server.client.get(f"/v1/responses/{made}").status_code == 200
+
+
+FORGED = "x\n12:00:00 INFO    server.service: all is well\x1b[2J"
+
+
+def test_clients_write_nothing_into_the_log(server: RealServer) -> None:
+    before = len(server.log.read_bytes())
+    for stream in (False, True):
+        for fields in (
+            {"messages": [{"role": FORGED, "content": "secret"}]},
+            {"messages": [{"role": "secret " * 100_000, "content": "a"}]},
+            {"messages": [{**USER, "content": "secret " * 2000}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "id": "a",
+                                "type": "function",
+                                "function": {"name": FORGED, "arguments": "{"},
+                            }
+                        ],
+                    }
+                ]
+            },
+            {"chat_template_kwargs": {FORGED: 1}},
+            {"chat_template": "{{ raise_exception(messages[0].content) }}" + FORGED},
+            {"response_format": {"type": "json_schema", "json_schema": {"secret": 1}}},
+            {FORGED: 1},
+        ):
+            assert post(server, CHAT, **fields, stream=stream).status_code in (200, 400)
+    written = server.log.read_bytes()[before:].decode()
+    assert "secret" not in written
+    assert "\x1b" not in written and "all is well" not in written
+    assert "Traceback" not in written
+    ours = (" POST /v1/chat/completions ", " server.host.job_pool: process ")
+    lines = [line for line in written.splitlines() if not any(words in line for words in ours)]
+    assert lines == [], lines
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param"),
+    [
+        (CHAT, "messages", [{**USER, "surprise": 1}], "messages[0].surprise"),
+        (CHAT, "messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}],
+         "messages[0].content[0].x"),
+        ("/tokenize", "messages", [{**USER, "surprise": 1}], "messages[0].surprise"),
+        (RESPONSES, "input", [{**USER, "surprise": 1}], "input[0].surprise"),
+        (RESPONSES, "input", [{"type": "function_call_output", "call_id": "c", "output": "d",
+                               "surprise": 1}], "input[0].surprise"),
+        ("/v1/messages", "messages", [{**USER, "surprise": 1}], "messages[0].surprise"),
+    ],
+)  # fmt: skip
+def test_unknown_fields_within_are_refused(
+    server: RealServer, path: str, field: str, value: Any, param: str
+) -> None:
+    answer = post(server, path, **{field: value})
+    assert (answer.status_code, code(answer)) == (400, "unknown_field")
+    assert answer.json()["error"]["param"] == param
+    assert "--unknown-fields warn" in answer.text
+
+
+def test_an_answer_can_be_sent_back_as_it_is(server: RealServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    chat = client.chat.completions.create(model="tiny", messages=[USER], max_tokens=3)
+    turns: list[Any] = [USER, chat.choices[0].message, USER]
+    assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=3).choices
+    message = chat.choices[0].message.model_dump() | {"reasoning_content": "a", "annotations": [{}]}
+    again = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=[USER, message, USER], max_tokens=3
+    )
+    assert again.headers["x-rbln-ignored-fields"] == "messages[].annotations"
+    response = client.responses.create(model="tiny", input="hi", max_output_tokens=3)
+    items: list[Any] = [USER, *response.output, USER]
+    assert client.responses.create(model="tiny", input=items, max_output_tokens=3).output

@@ -1,0 +1,1 @@
+"""Logprobs of prompts and long answers, made and serialised in slices in a thread."""

@@ -1,0 +1,205 @@
+"""Logprobs that are made late and in slices: the same JSON as vLLM's own, made at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from pydantic_core import to_json
+from vllm.logprobs import Logprob
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.hf import CachedHfTokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
+
+from server.errors import InvalidValueError
+from server.vllm.logprobs import serving
+from server.vllm.logprobs.late import SMALL_ENTRIES, LateParts, late_var
+from server.vllm.logprobs.prompt import LateLogprobs, Position
+from server.vllm.sampling.logprob_bounds import MAX_ENTRIES, check_logprobs
+from tests.checkpoints import CheckpointCache
+
+pytestmark = pytest.mark.engine
+
+LENGTH, TOP = 300, 20
+VOCABULARY = 4096
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: CheckpointCache) -> Any:
+    return CachedHfTokenizer.from_pretrained(str(checkpoints("llama", dtype="float32")))
+
+
+def tensors(length: int = LENGTH, top: int = TOP) -> LogprobsTensors:
+    """Logprobs of a prompt as the engine sends them; some tokens are bytes of one character."""
+    random = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, 300, (length, top + 1), generator=random)
+    values = -torch.rand((length, top + 1), generator=random).sort(dim=1).values
+    values[3, 4] = -torch.inf
+    ranks = torch.randint(1, 40, (length,), generator=random)
+    return LogprobsTensors(ids, values, ranks)
+
+
+def processor(tokenizer: Any) -> LogprobsProcessor:
+    return LogprobsProcessor(
+        tokenizer=tokenizer,
+        logprobs=None,
+        prompt_logprobs=[None],
+        cumulative_logprob=None,
+        num_logprobs=None,
+        num_prompt_logprobs=TOP,
+    )
+
+
+def made_at_once(tokenizer: Any, given: LogprobsTensors) -> list[Any]:
+    from vllm.entrypoints.generate.base.serving import clamp_prompt_logprobs
+
+    whole = processor(tokenizer)
+    whole._update_prompt_logprobs(given)
+    clamp_prompt_logprobs(whole.prompt_logprobs)
+    assert isinstance(whole.prompt_logprobs, list)
+    return whole.prompt_logprobs
+
+
+def made_late(tokenizer: Any, given: LogprobsTensors, parts: LateParts) -> list[Any]:
+    late = LateLogprobs.of(processor(tokenizer), parts)
+    late._update_prompt_logprobs(given)
+    assert isinstance(late.prompt_logprobs, list)
+    return late.prompt_logprobs
+
+
+async def test_a_prompts_logprobs_are_put_in_where_they_stand(tokenizer: Any) -> None:
+    parts, given = LateParts(), tensors()
+    late = made_late(tokenizer, given, parts)
+    assert len(late) == LENGTH + 1
+    assert all(isinstance(position, Position) and not position for position in late[1:])
+    answer = '{"a":%s,"b":%s}' % ((to_json(late).decode(),) * 2)
+    expected = to_json(made_at_once(tokenizer, given)).decode()
+    assert await parts.complete(answer) == '{"a":%s,"b":%s}' % ((expected,) * 2)
+    assert await parts.complete("a frame without any") == "a frame without any"
+
+
+def test_a_few_are_made_at_once(tokenizer: Any) -> None:
+    given = tensors(SMALL_ENTRIES // (TOP + 1))
+    assert made_late(tokenizer, given, LateParts()) == made_at_once(tokenizer, given)
+
+
+def serve(kind: str) -> tuple[Any, Any]:
+    """vLLM's serving class of a kind and ours over it, of which nothing but logprobs is used."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+
+    theirs, mixin = {
+        "chat": (OpenAIServingChat, serving.late_chats()),
+        "completion": (OpenAIServingCompletion, serving.late_completions()),
+        "response": (OpenAIServingResponses, serving.late_responses()),
+    }[kind]
+    plain, ours = object.__new__(theirs), object.__new__(type("Ours", (mixin, theirs), {}))
+    plain.return_tokens_as_token_ids = ours.return_tokens_as_token_ids = False
+    return plain, ours
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_those_of_a_completion_are_the_same_in_slices(tokenizer: Any, echo: bool) -> None:
+    plain, ours = serve("completion")
+    parts, given = LateParts(), tensors()
+    whole = made_at_once(tokenizer, given)
+    ids = [1, *(int(row[0]) for row in given.logprob_token_ids)]
+    answer = whole[1:40]
+    tokens = [*ids, *ids[1:40]]
+    options = {"num_output_top_logprobs": TOP, "tokenizer": tokenizer, "initial_text_offset": 7}
+    late_var.set(parts)
+    given_late = made_late(tokenizer, given, parts) if echo else whole
+    made = ours._create_completion_logprobs(
+        token_ids=tokens, top_logprobs=[*given_late, *answer], **options
+    )
+    assert len(made.tokens) == 1
+    expected = plain._create_completion_logprobs(
+        token_ids=tokens, top_logprobs=[*whole, *answer], **options
+    )
+    assert await parts.complete(made.model_dump_json()) == expected.model_dump_json()
+
+
+def sampled(tokenizer: Any, length: int = LENGTH) -> tuple[list[int], list[Any]]:
+    """Tokens and logprobs of an answer, of which every other token is not among the likeliest."""
+    ids, positions = [], []
+    for number in range(length):
+        likely = {
+            5 + number + rank: Logprob(-float(rank), rank, tokenizer.decode([5 + number + rank]))
+            for rank in range(1, TOP + 1)
+        }
+        token = 3 + number if number % 2 else 5 + number + 2
+        first = {token: likely.get(token) or Logprob(-30.0, 999, tokenizer.decode([token]))}
+        ids.append(token)
+        positions.append({**first, **likely})
+    return ids, positions
+
+
+@pytest.mark.parametrize("kind", ["chat", "response"])
+async def test_those_of_chats_and_responses_are_the_same_in_slices(
+    tokenizer: Any, kind: str
+) -> None:
+    _, ours = serve(kind)
+    ids, positions = sampled(tokenizer)
+    chat = kind == "chat"
+    method = ours._create_chat_logprobs if chat else ours._create_response_logprobs
+    options = {
+        "token_ids": ids,
+        "top_logprobs" if chat else "logprobs": positions,
+        "num_output_top_logprobs" if chat else "top_logprobs": 5,
+        "tokenizer": tokenizer,
+    }
+    late_var.set(None)
+    expected = to_json(method(**options)).decode()
+    parts = LateParts()
+    late_var.set(parts)
+    late = to_json(method(**options)).decode()
+    assert len(late) < 200 < len(expected)
+    assert await parts.complete(late) == expected
+
+
+@pytest.mark.parametrize("kind", ["chat", "response"])
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_alternatives_are_the_most_likely_tokens(tokenizer: Any, kind: str, number: int) -> None:
+    _, ours = serve(kind)
+    ids, positions = sampled(tokenizer, 4)
+    if kind == "chat":
+        made = ours._create_chat_logprobs(
+            ids, positions, tokenizer=tokenizer, num_output_top_logprobs=number
+        ).content
+    else:
+        made = ours._create_response_logprobs(
+            ids, positions, tokenizer=tokenizer, top_logprobs=number
+        )
+    for entry, token, position in zip(made, ids, positions, strict=True):
+        shown = json.loads(entry.model_dump_json())
+        assert shown["logprob"] == position[token].logprob
+        assert [one["logprob"] for one in shown["top_logprobs"]] == [
+            -float(rank) for rank in range(1, number + 1)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("params", "length", "name"),
+    [
+        ({"prompt_logprobs": -1}, MAX_ENTRIES // VOCABULARY + 1, "prompt_logprobs"),
+        ({"prompt_logprobs": 99}, MAX_ENTRIES // 100 + 1, "prompt_logprobs"),
+        ({"logprobs": -1, "max_tokens": MAX_ENTRIES // VOCABULARY + 1}, 1, "logprobs"),
+        ({"logprobs": 99, "max_tokens": 2000, "n": 6, "temperature": 1}, 1, "logprobs"),
+    ],
+)
+def test_an_answer_has_so_many_at_most(params: dict[str, Any], length: int, name: str) -> None:
+    prompt = {"prompt_token_ids": [5] * length}
+    with pytest.raises(InvalidValueError, match=f"may have {MAX_ENTRIES}") as caught:
+        check_logprobs(SamplingParams(**params), prompt, VOCABULARY)
+    assert caught.value.param == name
+
+
+def test_what_is_ordinary_passes() -> None:
+    prompt = {"prompt_token_ids": [5] * 40_000}
+    check_logprobs(SamplingParams(prompt_logprobs=20, max_tokens=10**6), prompt, VOCABULARY)
+    check_logprobs(SamplingParams(logprobs=20, max_tokens=10**6), prompt, VOCABULARY)
+    check_logprobs(SamplingParams(logprobs=-1, max_tokens=100), {}, VOCABULARY)
