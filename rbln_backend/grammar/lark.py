@@ -1,14 +1,14 @@
 """Grammars in llguidance's dialect of Lark: compiled as they are walked, with their work counted.
 
 A compile costs what the grammar's text costs, whatever the vocabulary: a string of at most 50,000
-characters takes a millisecond. What a grammar may cost is counted in steps of the lexer and the
+characters takes a millisecond. What a mask may cost is counted in steps of the lexer and the
 parser, not in seconds, so that a machine's load changes no verdict.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import llguidance
@@ -21,22 +21,51 @@ from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar, is_mistral
 
 logger = logging.getLogger(__name__)
 
-_STEP_LEXER = 200_000
-_STEP_ITEMS = 50_000
-_MARGIN = 4
-"""How much more a step may cost in the engine than in the trial, whose walk is one of many."""
+_ENGINE_LIMITS = llguidance.LLParserLimits(
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=250_000,
+    verbose_errors=False,
+)
+_TRIAL_LIMITS = llguidance.LLParserLimits(
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_items_in_row=1_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
+"""A trial walks a few ways of many, and so has less."""
+_TOO_MUCH_WORK = ("too many", "max is")
+"""Parts of llguidance's errors about its limits; their stop reason is InternalError alone."""
 
 
 class LarkGrammar(StructuredOutputGrammar):
-    """One grammar on its way; `stop` are the tokens that may end the answer."""
+    """One grammar on its way; `stop` are the tokens that may end the answer.
+
+    Where a mask takes more work than it may, the answer goes on byte by byte: the grammar that
+    `again` compiles is brought to the same place, and from there on the mask has tokens of one byte
+    only, each of which is tried. Without `again` the grammar fails.
+    """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, stop: frozenset[int]
+        self,
+        matcher: llguidance.LLMatcher,
+        again: Callable[[], llguidance.LLMatcher] | None,
+        vocabulary: Vocabulary,
+        stop: frozenset[int],
     ) -> None:
-        self._matcher = matcher
-        self._stop, self._ends = stop, tokenizer.eos_tokens
-        self._row = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+        self._matcher, self._again = matcher, again
+        self._vocabulary, self._stop = vocabulary, stop
+        self._row = np.zeros((vocabulary.tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+        self._taken: list[int] = []
+        self._restarted_at: int | None = None
         self._ended = False
+
+    @property
+    def by_bytes(self) -> bool:
+        """Whether the masks have tokens of one byte only."""
+        return self._restarted_at is not None
 
     def problem(self) -> str:
         """Return why it can no longer be followed, or nothing."""
@@ -49,7 +78,7 @@ class LarkGrammar(StructuredOutputGrammar):
                 break
             if self._may_end(token):
                 self._ended = True
-            elif not self._matcher.consume_token(token):
+            elif not self._take(token):
                 logger.error("request %s: token %d is outside of its grammar", request_id, token)
                 return False
         return True
@@ -64,7 +93,8 @@ class LarkGrammar(StructuredOutputGrammar):
             if token < 0 or not self._matcher.try_consume_tokens([token]):
                 break
             taken += 1
-        self._matcher.rollback(taken)
+        if not self._restart():
+            self._matcher.rollback(taken)
         return tokens[:taken]
 
     def rollback(self, num_tokens: int) -> None:
@@ -74,12 +104,17 @@ class LarkGrammar(StructuredOutputGrammar):
             num_tokens -= 1
         if num_tokens:
             self._matcher.rollback(num_tokens)
+            del self._taken[-num_tokens:]
 
     def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
         """Write the mask of the next token into that row of ``bitmask`` ([rows, V/32] int32)."""
         row = self._row
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        _set(row, self._ends, on=False)
+        if not self.by_bytes:
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._restart()
+        if self.by_bytes:
+            self._fill_by_bytes()
+        _set(row, self._vocabulary.tokenizer.eos_tokens, on=False)
         if self._matcher.is_accepting() or self._matcher.is_error():
             # After an error, which is logged, an answer ends rather than runs on.
             _set(row, self._stop, on=True)
@@ -90,6 +125,44 @@ class LarkGrammar(StructuredOutputGrammar):
         if problem := self.problem():
             logger.error("a grammar cannot be followed further: %s", problem)
 
+    def _fill_by_bytes(self) -> None:
+        self._row.fill(0)
+        allowed = [token for token in self._vocabulary.of_one_byte if self._allows(token)]
+        _set(self._row, allowed, on=True)
+
+    def _allows(self, token: int) -> bool:
+        if self._matcher.validate_tokens([token]):
+            return True
+        return self._restart() and bool(self._matcher.validate_tokens([token]))
+
+    def _take(self, token: int) -> bool:
+        taken = self._matcher.consume_token(token)
+        if not taken and self._restart():
+            taken = self._matcher.consume_token(token)
+        if taken:
+            self._taken.append(token)
+        return bool(taken)
+
+    def _restart(self) -> bool:
+        """Compile again if the work was too much, at most once after each token.
+
+        Returns False if it was not, or is too much from there as well.
+        """
+        problem = self.problem()
+        if self._again is None or not any(part in problem for part in _TOO_MUCH_WORK):
+            return False
+        if self._restarted_at == len(self._taken):
+            return False
+        logger.warning(
+            "a grammar took more work than a mask may after %d tokens (%s); its answer goes on in "
+            "tokens of one byte",
+            len(self._taken),
+            problem.strip(),
+        )
+        self._restarted_at = len(self._taken)
+        self._matcher = self._again()
+        return all(self._matcher.consume_token(token) for token in self._taken)
+
     def is_terminated(self) -> bool:
         """Whether a stop token was accepted."""
         return self._ended
@@ -97,30 +170,47 @@ class LarkGrammar(StructuredOutputGrammar):
     def reset(self) -> None:
         """Go back to the beginning."""
         self._matcher.reset()
+        self._taken.clear()
+        self._restarted_at = None
         self._ended = False
 
     def _may_end(self, token: int) -> bool:
         return token in self._stop and self._matcher.is_accepting()
 
 
+class Vocabulary:
+    """A tokenizer of `vocab_size` tokens, and those of its tokens that are a single byte."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self.tokenizer = _wrapped(tokenizer, vocab_size)
+        self.of_one_byte = [
+            token
+            for token in range(self.tokenizer.vocab_size)
+            if len(self.tokenizer.decode_bytes([token])) == 1
+            and not self.tokenizer.is_special_token(token)
+        ]
+
+
 class LarkCompiler:
     """Compiles for one tokenizer and a vocabulary of `vocab_size`. Safe between threads."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer = _wrapped(tokenizer, vocab_size)
+        self._vocabulary = Vocabulary(tokenizer, vocab_size)
 
     def compile(self, text: str, stop: set[int] | None, *, in_trial: bool) -> LarkGrammar:
         """Return a grammar at its beginning. Raises ValueError with llguidance's reason."""
-        margin = 1 if in_trial else _MARGIN
-        limits = llguidance.LLParserLimits(
-            step_lexer_fuel=margin * _STEP_LEXER,
-            step_max_items=margin * _STEP_ITEMS,
-            verbose_errors=False,
-        )
-        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error())
-        return LarkGrammar(matcher, self._tokenizer, frozenset(stop or self._tokenizer.eos_tokens))
+        limits = _TRIAL_LIMITS if in_trial else _ENGINE_LIMITS
+        tokenizer = self._vocabulary.tokenizer
+
+        def matcher() -> llguidance.LLMatcher:
+            # A copy would share the lexer and with it what was counted.
+            return llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+
+        first = matcher()
+        if first.is_error():
+            raise ValueError(first.get_error())
+        ends = frozenset(stop or tokenizer.eos_tokens)
+        return LarkGrammar(first, None if in_trial else matcher, self._vocabulary, ends)
 
 
 def _wrapped(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:

@@ -206,8 +206,19 @@ async def test_every_answer_obeys_its_schema_widely(server: RealServer, tmp_path
     assert outcomes["refused"] >= 300
 
 
+HIDDEN = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "minLength": 5000},
+        "b": {"type": "string", "pattern": "^(?:.*[a-m]){30}.{3,40}[n-z]{20}$"},
+    },
+    "required": ["a", "b"],
+}
+"""A pattern of too much work, where a walk of a few tokens does not come."""
+
+
 def test_what_cannot_be_followed_is_refused_before_the_stream(server: RealServer) -> None:
-    for schema, words in BAD:
+    for schema, words in (*BAD, (HIDDEN, "takes too much work")):
         for stream in (False, True):
             body = {"model": "tiny", "messages": HI, "stream": stream}
             body["response_format"] = {

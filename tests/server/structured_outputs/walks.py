@@ -26,7 +26,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 @functools.cache
-def _vocabulary() -> tuple[LarkCompiler, Any, list[str]]:
+def vocabulary() -> tuple[LarkCompiler, Any, list[str]]:
+    """Return a compiler for the default model, its tokenizer, and the texts of its tokens."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     size = len(tokenizer)
     texts = [tokenizer.decode([token]) for token in range(size)]
@@ -37,14 +38,14 @@ def _vocabulary() -> tuple[LarkCompiler, Any, list[str]]:
 def _marks() -> dict[str, list[int]]:
     """Return the tokens of each text, without the blanks around it."""
     found: dict[str, list[int]] = {}
-    for token, text in enumerate(_vocabulary()[2]):
+    for token, text in enumerate(vocabulary()[2]):
         found.setdefault(text.strip(), []).append(token)
     return found
 
 
 @functools.lru_cache(4)
 def _grammar(text: str) -> LarkGrammar:
-    compiler, tokenizer, _ = _vocabulary()
+    compiler, tokenizer, _ = vocabulary()
     return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=True)
 
 
@@ -61,7 +62,7 @@ def documents(grammar: str, count: int, seed: int = 0, *, must_end: bool = True)
 
 def accepts(grammar: str, text: str) -> bool:
     """Whether a whole text is of the grammar."""
-    _, tokenizer, _ = _vocabulary()
+    _, tokenizer, _ = vocabulary()
     matcher = _grammar(grammar)
     matcher.reset()
     tokens = [*tokenizer(text, add_special_tokens=False).input_ids, int(tokenizer.eos_token_id)]
@@ -69,7 +70,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
-    _, tokenizer, texts = _vocabulary()
+    _, tokenizer, texts = vocabulary()
     stop = int(tokenizer.eos_token_id)
     matcher = _grammar(grammar)
     matcher.reset()
@@ -111,7 +112,7 @@ def _closing(
 
 @functools.cache
 def _characters() -> list[int]:
-    return [token for token, text in enumerate(_vocabulary()[2]) if len(text) == 1]
+    return [token for token, text in enumerate(vocabulary()[2]) if len(text) == 1]
 
 
 def faults(schema: Any, text: str, *, formats: bool = True) -> list[str]:
