@@ -18,7 +18,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from tests.server.routes.console_page import errors_logged, give_key, part, text, until
+from tests.server.routes.console_page import PHONE, errors_logged, give_key, part, text, until
 from tests.server.scripted import ScriptedEngine, ScriptedLauncher, running
 from tests.server.scripted_chat import ChatFrontend, Script
 
@@ -120,6 +120,30 @@ async def test_answers_are_markdown_and_reasoning_is_apart(browser: Chrome, tmp_
 
     async with playground(tmp_path, scripts) as (url, _):
         await asyncio.to_thread(see, url)
+
+
+async def test_wide_answers_scroll_on_a_phone(browser: Chrome, tmp_path: Path) -> None:
+    row = "|".join(["column"] * 12)
+    wide = f"{row}\n{'|'.join(['-'] * 12)}\n{row}\n\n```\n{'x' * 300}\n```\n\n{'x' * 300}"
+
+    def see(url: str) -> None:
+        opened(browser, url)
+        answer = say(browser, "wide")
+        widths = "return [arguments[0].scrollWidth, arguments[0].clientWidth]"
+        for name in ("table", "pre"):
+            scrolled = answer.find_element(By.TAG_NAME, name)
+            whole, shown = browser.execute_script(widths, scrolled)
+            assert whole > 2 * shown, name
+        assert answer.find_element(By.TAG_NAME, "td").rect["width"] > 40, "words are whole"
+        root = "return document.documentElement.scrollWidth"
+        assert browser.execute_script(root) <= PHONE["width"]
+
+    async with playground(tmp_path, {"wide": [{"content": wide}]}) as (url, _):
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+        try:
+            await asyncio.to_thread(see, url)
+        finally:
+            browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 async def test_no_answer_makes_the_page_run_or_load_anything(
