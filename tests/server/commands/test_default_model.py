@@ -162,12 +162,12 @@ def same(whole: Answer, streamed: Answer) -> bool:
     return whole == replace(streamed, calls=calls, complete=list(map(from_json, streamed.complete)))
 
 
-def every_limit(ask: Any, *args: Any, **more: Any) -> tuple[Answer, list[Answer]]:
-    """Return the full answer, and those of each smaller limit, asked for in both ways."""
+def every_limit(ask: Any, *args: Any, step: int = 1, **more: Any) -> tuple[Answer, list[Answer]]:
+    """Return the full answer, and those of smaller limits, asked for in both ways."""
     full, cut = ask(96, True, *args, **more), list[Answer]()
     assert full.ended == "calls"
     assert full.complete == [arguments for _, arguments in full.calls]
-    for limit in range(1, 96):
+    for limit in range(1, 96, step):
         streamed = ask(limit, True, *args, **more)
         if streamed.ended != "length":
             assert streamed == full
@@ -187,8 +187,23 @@ def every_limit(ask: Any, *args: Any, **more: Any) -> tuple[Answer, list[Answer]
     return full, cut
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", "named"])
-@pytest.mark.parametrize("api", ["chat", "response", "message"])
+WIDE = pytest.mark.wide
+
+
+@pytest.mark.parametrize(
+    ("api", "choice"),
+    [
+        ("chat", "auto"),
+        ("chat", "named"),
+        ("response", "required"),
+        ("message", "auto"),
+        pytest.param("chat", "required", marks=WIDE),
+        pytest.param("response", "auto", marks=WIDE),
+        pytest.param("response", "named", marks=WIDE),
+        pytest.param("message", "required", marks=WIDE),
+        pytest.param("message", "named", marks=WIDE),
+    ],
+)
 def test_a_call_that_a_limit_cuts_is_not_complete(
     client: openai.OpenAI, api: str, choice: str
 ) -> None:
@@ -203,13 +218,13 @@ def test_a_call_that_a_limit_cuts_is_not_complete(
 def test_text_and_two_calls_are_cut_where_the_limit_is(client: openai.OpenAI, api: str) -> None:
     url = str(client.base_url).removesuffix("/v1/")
     asker = Asker(url, "default-model", CALL.question, [LOOK])
-    guided = {"structured_outputs": {"choice": [TEXT_AND_CALLS]}}
-    full, cut = every_limit(getattr(asker, api), "auto", **guided)
+    guided: dict[str, Any] = {"structured_outputs": {"choice": [TEXT_AND_CALLS]}}
+    full, cut = every_limit(getattr(asker, api), "auto", step=3, **guided)
     assert full.text == "I look."
     assert [json.loads(text)["city"] for _, text in full.calls] == ["Ulm", "Bonn"]
     assert {len(one.calls) for one in cut} == {0, 1, 2}
     # A stop string cuts as a limit does, and is no reason to call.
-    guided["stop"] = "Bo"  # type: ignore[assignment]
+    guided["stop"] = "Bo"
     stopped = getattr(asker, api)(96, True, "auto", **guided)
     assert stopped.calls[1][1].startswith("{")
     assert not is_whole(stopped.calls[1][1])
