@@ -51,8 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
             user("Since when?"),
         ]
     },
-    "tool calling": {"input": [user("Lamp on.")], "tools": [TOOL], "tool_choice": "required"},
+    # A call that the limit cuts before its arguments is not reported.
+    "tool calling": {
+        "input": [user("Lamp on.")],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_output_tokens": 96,
+    },
     "tool named": {
+        "max_output_tokens": 96,
         "input": [user("Lamp on.")],
         "tools": [TOOL],
         "tool_choice": {"type": "function", "name": "set_lamp"},
