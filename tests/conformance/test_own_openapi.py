@@ -114,7 +114,9 @@ def test_no_request_gets_what_is_not_declared(
             try:
                 case.validate_response(answer, checks=CHECKS)
             except FailureGroup as group:
-                failures.extend(str(error) for error in group.exceptions)
+                shown = f"{answer.status_code} {answer.text[:300]}"
+                sent = case.as_curl_command()[:2000]
+                failures.extend(f"{error}: {shown} of {sent}" for error in group.exceptions)
 
         try:
             one()

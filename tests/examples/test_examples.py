@@ -35,7 +35,7 @@ def run(name: str, *args: str) -> str:
 @pytest.mark.wide
 def test_structured_output(checkpoints: CheckpointCache) -> None:
     out = run("structured_output.py", str(checkpoints("llama")))
-    answers = json.loads(out[out.rindex("\n{\n") :])
+    answers, _ = json.JSONDecoder().raw_decode(out, out.rindex("\n{\n") + 1)
     found = json.loads(answers["schema"])
     assert set(found) == {"name", "age"}
     assert 0 <= found["age"] <= 120
