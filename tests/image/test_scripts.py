@@ -7,7 +7,6 @@ import os
 import ssl
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
 
 def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
-    venv.create(environment, with_pip=True)
+    run("create_venv.sh", str(environment), PYTHON=sys.executable)
     make_wheel(tmp_path, "locked", "1.0")
     wheel = next(tmp_path.glob("*.whl"))
     lock = tmp_path / "test.lock"
@@ -139,7 +138,7 @@ def _install_sdk(wheels: Path, environment: Path) -> subprocess.CompletedProcess
 @pytest.mark.wide
 def test_the_sdk_comes_from_the_secrets_index_and_moves_no_locked_version(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
-    venv.create(environment, with_pip=True)
+    run("create_venv.sh", str(environment), PYTHON=sys.executable)
     packages = environment / "lib" / "python3.11" / "site-packages"
     wheels = tmp_path / "wheels"
     wheels.mkdir()

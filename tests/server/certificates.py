@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from cryptography import x509
@@ -31,7 +32,9 @@ class Authority:
     ) -> tuple[Path, Path]:
         """Write a certificate for localhost and its key; return both files."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+        # A fresh chroot resolves no localhost.
+        hosts = (x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1")))
+        names = x509.SubjectAlternativeName(hosts)
         builder = _builder(_name(common_name), self.name, key).add_extension(names, critical=False)
         certificate = builder.sign(self.key, hashes.SHA256())
         folder.mkdir(exist_ok=True)

@@ -258,7 +258,7 @@ async def running(
     port = listener.getsockname()[1]
     config = ServerSettings(**{"death_linger_s": 0.3, "host": "127.0.0.1", **settings})
     task = asyncio.create_task(serve(config, launcher, listener, tmp_path, time.monotonic()))
-    url = f"https://localhost:{port}" if config.ssl_certfile else f"http://127.0.0.1:{port}"
+    url = f"{'https' if config.ssl_certfile else 'http'}://127.0.0.1:{port}"
     async with httpx.AsyncClient(base_url=url, timeout=10, verify=client_context) as client:
         service = Running(launcher, client, task, port, tmp_path)
         try:

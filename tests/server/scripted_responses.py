@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from server.request.record import record_var
+
 _numbers = itertools.count()
 
 
@@ -15,7 +17,10 @@ def response_of(body: dict[str, Any], stamp: dict[str, Any]) -> dict[str, Any]:
     """An answer that says how many items the request had."""
     given = body["input"]
     text = f"{len(given) if isinstance(given, list) else 1} items"
-    name = body.get("request_id") or f"resp_{time.time_ns()}{next(_numbers)}"
+    record = record_var.get()
+    insider = None if record is None else record.insider
+    name = None if insider is None else insider.response_id
+    name = name or f"resp_{time.time_ns()}{next(_numbers)}"
     part = {"type": "output_text", "text": text, "annotations": []}
     message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
     return {

@@ -292,7 +292,7 @@ def test_a_client_is_an_address_or_a_network() -> None:
 
 async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
     async with served(tmp_path, True, header_timeout_s=0.5) as (service, _):
-        reader, writer = await asyncio.open_connection("localhost", service.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
         async with asyncio.timeout(3):
             assert await reader.read() == b""
         writer.close()

@@ -33,14 +33,14 @@ def trusting(authority: Authority) -> ssl.SSLContext:
 
 async def get(service: Running, context: ssl.SSLContext) -> int:
     async with httpx.AsyncClient(verify=context) as client:
-        answer = await client.get(f"https://localhost:{service.port}/livez")
+        answer = await client.get(f"https://127.0.0.1:{service.port}/livez")
         return answer.status_code
 
 
 async def seen_name(service: Running, authority: Authority) -> str:
     """The common name of the certificate that a new connection gets."""
     context = trusting(authority)
-    _, writer = await asyncio.open_connection("localhost", service.port, ssl=context)
+    _, writer = await asyncio.open_connection("127.0.0.1", service.port, ssl=context)
     certificate = writer.get_extra_info("peercert")
     writer.close()
     return str(certificate["subject"][0][0][1])

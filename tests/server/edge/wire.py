@@ -92,8 +92,7 @@ class Wire:
 @asynccontextmanager
 async def connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Wire]:
     """Connect for the length of the block."""
-    host = "127.0.0.1" if tls is None else "localhost"
-    reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
     try:
         yield Wire(reader, writer)
     finally:
