@@ -13,6 +13,10 @@ declare -A package=(
   [nginx]=nginx-light
 )
 
+# chromedriver is reached as localhost, which a fresh chroot does not resolve.
+if ((EUID == 0)) && ! getent hosts localhost >/dev/null; then
+  echo "127.0.0.1 localhost" >>/etc/hosts
+fi
 # Debian installs nginx where only root's PATH looks.
 PATH=$PATH:/usr/sbin
 missing=()

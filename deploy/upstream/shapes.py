@@ -124,7 +124,23 @@ def _shape(found: Any) -> str:
 def _constructor(owner: type) -> str:
     """Return what a constructor takes; of a record, whose fields are names, only what it must."""
     record = bool(_fields(owner)) or issubclass(owner, BaseModel)
-    return _parameters(owner, optional=not record)
+    return _parameters(_without_new(owner), optional=not record)
+
+
+def _without_new(owner: type) -> Callable[..., Any]:
+    """Return `owner`, or a bound `__init__` that a base's `__new__` would hide.
+
+    `inspect.signature` of Python 3.11.2 (Debian 12) prefers any `__new__`, later ones the method
+    of the class that comes first.
+    """
+    first = next((c for c in owner.__mro__ if {"__init__", "__new__"} & vars(c).keys()), owner)
+    if "__new__" in vars(first) or owner.__new__ is object.__new__:
+        return owner
+    init: Any = vars(first)["__init__"]
+    if not inspect.isfunction(init):
+        return owner
+    bound: Callable[..., Any] = init.__get__(owner)
+    return bound
 
 
 def _fields(found: type) -> tuple[str, ...]:
