@@ -134,7 +134,7 @@ def _without_new(owner: type) -> Callable[..., Any]:
     of the class that comes first.
     """
     first = next((c for c in owner.__mro__ if {"__init__", "__new__"} & vars(c).keys()), owner)
-    if "__new__" in vars(first) or owner.__new__ is object.__new__:
+    if "__new__" in vars(first) or not any("__new__" in vars(c) for c in owner.__mro__[:-1]):
         return owner
     init: Any = vars(first)["__init__"]
     if not inspect.isfunction(init):
