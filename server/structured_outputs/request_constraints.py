@@ -11,7 +11,7 @@ from typing import Any
 from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
 from server.frontend import Endpoint, JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
-from server.tools.choice import ToolChoice
+from server.tools.choice import ToolChoice, get_field
 
 ANY_OBJECT = '{"type": "object"}'
 """What `json_object` asks for."""
@@ -132,9 +132,11 @@ def format_constraint(value: object, name: str, *, nested: bool = True) -> list[
 
 def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
     if endpoint is Endpoint.RESPONSES:
-        return format_constraint(_get(fields.get("text"), "format"), "text.format", nested=False)
+        return format_constraint(
+            get_field(fields.get("text"), "format"), "text.format", nested=False
+        )
     if endpoint is Endpoint.MESSAGES:
-        value = _get(fields.get("output_config"), "format")
+        value = get_field(fields.get("output_config"), "format")
         return format_constraint(value, "output_config.format", nested=False)
     return format_constraint(fields.get("response_format"), "response_format")
 
@@ -150,17 +152,13 @@ def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
         if endpoint is Endpoint.CHAT:
-            tool, path = _get(tool, "function"), f"{path}.function"
-        if not choice.allows(_get(tool, "name")):
+            tool, path = get_field(tool, "function"), f"{path}.function"
+        if not choice.allows(get_field(tool, "name")):
             continue
-        strict = _get(tool, "strict") is True
+        strict = get_field(tool, "strict") is True
         any_strict |= strict
-        if isinstance(schema := _get(tool, name), dict):
+        if isinstance(schema := get_field(tool, name), dict):
             text = json.dumps(schema)
             found.append(Constraint(Kind.JSON, text, f"{path}.{name}", strict, tagged=True))
     # A free choice is guided only if a tool insists, or if not all tools may be called.
     return found if choice.forces or choice.listed or any_strict else []
-
-
-def _get(value: object, name: str) -> Any:
-    return value.get(name) if isinstance(value, dict) else None

@@ -52,7 +52,7 @@ class ToolChoice:
 
         A form that is not known is `auto`: the request models refuse it.
         """
-        kind = value if isinstance(value, str) else _get(value, "type")
+        kind = value if isinstance(value, str) else get_field(value, "type")
         if kind == "none":
             return cls("none")
         if kind in _FORCING:
@@ -61,16 +61,16 @@ class ToolChoice:
             name = _name_of(value)
             return cls("required", None if name is None else frozenset((name,)))
         if kind == _ALLOWED:
-            holder = _get(value, _ALLOWED) or value
-            tools = _get(holder, "tools")
+            holder = get_field(value, _ALLOWED) or value
+            tools = get_field(holder, "tools")
             names = map(_name_of, tools if isinstance(tools, list) else ())
-            mode = "required" if _get(holder, "mode") == "required" else "auto"
+            mode = "required" if get_field(holder, "mode") == "required" else "auto"
             return cls(mode, frozenset(filter(None, names)), listed=True)
         return cls()
 
     @property
     def forces(self) -> bool:
-        """Whether a tool must be called."""
+        """True if a tool must be called."""
         return self.mode == "required"
 
     def allows(self, name: object) -> bool:
@@ -91,11 +91,11 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
         raise InvalidValueError(
             f"'{FIELD}' demands a call of a tool, and the request has no 'tools'.", param=FIELD
         )
-    kind = _get(value, "type")
+    kind = get_field(value, "type")
     if kind == _ALLOWED and endpoint is not Endpoint.MESSAGES:
         _check_allowed(endpoint, value, offered)
     elif kind in _NAMING and _name_of(value) is not None:
-        path = f"{FIELD}.function.name" if _get(value, "function") else f"{FIELD}.name"
+        path = f"{FIELD}.function.name" if get_field(value, "function") else f"{FIELD}.name"
         _check_name(_name_of(value), path, offered)
 
 
@@ -118,9 +118,9 @@ def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
         )
     for index, tool in enumerate(tools):
         place = f"{path}.tools[{index}]"
-        if _get(tool, "type") != "function":
+        if get_field(tool, "type") != "function":
             raise InvalidValueError(
-                f"'{place}.type' must be 'function', got {describe(_get(tool, 'type'))}.",
+                f"'{place}.type' must be 'function', got {describe(get_field(tool, 'type'))}.",
                 param=f"{place}.type",
             )
         if endpoint is Endpoint.CHAT:
@@ -142,23 +142,24 @@ def _names(tools: Any) -> Iterator[str]:
     """Yield the names of a request's tools, in a namespace with and without its name."""
     for tool in tools if isinstance(tools, list) else ():
         name = _name_of(tool)
-        if name is not None and _get(tool, "type") != "namespace":
+        if name is not None and get_field(tool, "type") != "namespace":
             yield name
-        for inner in _names(_get(tool, "tools")):
+        for inner in _names(get_field(tool, "tools")):
             yield from (inner, f"{name}__{inner}")
 
 
 def _name_of(tool: Any) -> str | None:
-    name = _get(_get(tool, "function"), "name") or _get(tool, "name")
+    name = get_field(get_field(tool, "function"), "name") or get_field(tool, "name")
     return name if isinstance(name, str) else None
 
 
 def _require(value: Any, name: str, path: str) -> Any:
-    found = _get(value, name)
+    found = get_field(value, name)
     if found is None:
         raise MissingFieldError(f"The field '{path}' is missing.", param=path)
     return found
 
 
-def _get(value: object, name: str) -> Any:
+def get_field(value: object, name: str) -> Any:
+    """Return a field of an object; None where it has none, and for what is no object."""
     return value.get(name) if isinstance(value, dict) else None

@@ -48,13 +48,13 @@ def thinker_of(serving: Any) -> Thinker:
         return Thinker()
     parser = serving.parser_cls
     return Thinker.of(
-        template_of(serving.chat_template, serving.renderer.tokenizer),
+        _template_of(serving.chat_template, serving.renderer.tokenizer),
         parses=parser is not None and parser.reasoning_parser_cls is not None,
         harmony=serving.online_renderer.use_harmony,
     )
 
 
-def template_of(given: str | None, tokenizer: object) -> str:
+def _template_of(given: str | None, tokenizer: object) -> str:
     """Return the chat template that a server was started with, a file or itself, or the model's."""
     from vllm.entrypoints.chat_utils import load_chat_template
 

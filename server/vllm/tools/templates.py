@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOT_HERMES = ("<arg_key>", "<function=", "<parameter=")
-"""What GLM's and Qwen3-Coder's calls have between the same tags."""
+"""Marks of GLM's and Qwen3-Coder's calls, which are between the same tags."""
 _HERMES = "hermes"
 _MARK = "rbln_serve_probe"
 _TOOL = {
@@ -118,6 +118,7 @@ class _Probe:
     ) -> None:
         self._template, self._tokenizer = template, tokenizer
         self._model_config, self._options = model_config, options
+        self._parts = self.content_format("auto") == "openai"
 
     def shows_tools(self) -> bool:
         """Return whether a tool's name is rendered; True where nothing can be rendered."""
@@ -146,8 +147,7 @@ class _Probe:
         )
 
     def _render(self, turns: list[Any], tools: list[Any] | None) -> str | None:
-        parts = self.content_format("auto") == "openai"
-        if parts:
+        if self._parts:
             turns = [
                 {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns
             ]

@@ -5,6 +5,8 @@ llguidance's own are narrower: of the numbers up to 0.95 it has 0.90, but no 0.9
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 def decimals(low: int, high: int, places: int) -> str:
     """Return the pattern of numbers with at most so many digits after the point.
@@ -33,27 +35,14 @@ def _point(low: int, high: int, places: int) -> str:
 
 def _digits(low: str, high: str) -> list[str]:
     """Return patterns of one to so many digits that are between two texts, filled with zeros."""
-    rest = len(low) - 1
-    first, last = int(low[0]), int(high[0])
-    if first == last:
-        return [f"{first}{_more(low[1:], high[1:])}"]
-    found = []
-    if low[1:].strip("0"):
-        found.append(f"{first}{_more(low[1:], '9' * rest)}")
-        first += 1
-    if high[1:].strip("9"):
-        found.append(f"{last}{_more('0' * rest, high[1:])}")
-        last -= 1
-    if first <= last:
-        found.append(f"[{first}-{last}][0-9]{{0,{rest}}}")
-    return found
+    return [f"{first}{_more(*ends)}" for first, *ends in _by_first_digit(low, high)]
 
 
 def _more(low: str, high: str) -> str:
     """Return the pattern of further digits; none are zeros."""
     if not low:
         return ""
-    if not low.strip("0") and not high.strip("9"):
+    if _is_any(low, high):
         return f"[0-9]{{0,{len(low)}}}"
     return f"(?:{'|'.join(_digits(low, high))}){'' if low.strip('0') else '?'}"
 
@@ -70,19 +59,38 @@ def _whole(low: int, high: int) -> str:
 
 def _same_length(low: str, high: str) -> list[str]:
     """Return patterns of the numbers between two of the same number of digits."""
+    return [f"{first}{_exactly(*ends)}" for first, *ends in _by_first_digit(low, high)]
+
+
+def _exactly(low: str, high: str) -> str:
+    """Return the pattern of further digits, as many as the two have."""
     if low == high:
-        return [low]
-    rest = len(low) - 1
-    if low[0] == high[0]:
-        return [f"{low[0]}(?:{'|'.join(_same_length(low[1:], high[1:]))})"]
+        return low
+    if _is_any(low, high):
+        return f"[0-9]{{{len(low)}}}"
+    return f"(?:{'|'.join(_same_length(low, high))})"
+
+
+def _by_first_digit(low: str, high: str) -> Iterator[tuple[str, str, str]]:
+    """Yield patterns of the first digit, each with the ends of the digits that follow.
+
+    `low` and `high` have the same number of digits.
+    """
     first, last = int(low[0]), int(high[0])
-    found = []
-    if low[1:].strip("0"):
-        found.append(f"{first}(?:{'|'.join(_same_length(low[1:], '9' * rest))})")
+    zeros, nines = "0" * len(low[1:]), "9" * len(low[1:])
+    if first == last:
+        yield low[0], low[1:], high[1:]
+        return
+    if low[1:] != zeros:
+        yield low[0], low[1:], nines
         first += 1
-    if high[1:].strip("9"):
-        found.append(f"{last}(?:{'|'.join(_same_length('0' * rest, high[1:]))})")
+    if high[1:] != nines:
+        yield high[0], zeros, high[1:]
         last -= 1
     if first <= last:
-        found.append(f"[{first}-{last}][0-9]{{{rest}}}")
-    return found
+        yield f"[{first}-{last}]", zeros, nines
+
+
+def _is_any(low: str, high: str) -> bool:
+    """Return True if all digits are between the two."""
+    return not low.strip("0") and not high.strip("9")
