@@ -188,7 +188,7 @@ class Frontend(Protocol):
 
     @property
     def tools(self) -> ToolSupport:
-        """How tools reach the served model."""
+        """Support for tools of the served model."""
         ...
 
     async def read(

@@ -64,7 +64,7 @@ class LarkGrammar(StructuredOutputGrammar):
 
     @property
     def by_bytes(self) -> bool:
-        """Whether the masks have tokens of one byte only."""
+        """True if the masks have tokens of one byte only."""
         return self._restarted_at is not None
 
     def problem(self) -> str:

@@ -1,4 +1,4 @@
-"""How much the engines of a run directory have computed for requests, as their boards say."""
+"""Rows that the engines of a run directory have computed for requests, read from their boards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.mmap_dict import MmapedDict
 
 _KEY = '["rbln_bucket_useful_rows"'
-"""How the keys of this counter begin. Steps that are padding alone do not count there."""
+"""Prefix of the keys of this counter. It does not count steps that are padding alone."""
 
 
 def computed_rows(run_dir: Path, engines: int) -> float | None:

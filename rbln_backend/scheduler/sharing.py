@@ -17,7 +17,7 @@ from rbln_backend.vllm_compat.surface import KVCacheManager, Request
 
 
 class StepBounds(NamedTuple):
-    """What vLLM's scheduler lets one step take."""
+    """Limits of vLLM's scheduler for one step."""
 
     requests: int
     tokens: int

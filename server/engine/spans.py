@@ -1,7 +1,7 @@
 """The engine's spans: one for each sequence of a request, ended, stopped or aborted.
 
-vLLM's output processor records a span for every request that finishes, also for those that nobody
-traces, and none for requests that are aborted. Here a span is recorded for each sequence of a
+vLLM's output processor records a span for every request that finishes, traced or not, and none for
+requests that are aborted. Here a span is recorded for each sequence of a
 request with a trace context, below the request's own span.
 """
 

@@ -1,4 +1,4 @@
-"""Whether the engine still works: it answers, and it computes while it has requests.
+"""Watches over the engine: it must answer, and compute while it has requests.
 
 The engine sends a message after every step, and answers between two steps when it is asked
 something. So an engine that stays silent for longer than a step may take, asked half-way, hangs:

@@ -39,7 +39,7 @@ _LONGEST_NAME = 64
 """Of a field that somebody may have meant."""
 _STREAM_ONLY = ("stream_options", "stream_interval")
 _UNKNOWN_FLAG = "with --unknown-fields warn this server ignores unknown fields"
-"""What every error about an unknown field says besides."""
+"""Hint at the end of every error about an unknown field."""
 IGNORED_HEADER = "x-rbln-ignored-fields"
 """Of an answer: the fields that had no effect, by their paths."""
 _ITEMS = "[]"

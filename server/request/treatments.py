@@ -141,7 +141,7 @@ _TURNS = (
     *_refused("messages[].function_call", why=_NO_CALLS),
     *_refused("messages[].audio", why="conversations are text"),
 )
-"""What clients send back of earlier answers."""
+"""Fields of earlier answers that clients send back."""
 
 _COMMON = (
     *_TURNS,

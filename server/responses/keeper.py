@@ -126,7 +126,7 @@ class Keeper:
 
 
 async def _kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bytes:
-    """Keep an answer, or say that it is not kept where nothing had asked for it."""
+    """Store an answer; return it with `store` false where it could not be, and need not."""
     return whole if await _is_kept(service, owner, keeping, whole) else _not_kept(whole)
 
 
@@ -136,7 +136,7 @@ def _not_kept(whole: bytes) -> bytes:
 
 
 async def _is_kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bool:
-    """Keep an answer; return whether that was possible. Raises where it was asked for."""
+    """Store an answer; return False where that failed. Raises if the request demands it."""
     try:
         await service.keep(owner, keeping, whole)
     except (ServerError, OSError, sqlite3.Error) as error:

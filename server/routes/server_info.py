@@ -114,7 +114,7 @@ def server_info_router(
 
 
 class HistoryAnswer(TypedDict):
-    """What `/v1/server_info/history` answers."""
+    """Body of `/v1/server_info/history`."""
 
     period_s: float
     samples: list[Sample]

@@ -23,7 +23,7 @@ class Ending:
 
     @property
     def is_cut(self) -> bool:
-        """Whether something other than the model ended the answer: a limit or a stop string."""
+        """True if a limit or a stop string, not the model, ended the answer."""
         return self.reason != "stop" or isinstance(self.matched, str)
 
 

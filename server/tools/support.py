@@ -1,4 +1,4 @@
-"""How tools reach the served model, and how its calls are read."""
+"""The tool prompt of the served model, and the parser of its calls."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class BacklogError(MaxQueuedTokensError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of a request its errors name: fields that hold one value, and where its prompt is.
+    """Parts of a request that its errors name: fields that hold one value, and its prompt field.
 
     `context` is the length of the model's context in tokens, None where it does not matter.
     `forbidding` are the fields that forbid tokens, `guided`: the answer has to satisfy a grammar.

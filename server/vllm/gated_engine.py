@@ -27,7 +27,7 @@ from server.vllm.sampling.exclusions import check_exclusions
 from server.vllm.sampling.logprob_bounds import check_logprobs
 
 _TAGGED_SCHEMA = '"json_schema": '
-"""What precedes each schema in a structural tag."""
+"""Text before each schema in a structural tag."""
 _MAX_SHARES = 4
 """Most times the processor time of one schema that the grammar of all tools may take: other
 requests wait for the same trial process."""

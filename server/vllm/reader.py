@@ -40,7 +40,7 @@ class Reader(Protocol):
 
 
 def is_small(raw: bytes, before: bytes = b"") -> bool:
-    """Whether a body, and what goes before it, can be read on the event loop."""
+    """Return True if a body, with its earlier turns, can be read on the event loop."""
     if len(raw) + len(before) > SMALL_BYTES:
         return False
     return sum(text.count(b"{") + text.count(b"[") for text in (raw, before)) <= SMALL_CONTAINERS

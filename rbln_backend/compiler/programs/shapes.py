@@ -57,7 +57,7 @@ def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
 
 
 def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """What a call gives, bounded in size."""
+    """Return the result of a call, bounded in size."""
     args = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target

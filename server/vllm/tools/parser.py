@@ -50,9 +50,9 @@ class ObjectCallParser:
         super().__init__(*args, **kwargs)
         self._arguments = args, kwargs
         self.ending = NATURAL
-        """How the answer ended, to be set before its last delta is parsed."""
+        """Ending of the answer, to be set before its last delta is parsed."""
         self.streamed: ParsedAnswer | None = None
-        """What `parse_delta` has returned."""
+        """The deltas that `parse_delta` has returned."""
         self._whole: deque[Parts] = deque()
         self._held: dict[int, list[Any] | None] = {}
         self._plain_request: Any = None
@@ -242,19 +242,19 @@ class ObjectCallParser:
 
     @property
     def _takes_any_pieces(self) -> bool:
-        """Whether an answer may be parsed as one piece, with the same result."""
+        """True if an answer may be parsed as one piece, with the same result."""
         return self._engine_based or (self.reasoning_parser is None and self._rereads)  # type: ignore[attr-defined]
 
     @property
     def _rereads(self) -> bool:
-        """Whether the tool parser reads all text again for each piece of it."""
+        """True if the tool parser reads all text again for each piece of it."""
         return isinstance(self.tool_parser, HermesArguments)  # type: ignore[attr-defined]
 
     def _begins_call(self, text: str) -> bool:
         return self._rereads and self.tool_parser.tool_call_start_token in text  # type: ignore[attr-defined]
 
     def _may_call(self, request: Any) -> bool:
-        """Whether the answer of a request may have tool calls."""
+        """Return True if the answer of a request may have tool calls."""
         able = self.tool_parser is not None and bool(request.tools)  # type: ignore[attr-defined]
         return able and request.tool_choice not in (None, "none")
 
