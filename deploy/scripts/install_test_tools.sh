@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that tests need and this machine lacks: Prometheus with promtool
-# (tests/operators), Chromium with its driver (the console's tests) and nginx (tests/kubernetes; Helm
-# comes with requirements/dev.lock). Does nothing where all are installed. A user other than root, or a
+# (tests/operators), Chromium with its driver and curl (the console's tests) and nginx (tests/kubernetes;
+# Helm comes with requirements/dev.lock). Does nothing where all are installed. A user other than root, or a
 # machine without apt-get, gets a warning: tests/debian_tools.py then skips the tests concerned.
 set -euo pipefail
 
@@ -11,6 +11,7 @@ declare -A package=(
   [chromium]=chromium
   [chromedriver]=chromium-driver
   [nginx]=nginx-light
+  [curl]=curl
 )
 
 # chromedriver is reached as localhost, which a fresh chroot does not resolve.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -196,8 +197,9 @@ def test_a_chat_moves_the_figures_and_the_pictures(page: Chrome) -> None:
 
 
 def highest(chart: WebElement) -> float:
-    told = (chart.get_attribute("aria-label") or "").partition("at most ")[2]
-    return max([float(word) for word in told.split() if word.replace(".", "").isdigit()], default=0)
+    """Return the highest value in the description of a chart."""
+    values = (chart.get_attribute("aria-label") or "").partition("at most ")[2]
+    return max(map(float, re.findall(r"\d+(?:\.\d+)?", values)), default=0)
 
 
 def test_values_follow_the_pointer_and_the_keys(page: Chrome) -> None:

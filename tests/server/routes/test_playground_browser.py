@@ -18,6 +18,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.debian_tools import debian_tool
 from tests.server.routes.console_page import PHONE, errors_logged, give_key, part, text, until
 from tests.server.scripted import ScriptedEngine, ScriptedLauncher, running
 from tests.server.scripted_chat import ChatFrontend, Script
@@ -269,6 +270,7 @@ async def test_enter_sends_and_shift_enter_begins_a_line(browser: Chrome, tmp_pa
 
 
 async def test_the_request_is_copied_as_a_command(browser: Chrome, tmp_path: Path) -> None:
+    debian_tool("curl")
     words = """it's "$HOME" `id` \\ !"""
     copies: list[str] = []
 
