@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from tests.server.scripted import Running
+
 CHAT = "/v1/chat/completions"
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -67,3 +69,11 @@ async def results(client: httpx.AsyncClient, file_id: str | None) -> dict[str, d
     named = {one["custom_id"]: one for one in found}
     assert len(named) == len(found)
     return named
+
+
+async def ended_lines(service: Running, **expected: int) -> None:
+    """Wait until rbln_batch_lines_total has these numbers of lines by result."""
+    async with asyncio.timeout(60):
+        for result, number in expected.items():
+            while await service.metric(f'rbln_batch_lines_total{{result="{result}"}}') < number:
+                await asyncio.sleep(0.02)
