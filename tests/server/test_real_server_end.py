@@ -148,10 +148,8 @@ def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealSer
         while server.client.get("/readyz").status_code == 200:
             time.sleep(0.001)
         server.terminate()
-        asked = time.monotonic()
-        assert server.process.wait(10) == 0
-        # About one on a host that has nothing else to do.
-        assert time.monotonic() - asked < 4
+        # A second on an idle host; without the second signal it waits for 25 s.
+        assert server.process.wait(15) == 0
         stream.join(10)
         text = "".join(out)
         assert '"code": "draining"' in text
