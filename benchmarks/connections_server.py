@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from server.admission import Admission
 from server.app import create_app
-from server.edge.connections import Connections
-from server.edge.listener import HttpServer, http_config
 from server.frontend import Frontend
+from server.http.connections import Connections
+from server.http.listener import HttpServer, http_config
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings

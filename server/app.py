@@ -18,8 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
-from server.edge.auth import Access
-from server.edge.middleware import EdgeMiddleware, GateMiddleware
 from server.errors import (
     MethodNotAllowedError,
     RequestError,
@@ -28,6 +26,8 @@ from server.errors import (
 )
 from server.frontend import Frontend
 from server.host.tasks import while_running
+from server.http.auth import Access
+from server.http.middleware import EdgeMiddleware, GateMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop

@@ -19,10 +19,10 @@ from typing import Any
 from rbln_backend.reporting.progress import ProgressReader
 from server.admission import Admission
 from server.app import create_app
-from server.edge.connections import Connections
-from server.edge.listener import HttpServer, http_config
-from server.edge.tls import Tls
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
+from server.http.connections import Connections
+from server.http.listener import HttpServer, http_config
+from server.http.tls import Tls
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings

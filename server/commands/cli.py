@@ -134,8 +134,8 @@ def _serve(argv: Sequence[str], started_at: float) -> int:
 
 def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
     """End the process with 2 when keys or certificates are wrong, before anything listens."""
-    from server.edge.auth import Access
-    from server.edge.tls import Tls
+    from server.http.auth import Access
+    from server.http.tls import Tls
 
     try:
         Access(settings)

@@ -46,7 +46,7 @@ OPENINGS: Mapping[Scope, tuple[str, str, str]] = {
     Scope.ADMIN: (UNGUARDED, UNGUARDED, ADMIN_KEY),
 }
 """What opens the routes of a scope: without keys, with API keys, with admin keys too. For the
-documents; `server.edge.auth` decides, and tests compare the two."""
+documents; `server.http.auth` decides, and tests compare the two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import InvalidTypeError, InvalidValueError, describe
 from server.frontend import JsonObject
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, Status
 from server.request.body import read_json_object
 from server.request.fields import known_fields

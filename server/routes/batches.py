@@ -10,8 +10,6 @@ from fastapi.responses import JSONResponse
 from server.batches.batch import Api
 from server.batches.bodies import CreateBatchBody, wish_of
 from server.batches.service import BatchService
-from server.edge.model_body import parse_body
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -20,6 +18,8 @@ from server.errors import (
     StorageUnavailableError,
 )
 from server.frontend import JsonObject
+from server.http.model_body import parse_body
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings

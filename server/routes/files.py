@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from server.batches.bodies import LONGEST_S, SHORTEST_S
 from server.batches.service import BatchService
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -27,6 +26,7 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
+from server.http.openapi import DescribedRoute, failing
 from server.request.fields import UnknownPolicy, known_fields
 from server.request.record import record_of
 from server.settings import ServerSettings

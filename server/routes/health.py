@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from server.edge.openapi import DescribedRoute
+from server.http.openapi import DescribedRoute
 from server.lifecycle import Lifecycle, Phase, Status
 
 _PROBE: Any = {"response_model": Status, "responses": {503: {"model": Status}}}

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Admission, Permit
-from server.edge.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
 from server.frontend import Endpoint, Frontend, ReadRequest
+from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
 from server.request.record import RequestRecord, record_of

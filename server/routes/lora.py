@@ -11,8 +11,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
-from server.edge.model_body import parse_body
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     AdapterExistsError,
     InvalidAdapterError,
@@ -25,6 +23,8 @@ from server.errors import (
     describe,
 )
 from server.frontend import Frontend, JsonObject
+from server.http.model_body import parse_body
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.adapter import Adapter, AdapterObject
 from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from server.lora.registry import AdapterRegistry

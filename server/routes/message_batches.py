@@ -15,7 +15,6 @@ from server.batches.batch import Api
 from server.batches.message_batch import MessageBatch, results, shown
 from server.batches.message_requests import BODY_SCHEMA, lines_of
 from server.batches.service import BatchService
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -23,6 +22,7 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings

@@ -9,8 +9,8 @@ from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 
 from server.admission import Admission
-from server.edge.openapi import DescribedRoute
 from server.frontend import Frontend
+from server.http.openapi import DescribedRoute
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics

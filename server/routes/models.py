@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import InvalidValueError, ModelNotFoundError, NotFoundError, describe
 from server.frontend import Frontend, JsonObject
+from server.http.openapi import DescribedRoute, failing
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Request, Response
 from starlette.routing import BaseRoute
 
-from server.edge.openapi import DescribedRoute, failing, openapi_document
 from server.errors import NotReadyError
 from server.frontend import Frontend, JsonObject
+from server.http.openapi import DescribedRoute, failing, openapi_document
 from server.lifecycle import Lifecycle
 
 

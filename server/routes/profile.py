@@ -7,9 +7,9 @@ from collections.abc import Callable
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import UnsupportedOperationError
 from server.frontend import Frontend, Profiler
+from server.http.openapi import DescribedRoute, failing
 
 
 def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:

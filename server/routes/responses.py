@@ -12,8 +12,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.edge.openapi import DescribedRoute, failing
-from server.edge.streaming import HeldStream, SseResponse
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -23,6 +21,8 @@ from server.errors import (
     describe,
 )
 from server.frontend import JsonObject
+from server.http.openapi import DescribedRoute, failing
+from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
 from server.request.record import record_of
 from server.responses.input_items import page_of_items, page_text

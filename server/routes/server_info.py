@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend, JsonObject
+from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.history import PERIOD_S, History, Sample

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import OverloadedError, UnsupportedOperationError
 from server.frontend import Frontend
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.request.fields import known_fields
 from server.settings import ServerSettings

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from server.edge.streaming import PING
 from server.frontend import JsonObject, named_frame
+from server.http.streaming import PING
 from server.tools.ending import is_whole
 
 _DATA = "data:"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from server.edge.middleware import EdgeMiddleware
+from server.http.middleware import EdgeMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.request.record import record_of

@@ -6,9 +6,9 @@ import json
 import logging
 
 from server import errors
-from server.edge.last_words import error_frame
 from server.errors import TABLE, OverloadedError, ServerError, describe
 from server.frontend import Endpoint
+from server.http.last_words import error_frame
 from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
 from server.request.record import RequestRecord

@@ -2,7 +2,7 @@
 
 Invariants: a client's disconnect cancels the work within one event-loop turn, so that the
 engine aborts the request; an error that is known before the first content frame raises, so
-that it gets its own status; a stream that fails later raises as well, and `server.edge.last_words`
+that it gets its own status; a stream that fails later raises as well, and `server.http.last_words`
 ends it.
 """
 

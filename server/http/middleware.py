@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission import Admission
-from server.edge.auth import Access
-from server.edge.last_words import send_error
-from server.edge.spans import METHODS, begin_span, end_span
 from server.errors import ContentEncodingError, InternalError, ServerError, describe
+from server.http.auth import Access
+from server.http.last_words import send_error
+from server.http.spans import METHODS, begin_span, end_span
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics

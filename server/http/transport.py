@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from server.edge.connections import Place
+from server.http.connections import Place
 from server.settings import ServerSettings
 
 

@@ -18,10 +18,6 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from server.edge.connections import Connections, Place
-from server.edge.http10 import Http10Connection
-from server.edge.refusal import refusal
-from server.edge.transport import PatientTransport
 from server.errors import (
     HeadersTooLargeError,
     HeaderTimeoutError,
@@ -29,6 +25,10 @@ from server.errors import (
     ServerError,
     WebSocketError,
 )
+from server.http.connections import Connections, Place
+from server.http.http10 import Http10Connection
+from server.http.refusal import refusal
+from server.http.transport import PatientTransport
 from server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from server.edge.streaming import HeldStream, commit, until_disconnect
 from server.errors import InvalidValueError
+from server.http.streaming import HeldStream, commit, until_disconnect
 from server.request.body import ClientGoneError
 
 

@@ -9,9 +9,9 @@ from collections.abc import Generator
 
 import uvicorn
 
-from server.edge.connection import Connection
-from server.edge.connections import Connections
-from server.edge.tls import Tls
+from server.http.connection import Connection
+from server.http.connections import Connections
+from server.http.tls import Tls
 from server.settings import ServerSettings
 
 

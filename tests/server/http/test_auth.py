@@ -14,9 +14,9 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from server.edge.auth import Access, KeyRing
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.frontend import Endpoint
+from server.http.auth import Access, KeyRing
 from server.request.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.server.scripted import ScriptedLauncher, running, said

@@ -1,6 +1,6 @@
 """HTTP/1.0, for clients and proxies that still speak it: no chunks, and one request each.
 
-`server.edge.connection` has read the request's head by then, so that only the body, the answer and
+`server.http.connection` has read the request's head by then, so that only the body, the answer and
 the end are left.
 """
 
@@ -14,10 +14,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from server.edge.connections import Place
-from server.edge.refusal import refusal
-from server.edge.transport import PatientTransport
 from server.errors import InvalidHttpError
+from server.http.connections import Place
+from server.http.refusal import refusal
+from server.http.transport import PatientTransport
 from server.settings import ServerSettings
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from server.edge.connections import client_of
+from server.http.connections import client_of
 from tests.server.certificates import make_authority
-from tests.server.edge.wire import CHAT, connected, get, post
+from tests.server.http.wire import CHAT, connected, get, post
 from tests.server.scripted import Running, running
 
 LIVE = get("/livez")
@@ -329,7 +329,7 @@ async def test_an_answer_of_a_drain_ends_its_connection(tmp_path: Path) -> None:
 def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:
     import resource
 
-    from server.edge.connections import _room
+    from server.http.connections import _room
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

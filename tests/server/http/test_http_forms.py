@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.edge.wire import CHAT, connected, get, post
+from tests.server.http.wire import CHAT, connected, get, post
 from tests.server.scripted import running
 
 STREAM = {"do": "answer", "stream": True}
