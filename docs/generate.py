@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md, metrics.md, models.md, observability.md, server_info.md.
+"""Write docs/configuration.md, metrics.md, models.md, observability.md, server_info.md and
+vllm_serve.md.
 
 Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
 
@@ -32,6 +33,7 @@ from observability_page import (
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
+from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
@@ -79,6 +81,7 @@ def pages() -> dict[Path, str]:
         DOCS / "observability.md": observability_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
+        DOCS / "vllm_serve.md": vllm_serve_page(),
     }
 
 
@@ -144,10 +147,11 @@ def models_page() -> str:
     return _page(
         "# Models",
         NOTICE,
-        "Models run through vLLM's own model code, captured as one graph; no family has code of "
-        "its own here. `rbln-serve check MODEL` says in seconds whether a given model can run, and "
-        "how, from its configuration and tokenizer alone; `rbln-serve serve` refuses the same "
-        "models for the same reasons before it reads a weight.",
+        "Models run through vLLM's own model code, captured as one graph. Families have no code of "
+        "their own here, except the text models of multimodal checkpoints "
+        "(`rbln_backend/text_models/`). `rbln-serve check MODEL` reports within seconds whether a "
+        "model can run, from its configuration and tokenizer alone; `rbln-serve serve` refuses the "
+        "same models for the same reasons before it reads a weight.",
         "## Families that were compared with transformers",
         "A tiny member of each family with random weights (`tests/checkpoint_families.py`) "
         "continues prompts of one token to four windows greedily by 64 tokens in float32: each "
@@ -252,6 +256,26 @@ def server_info_page() -> str:
         "`samples`, the oldest first. `?after=NUMBER` leaves out samples up to that number. Counts "
         "divided by `seconds` are rates over the interval.",
         _table(header, _section_rows(Sample)),
+    )
+
+
+def vllm_serve_page() -> str:
+    """Return the page of what `vllm serve` has and this server lacks."""
+    return _page(
+        "# Moving from `vllm serve`",
+        NOTICE,
+        "Replace `vllm serve MODEL` by `rbln-serve serve MODEL`: the flags of the engine, of chat "
+        "templates, tools and LoRA keep their names and meanings. This page lists what is absent. "
+        "A refused flag ends the start with exit code 2, an absent route answers 404 "
+        "`route_not_found`.",
+        "## Absent routes",
+        _table(ROUTE_HEADER, absent_route_rows()),
+        "## Refused flags",
+        _table(FLAG_HEADER, refused_flag_rows()),
+        "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "
+        "in [configuration.md](configuration.md#server). What the engine refuses, such as "
+        "`--enforce-eager`, is in [documents.md](documents.md) and "
+        "[models.md](models.md#what-is-refused).",
     )
 
 

@@ -25,49 +25,11 @@ from rbln_backend.errors import CheckpointError, ConfigError
 from rbln_backend.settings import resolve
 from server.frontend import LaunchError
 from server.settings import ServerSettings
+from server.vllm.refused_flags import REFUSED_FLAGS
 
 logger = logging.getLogger(__name__)
 
 _USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
-_OURS = "this server has its own: see `rbln-serve serve --help`"
-_ABSENT = "this server does not offer it"
-_REFUSED_FLAGS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "uvicorn_log_level",
-            "disable_uvicorn_access_log",
-            "disable_access_log_for_endpoints",
-            "h11_max_incomplete_event_size",
-            "h11_max_header_count",
-            "shutdown_timeout",
-        ),
-        _OURS,
-    ),
-    **dict.fromkeys(
-        (
-            "headless",
-            "grpc",
-            "api_server_count",
-            "data_parallel_multi_port_external_lb",
-            "uds",
-            "middleware",
-            "enable_offline_docs",
-            "enable_tokenizer_info_endpoint",
-            "enable_server_load_tracking",
-            "enable_scale_out",
-            "tokens_only",
-            "enable_fault_tolerance",
-            "cohere_is_reasoning_model",
-            "cohere_format",
-            "default_mm_loras",
-        ),
-        _ABSENT,
-    ),
-    "enable_prompt_embeds": "prompts are texts or token ids",
-    "device_ids": "RBLN_VISIBLE_DEVICES names the devices",
-}
-"""vLLM flags that would be accepted and then ignored, with the reason that is given."""
-
 _SHARED = (
     *("api_key", "root_path", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
     *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "allow_credentials"),
@@ -106,7 +68,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
-    for name, reason in _REFUSED_FLAGS.items():
+    for name, reason in REFUSED_FLAGS.items():
         if getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
