@@ -118,11 +118,12 @@ class WireSchemas:
 
 
 @dataclass(slots=True, kw_only=True)
-class Keeping:
-    """What a request of the Responses API says about being kept, and which response it continues.
+class StorageOptions:
+    """Storage fields of a request of the Responses API.
 
-    `store` None: it says nothing. `previous` is the response that it continues, `items` are those
-    of its own input, a JSON array. `kept` is what was made of it, in the place of `reservation`.
+    `store` is None where the request has no such field. `previous` is the id of the response that
+    it continues; `items` is a JSON array with the items of its own input. `is_stored` says whether
+    the response will be stored, within `reservation`.
     """
 
     store: bool | None
@@ -130,7 +131,7 @@ class Keeping:
     previous: str | None
     stream: bool
     items: bytes
-    kept: bool = False
+    is_stored: bool = False
     reservation: Reservation | None = None
 
 
@@ -140,8 +141,8 @@ class ReadRequest:
 
     `answers` is how many it asks for; `told` is what the front end that read it will need of it.
     `large`: to go through all of it takes too long for the event loop. `tier` is the service tier
-    that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have. `keeping` is
-    there for endpoints that take items alone.
+    that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have.
+    `storage_options` is None for endpoints that take no items.
     """
 
     answers: int
@@ -149,7 +150,7 @@ class ReadRequest:
     large: bool = False
     tier: str | None = None
     stamp: JsonObject = field(default_factory=dict)
-    keeping: Keeping | None = None
+    storage_options: StorageOptions | None = None
 
 
 class Profiler(Protocol):

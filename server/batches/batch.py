@@ -61,7 +61,7 @@ class Counts(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class BatchRequest:
     """What a client asked for; times in seconds."""
 
     owner: str
@@ -78,7 +78,7 @@ class Wish:
         return Api.ANTHROPIC if self.endpoint == Endpoint.MESSAGES.value else Api.OPENAI
 
     @property
-    def asked(self) -> str:
+    def fingerprint(self) -> str:
         """What two requests with one idempotency key must have in common."""
         return json.dumps(
             [self.endpoint, self.input_file, self.window_s, self.keep_s, self.metadata],
@@ -105,7 +105,7 @@ class Batch:
     error_file: str | None
     model: str | None
     idempotency: str | None
-    asked: str
+    fingerprint: str
     total: int
     completed: int
     failed: int
@@ -123,7 +123,7 @@ class Batch:
         values = dict(row)
         for name in ("metadata", "moments", "errors"):
             values[name] = json.loads(values[name])
-        return cls(**values)
+        return cls(fingerprint=values.pop("asked"), **values)
 
     @property
     def is_open(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.batches.batch import Wish
+from server.batches.batch import BatchRequest
 from server.errors import InvalidValueError, describe
 from server.frontend import Endpoint
 
@@ -42,7 +42,7 @@ class CreateBatchBody(BaseModel):
     )
 
 
-def wish_of(body: CreateBatchBody, owner: str, idempotency: str | None) -> Wish:
+def batch_request(body: CreateBatchBody, owner: str, idempotency: str | None) -> BatchRequest:
     """Return what a body asks for. Raises `InvalidValueError`."""
     if body.endpoint not in [endpoint.value for endpoint in ENDPOINTS]:
         raise InvalidValueError(
@@ -60,7 +60,7 @@ def wish_of(body: CreateBatchBody, owner: str, idempotency: str | None) -> Wish:
     _check_metadata(body.metadata or {})
     expires = body.output_expires_after
     keep_s = expires.seconds if expires is not None else 0
-    return Wish(
+    return BatchRequest(
         owner=owner,
         endpoint=body.endpoint,
         input_file=body.input_file_id,

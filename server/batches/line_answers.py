@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from server.batches.inside import InsideAnswer
+from server.batches.loopback import LoopbackResponse
 from server.batches.table import Answer, Line
 from server.storage.raw_json import fields_of, in_one_line, object_of
 
@@ -19,7 +19,7 @@ _NEVER_RUN = {
 }
 
 
-def answered(line: Line, answer: InsideAnswer) -> Answer:
+def answered(line: Line, answer: LoopbackResponse) -> Answer:
     """Return the answer that the service gave, its body as it is."""
     usage = msgspec.json.decode(fields_of(answer.body, "usage").get("usage", b"null"))
     response = {

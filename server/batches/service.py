@@ -15,13 +15,13 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.batches import table
-from server.batches.batch import Api, Batch, Wish
+from server.batches.batch import Api, Batch, BatchRequest
 from server.batches.bodies import WINDOW_S
-from server.batches.feeder import Feeder, Tally
 from server.batches.input_lines import InputLine, LineRules, read_lines
 from server.batches.message_requests import WrittenInput, refused
 from server.batches.results import ResultFiles
-from server.batches.room import DecodeTimes, SpareRows
+from server.batches.runner import BatchRunner, LineCounts
+from server.batches.spare_rows import DecodeTimes, SpareRows
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
 from server.frontend import Endpoint
 from server.host.tasks import while_running
@@ -37,7 +37,7 @@ _TIDY_EVERY = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StorageSnapshot:
     """What there is, a few seconds ago."""
 
     batches: dict[str, int] = field(default_factory=dict)
@@ -71,32 +71,32 @@ class BatchService:
         self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
         self._clock = store.clock
-        self._feeder = Feeder(
+        self._runner = BatchRunner(
             *(self._database, self.files, self._results, rules),
             *(self._spare, store.quotas, store.clock),
         )
-        self._seen = Seen()
+        self._snapshot = StorageSnapshot()
 
     @property
     def statuses(self) -> Mapping[str, int]:
         """How many batches there are by status, a few seconds ago."""
-        return self._seen.batches
+        return self._snapshot.batches
 
     def gauges(self) -> dict[str, float]:
         """Return what there is, by the names of metrics."""
-        seen = self._seen
+        snapshot = self._snapshot
         return {
-            "rbln_batch_lines_to_do": seen.lines_to_do,
-            "rbln_batch_lines_running": self._feeder.running,
-            "rbln_stored_files": seen.files,
-            "rbln_stored_bytes": seen.stored_bytes,
-            "rbln_storage_free_bytes": seen.free_bytes,
-            "rbln_storage_full": self._results.full or self._feeder.full,
+            "rbln_batch_lines_to_do": snapshot.lines_to_do,
+            "rbln_batch_lines_running": self._runner.running,
+            "rbln_stored_files": snapshot.files,
+            "rbln_stored_bytes": snapshot.stored_bytes,
+            "rbln_storage_free_bytes": snapshot.free_bytes,
+            "rbln_storage_full": self._results.full or self._runner.full,
         }
 
-    def take_tally(self) -> Tally:
+    def take_counts(self) -> LineCounts:
         """Return what was done since the last call."""
-        return self._feeder.take_tally()
+        return self._runner.take_counts()
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
@@ -104,13 +104,13 @@ class BatchService:
         # Before there are requests: an upload that has begun has no name either.
         await self.files.remove_unknown()
         await self._results.recover(await self._database.read(table.unfinished))
-        async with while_running(self._feeder.run(app)), while_running(self._look_around()):
+        async with while_running(self._runner.run(app)), while_running(self._look_around()):
             yield
 
-    async def create(self, wish: Wish) -> Batch:
+    async def create(self, request: BatchRequest) -> Batch:
         """Begin a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""
-        batch = await self._database.run(partial(self._create, wish=wish))
-        self._feeder.nudge()
+        batch = await self._database.run(partial(self._create, request=request))
+        self._runner.wake()
         return batch
 
     async def create_messages(self, owner: str, lines: Sequence[bytes]) -> Batch:
@@ -120,14 +120,14 @@ class BatchService:
         `StorageFullError`.
         """
         file = await self.files.create(owner, WrittenInput(lines), lambda _: (INPUT, None))
-        wish = Wish(owner, Endpoint.MESSAGES.value, file.id, WINDOW_S, keep_s=0)
+        request = BatchRequest(owner, Endpoint.MESSAGES.value, file.id, WINDOW_S, keep_s=0)
         try:
             noted = await asyncio.to_thread(self._read_messages, self.files.content_path(file.id))
-            batch = await self._database.run(partial(self._begin, wish=wish, lines=noted))
+            batch = await self._database.run(partial(self._begin, request=request, lines=noted))
         except Exception:
             await self.files.delete(owner, file.id)
             raise
-        self._feeder.nudge()
+        self._runner.wake()
         return batch
 
     async def get(self, owner: str, batch_id: str, api: Api) -> Batch:
@@ -135,16 +135,16 @@ class BatchService:
         find = partial(table.get, owner=owner, batch_id=batch_id, api=api)
         return await self._database.read(find)
 
-    async def every(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+    async def list_batches(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
         """Return a page of the owner's batches, and whether there are more."""
-        return await self._database.read(partial(table.every, owner=owner, page=page, api=api))
+        return await self._database.read(partial(table.list_page, owner=owner, page=page, api=api))
 
     async def cancel(self, owner: str, batch_id: str, api: Api) -> Batch:
         """Ask for a batch's end. Raises `NotFoundError`, `InvalidValueError`."""
         batch = await self._database.run(
             partial(table.cancel, owner=owner, batch_id=batch_id, api=api)
         )
-        self._feeder.nudge()
+        self._runner.wake()
         return batch
 
     async def delete(self, owner: str, batch_id: str, api: Api) -> None:
@@ -171,9 +171,9 @@ class BatchService:
             )
         return paths
 
-    def _create(self, db: sqlite3.Connection, wish: Wish) -> Batch:
-        batch = table.create(db, wish)
-        if (count := table.count_open(db, wish.owner)) > self._max_open:
+    def _create(self, db: sqlite3.Connection, request: BatchRequest) -> Batch:
+        batch = table.create(db, request)
+        if (count := table.count_open(db, request.owner)) > self._max_open:
             # Undoes the batch as well.
             raise StorageFullError(
                 f"There are {count - 1} batches of this key that have not ended, and at most "
@@ -181,9 +181,11 @@ class BatchService:
             )
         return batch
 
-    def _begin(self, db: sqlite3.Connection, wish: Wish, lines: Sequence[InputLine]) -> Batch:
+    def _begin(
+        self, db: sqlite3.Connection, request: BatchRequest, lines: Sequence[InputLine]
+    ) -> Batch:
         """Make a batch whose lines are known to be fine, but perhaps for their ids."""
-        batch = self._create(db, wish)
+        batch = self._create(db, request)
         if errors := table.add_lines(db, batch.id, lines):
             raise refused(errors[0])
         models = {line.model for line in lines}
@@ -220,12 +222,12 @@ class BatchService:
 
     async def _look(self) -> None:
         files, stored = await self.files.usage()
-        self._seen = Seen(
+        self._snapshot = StorageSnapshot(
             await self._database.read(table.counts),
             await self._database.read(table.lines_to_do),
             files,
             stored,
             await asyncio.to_thread(self._folder.free_bytes),
         )
-        if self._seen.lines_to_do:
+        if self._snapshot.lines_to_do:
             self._spare.learn(await asyncio.to_thread(self._decode_times))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from server.batches.batch import OPEN, Api, Batch, LineError, Status, Wish
+from server.batches.batch import OPEN, Api, Batch, BatchRequest, LineError, Status
 from server.batches.input_lines import InputLine, same_name
 from server.errors import InvalidValueError, NotFoundError, describe
 from server.storage.files import Page, StoredFile, find, insert, new_id, paged
@@ -47,20 +47,20 @@ class Answer:
         return "output" if self.succeeded else "error"
 
 
-def create(db: sqlite3.Connection, wish: Wish) -> Batch:
+def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
     """Return a new batch, or the one that was made by the same key of idempotency.
 
     Raises `NotFoundError` without its input, `InvalidValueError` where the key was used otherwise.
     """
-    if wish.idempotency is not None:
+    if request.idempotency is not None:
         made = db.execute(
             "SELECT * FROM batches WHERE owner = ? AND idempotency = ?",
-            (wish.owner, wish.idempotency),
+            (request.owner, request.idempotency),
         ).fetchone()
         if made is not None:
-            return _the_same(Batch.of(made), wish)
+            return _the_same(Batch.of(made), request)
     try:
-        file = find(db, wish.owner, wish.input_file)
+        file = find(db, request.owner, request.input_file)
     except NotFoundError as error:
         raise NotFoundError(error.message, param="input_file_id") from None
     if file.purpose != "batch":
@@ -68,23 +68,35 @@ def create(db: sqlite3.Connection, wish: Wish) -> Batch:
             f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
             param="input_file_id",
         )
-    now, batch_id = int(time.time()), new_id(wish.api.value)
+    now, batch_id = int(time.time()), new_id(request.api.value)
     db.execute(
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
         "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
         (
-            *(batch_id, wish.owner, wish.endpoint, wish.input_file, now, now + wish.window_s),
-            *(wish.keep_s, json.dumps(wish.metadata), wish.idempotency, wish.asked),
+            *(
+                batch_id,
+                request.owner,
+                request.endpoint,
+                request.input_file,
+                now,
+                now + request.window_s,
+            ),
+            *(
+                request.keep_s,
+                json.dumps(request.metadata),
+                request.idempotency,
+                request.fingerprint,
+            ),
         ),
     )
     return reload(db, batch_id)
 
 
-def _the_same(batch: Batch, wish: Wish) -> Batch:
-    if batch.asked != wish.asked:
+def _the_same(batch: Batch, request: BatchRequest) -> Batch:
+    if batch.fingerprint != request.fingerprint:
         raise InvalidValueError(
-            f"The Idempotency-Key {describe(wish.idempotency)} made the batch {batch.id}, which "
-            "was asked for with another body.",
+            f"The Idempotency-Key {describe(request.idempotency)} made the batch {batch.id}, which "
+            "was fingerprint for with another body.",
         )
     return batch
 
@@ -100,7 +112,7 @@ def get(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
     return Batch.of(row)
 
 
-def every(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+def list_page(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
     """Return a page of an owner's batches, and whether there are more. Raises `NotFoundError`."""
     rows, more = paged(db, "batches", owner, page, [(_API, api.value)])
     return [Batch.of(row) for row in rows], more

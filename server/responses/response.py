@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec import Raw
 from pydantic_core import to_json
 
-from server.frontend import JsonObject, Keeping
+from server.frontend import JsonObject, StorageOptions
 from server.storage.files import new_id
 from server.storage.raw_json import (
     JsonText,
@@ -105,7 +105,7 @@ def made(owner: str, previous: str | None, items: bytes, whole: bytes, keep_s: i
 
 
 def queued(
-    owner: str, keeping: Keeping, raw: bytes, tier: Tier, *, shown: JsonObject, keep_s: int
+    owner: str, options: StorageOptions, raw: bytes, tier: Tier, *, shown: JsonObject, keep_s: int
 ) -> Response:
     """Return the response that the body `raw` asks to be made meanwhile.
 
@@ -130,17 +130,17 @@ def queued(
     return Response(
         id=identity,
         owner=owner,
-        previous=keeping.previous,
+        previous=options.previous,
         status="queued",
         created_at=now,
         expires_at=now + keep_s if keep_s else None,
         background=True,
-        streams=keeping.stream,
+        streams=options.stream,
         tier=tier.value,
         tries=0,
         request=request,
-        input=keeping.items,
+        input=options.items,
         answer=answer,
-        bytes=len(request) + len(keeping.items) + len(answer) + len(_NO_ITEMS),
+        bytes=len(request) + len(options.items) + len(answer) + len(_NO_ITEMS),
         output=_NO_ITEMS,
     )

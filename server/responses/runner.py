@@ -21,7 +21,7 @@ from pydantic_core import from_json
 from starlette.types import ASGIApp
 
 from server.admission import Admission
-from server.batches.inside import InsideAnswer, ask
+from server.batches.loopback import LoopbackResponse, post
 from server.errors import StorageFullError, StorageUnavailableError
 from server.frontend import Endpoint, data_text, named_frame
 from server.host.tasks import while_running
@@ -29,9 +29,9 @@ from server.lifecycle import Lifecycle, Phase
 from server.request.record import Insider
 from server.responses import table
 from server.responses.events import END_EVENTS, EventLog
+from server.responses.fair_queue import FairQueue
 from server.responses.response import Response
 from server.responses.table import Waiting
-from server.responses.turns import FairQueue
 from server.storage.database import Database, T, Work
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.tiers.tier import Tier
@@ -56,7 +56,7 @@ class _Run:
     task: asyncio.Task[None]
 
 
-class Runner:
+class ResponseRunner:
     """Used from the event loop. At most as many run as the largest bucket has rows."""
 
     def __init__(self, database: Database, lifecycle: Lifecycle, admission: Admission) -> None:
@@ -150,7 +150,7 @@ class Runner:
         await self._flush(identity, log)
         await self._store(partial(table.end, response_id=identity, changes=changes))
 
-    async def _ask(self, app: ASGIApp, response: Response, log: EventLog) -> InsideAnswer:
+    async def _ask(self, app: ASGIApp, response: Response, log: EventLog) -> LoopbackResponse:
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
@@ -164,7 +164,7 @@ class Runner:
                     log.add(frame + _FRAME_END)
 
         while True:
-            answer = await ask(app, Endpoint.RESPONSES.value, response.request, insider, take)
+            answer = await post(app, Endpoint.RESPONSES.value, response.request, insider, take)
             if answer.status not in _COMES_BACK:
                 return answer
             await asyncio.sleep(_PAUSE_S)
@@ -191,7 +191,7 @@ class Runner:
                 await asyncio.sleep(_DISK_PAUSE_S)
 
 
-def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> dict[str, Any]:
+def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dict[str, Any]:
     """Return the fields that the request's answer gives the response, as JSON texts."""
     if answer.status != _OK:
         return table.failure(from_json(answer.body)["error"]["message"])

@@ -12,13 +12,13 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.errors import InvalidValueError
-from server.frontend import JsonObject, Keeping
+from server.frontend import JsonObject, StorageOptions
 from server.host.tasks import to_its_end, while_running
 from server.lifecycle import Lifecycle
 from server.request.record import RequestRecord
 from server.responses import conversations, table
 from server.responses.response import Response, made, queued
-from server.responses.runner import Runner
+from server.responses.runner import ResponseRunner
 from server.settings import ServerSettings
 from server.storage.quotas import Reservation
 from server.storage.store import Store
@@ -44,7 +44,7 @@ class ResponseService:
         )
         self._max_conversation_bytes = settings.max_conversation_bytes
         self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
-        self._runner = Runner(store.database, lifecycle, admission)
+        self._runner = ResponseRunner(store.database, lifecycle, admission)
         self._counts: Mapping[str, int] = {}
 
     @property
@@ -80,31 +80,31 @@ class ResponseService:
         items_of = partial(conversations.items_of, owner=record.owner, conversation=found)
         return await self._database.read(items_of)
 
-    async def keep(self, owner: str, keeping: Keeping, whole: bytes) -> None:
+    async def keep(self, owner: str, options: StorageOptions, whole: bytes) -> None:
         """Keep a response, whose JSON text is `whole`. Raises `StorageFullError`."""
-        assert keeping.reservation is not None
-        response = made(owner, keeping.previous, keeping.items, whole, keep_s=self._keep_s)
+        assert options.reservation is not None
+        response = made(owner, options.previous, options.items, whole, keep_s=self._keep_s)
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        insert = partial(table.insert, response=response, reservation=keeping.reservation)
+        insert = partial(table.insert, response=response, reservation=options.reservation)
         await self._database.run(insert)
 
     async def begin(
-        self, owner: str, keeping: Keeping, raw: bytes, tier: Tier, shown: JsonObject
+        self, owner: str, options: StorageOptions, raw: bytes, tier: Tier, shown: JsonObject
     ) -> Response:
         """Queue the response that the body `raw` asks for; `shown` is what it shows of the request.
 
         Raises `StorageFullError`, and `OverloadedError` where too many wait or run.
         """
         make = partial(queued, shown=shown, keep_s=self._keep_s)
-        response = await asyncio.to_thread(make, owner, keeping, raw, tier)
-        await to_its_end(self._queue(response, keeping))
+        response = await asyncio.to_thread(make, owner, options, raw, tier)
+        await to_its_end(self._queue(response, options))
         return response
 
-    async def _queue(self, response: Response, keeping: Keeping) -> None:
-        assert keeping.reservation is not None
+    async def _queue(self, response: Response, options: StorageOptions) -> None:
+        assert options.reservation is not None
         queue = partial(table.queue, response=response, limits=self._background)
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        await self._database.run(partial(queue, reservation=keeping.reservation))
+        await self._database.run(partial(queue, reservation=options.reservation))
         self._runner.add(table.Waiting(response.id, response.owner))
 
     async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:

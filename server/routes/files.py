@@ -116,7 +116,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         """The files of the key that asks."""
         files = store().files
         page = page_of(limit, _MAX_LIMIT, after, order)
-        found, more = await files.every(owner_of(request), page, purpose)
+        found, more = await files.list_files(owner_of(request), page, purpose)
         return JSONResponse(listed([file.shown() for file in found], has_more=more))
 
     @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)

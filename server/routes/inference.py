@@ -15,7 +15,7 @@ from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disc
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
 from server.request.record import RequestRecord, record_of
-from server.responses.keeper import Keeper
+from server.responses.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.tiers.tier import FIELD, Tier, granted
 
@@ -26,20 +26,20 @@ _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 def add_inference_routes(
     app: Starlette,
     frontend: Callable[[], Frontend],
-    keeper: Keeper,
+    store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> None:
     """Add one POST route per endpoint; the gate has made sure that there is a front end."""
     for endpoint in Endpoint:
-        handler = _handler(endpoint, frontend, keeper, settings, admission)
+        handler = _handler(endpoint, frontend, store, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
 
 
 def _handler(
     endpoint: Endpoint,
     frontend: Callable[[], Frontend],
-    keeper: Keeper,
+    store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
@@ -52,11 +52,11 @@ def _handler(
         permit = admission.acquire() if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        given = await keeper.read(endpoint, raw, record)
+        given = await store.read(endpoint, raw, record)
         _settle_tier(given, record)
         if permit is not None:
             _fit(permit, given, record)
-        result = await keeper.handle(endpoint, given, raw, request)
+        result = await store.handle(endpoint, given, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
@@ -84,14 +84,14 @@ def _settle_tier(given: ReadRequest, record: RequestRecord) -> None:
     Raises `PermissionDeniedError` for one that it may not have.
     """
     record.tier = granted(given.tier, record.tiers)
-    shows_tier = given.keeping is not None
+    shows_tier = given.storage_options is not None
     if shows_tier or given.tier is not None or record.tier is not Tier.DEFAULT:
         given.stamp[FIELD] = record.tier.value
 
 
 def _fit(permit: Permit, given: ReadRequest, record: RequestRecord) -> None:
     """Make a permit one for all that a request asks for. Raises `OverloadedError`."""
-    if given.keeping is not None and given.keeping.background:
+    if given.storage_options is not None and given.storage_options.background:
         # What is made meanwhile takes its own.
         permit.release()
         return

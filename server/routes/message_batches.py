@@ -124,7 +124,7 @@ async def _page(
         )
     page = page_of(limit, _MAX_LIMIT, before_id or after_id, "asc" if before_id else "desc")
     try:
-        found, more = await service.every(owner, page, Api.ANTHROPIC)
+        found, more = await service.list_batches(owner, page, Api.ANTHROPIC)
     except NotFoundError as error:
         name = "before_id" if before_id else "after_id"
         raise NotFoundError(error.message.replace("'after'", f"'{name}'"), param=name) from None

@@ -149,7 +149,7 @@ class FileStore:
         """Return a file. Raises `NotFoundError`."""
         return await self._database.read(partial(find, owner=owner, file_id=file_id))
 
-    async def every(
+    async def list_files(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
         """Return a page of the owner's files, and whether there are more."""

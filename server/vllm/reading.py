@@ -36,8 +36,8 @@ from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
 from server.request.volatile_lines import settle_lines
 from server.responses.compaction import expand_compactions, summarise
-from server.responses.keeping import take_keeping
 from server.responses.shown_request import shown_request
+from server.responses.storage_options import take_storage_options
 from server.speculation.wishes import DraftWishes, settle_drafts
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.guided_fields import without_guided_fields
@@ -101,10 +101,10 @@ class BodyReader:
         stamp: JsonObject = {}
         if endpoint is Endpoint.RESPONSES:
             stamp = shown_request(body, rules.sampling)
-        keeping = take_keeping(endpoint, body, before)
-        if keeping is not None and keeping.previous is not None and before is None:
-            return ReadRequest(answers=1, told=None, keeping=keeping)
-        if keeping is not None:
+        options = take_storage_options(endpoint, body, before)
+        if options is not None and options.previous is not None and before is None:
+            return ReadRequest(answers=1, told=None, storage_options=options)
+        if options is not None:
             expand_compactions(body)
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
@@ -133,7 +133,11 @@ class BodyReader:
             drafts=drafts,
         )
         return ReadRequest(
-            answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping, stamp=stamp
+            answers=answers_in(endpoint, fields),
+            told=told,
+            tier=tier,
+            storage_options=options,
+            stamp=stamp,
         )
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:

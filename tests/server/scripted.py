@@ -33,7 +33,7 @@ from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
 from server.request.record import record_of
-from server.responses.keeping import take_keeping
+from server.responses.storage_options import take_storage_options
 from server.service import serve
 from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate
@@ -87,10 +87,10 @@ class ScriptedFrontend:
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
     ) -> ReadRequest:
         body = parse_json_object(raw, self.max_json_depth)
-        keeping = take_keeping(endpoint, body, before)
+        options = take_storage_options(endpoint, body, before)
         tier = take_tier(endpoint, body)
         return ReadRequest(
-            answers=answers_in(endpoint, body), told=body, tier=tier, keeping=keeping
+            answers=answers_in(endpoint, body), told=body, tier=tier, storage_options=options
         )
 
     def take_reading(self) -> JobCounts:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, OverloadedError, StorageUnavailableError
-from server.frontend import Keeping
+from server.frontend import StorageOptions
 from server.request.record import RequestRecord
 from server.request.route_table import route_of
 from server.responses import conversations, table
@@ -25,7 +25,7 @@ from server.storage.quotas import Reservation
 from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
 from server.tiers.tier import Tier
-from tests.server.responses.test_kept import PATH, create, shown, text
+from tests.server.responses.test_stored_responses import PATH, create, shown, text
 from tests.server.scripted import running
 
 TURNS, TURN_BYTES = 20, 100_000
@@ -163,11 +163,11 @@ HOSTILE = b"[" + b"[]," * 130_000 + b"[]]"
 def test_answers_and_requests_are_not_built() -> None:
     whole = b'{"id":"resp_a","status":"completed","tools":' + HOSTILE + b',"output":' + HOSTILE
     raw = b'{"model":"m","tools":' + HOSTILE + b',"background":true}'
-    keeping = Keeping(store=True, background=True, previous=None, stream=False, items=b"[]")
+    options = StorageOptions(store=True, background=True, previous=None, stream=False, items=b"[]")
 
     def work() -> tuple[Response, Response]:
         response = made("", None, HOSTILE, whole + b"}", 0)
-        waiting = queued("", keeping, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
+        waiting = queued("", options, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
         return response, waiting
 
     work()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.reporting.stats import MetricsBoard
-from server.batches.room import best_rows
+from server.batches.spare_rows import best_rows
 from server.observability.metrics import ServerMetrics
 
 BUCKETS = (1, 2, 4, 8)

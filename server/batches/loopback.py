@@ -16,7 +16,7 @@ from server.request.record import INSIDER, Insider
 
 
 @dataclass(frozen=True, slots=True)
-class InsideAnswer:
+class LoopbackResponse:
     """What came back."""
 
     status: int
@@ -24,26 +24,26 @@ class InsideAnswer:
     body: bytes
 
 
-async def ask(
+async def post(
     app: ASGIApp,
     path: str,
     body: bytes,
     insider: Insider,
     take: Callable[[bytes], None] | None = None,
-) -> InsideAnswer:
+) -> LoopbackResponse:
     """POST a JSON body to `path` and return the answer; to cancel it aborts the request.
 
     `take` gets each piece of the answer's body as it comes.
     """
-    asked = False
+    is_sent = False
     status, request_id, chunks = 0, "", list[bytes]()
 
     async def receive() -> Message:
-        nonlocal asked
-        if asked:
+        nonlocal is_sent
+        if is_sent:
             # A client that never goes away.
             await asyncio.Event().wait()
-        asked = True
+        is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
@@ -57,7 +57,7 @@ async def ask(
                 take(chunks[-1])
 
     await app(_scope(path, len(body), insider), receive, send)
-    return InsideAnswer(status, request_id, b"".join(chunks))
+    return LoopbackResponse(status, request_id, b"".join(chunks))
 
 
 def _scope(path: str, size: int, insider: Insider) -> Scope:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from starlette.types import ASGIApp
 
 from server.admission import Admission
-from server.batches.room import DecodeTimes
 from server.batches.service import BatchService
+from server.batches.spare_rows import DecodeTimes
 from server.errors import NotEnabledError
 from server.lifecycle import Lifecycle
 from server.responses.service import ResponseService
@@ -17,7 +17,7 @@ from server.settings import ServerSettings
 from server.storage.store import Store
 
 
-class Kept:
+class StorageServices:
     """One store and what works on it; `batches` and `responses` are None without one."""
 
     def __init__(

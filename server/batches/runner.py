@@ -20,10 +20,10 @@ from starlette.types import ASGIApp
 from server.batches import table
 from server.batches.batch import Batch, LineError, Status
 from server.batches.input_lines import InputLine, LineRules, body_of, read_lines
-from server.batches.inside import InsideAnswer, ask
 from server.batches.line_answers import answered, never_run
+from server.batches.loopback import LoopbackResponse, post
 from server.batches.results import ResultFiles
-from server.batches.room import SpareRows
+from server.batches.spare_rows import SpareRows
 from server.batches.table import Answer, Line
 from server.errors import NotFoundError, RequestError
 from server.frontend import Endpoint
@@ -48,7 +48,7 @@ _FAULT = 500
 
 
 @dataclass(slots=True)
-class Tally:
+class LineCounts:
     """Lines by result and tokens by kind, for the metrics."""
 
     lines: Counter[str] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ class _Running:
     """Whether it only waits for the disk."""
 
 
-class Feeder:
+class BatchRunner:
     """Runs the lines of all batches. Used from the event loop."""
 
     def __init__(
@@ -91,19 +91,19 @@ class Feeder:
         self._answers: list[Answer] = []
         self._tries: Counter[tuple[str, int]] = Counter()
         self._wake = asyncio.Event()
-        self._tally = Tally()
+        self._counts = LineCounts()
 
     @property
     def running(self) -> int:
         """How many lines are being answered."""
         return sum(not run.is_answered for run in self._running.values())
 
-    def take_tally(self) -> Tally:
+    def take_counts(self) -> LineCounts:
         """Return what was done since the last call."""
-        tally, self._tally = self._tally, Tally()
-        return tally
+        counts, self._counts = self._counts, LineCounts()
+        return counts
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """There may be something to do."""
         self._wake.set()
 
@@ -146,11 +146,11 @@ class Feeder:
         del self._answers[: len(answers)]
         for answer in answers:
             self._running.pop((answer.line.batch, answer.line.number), None)
-            self._tally.lines["completed" if answer.succeeded else "failed"] += 1
-            self._tally.tokens["prompt"] += answer.input_tokens
-            self._tally.tokens["completion"] += answer.output_tokens
+            self._counts.lines["completed" if answer.succeeded else "failed"] += 1
+            self._counts.tokens["prompt"] += answer.input_tokens
+            self._counts.tokens["completion"] += answer.output_tokens
         # It may have been the last of a batch.
-        self.nudge()
+        self.wake()
 
     async def _advance(self, batch: Batch) -> None:
         if batch.status == "validating":
@@ -163,7 +163,7 @@ class Feeder:
             await self._cut(batch, "expired")
         elif not batch.unfinished:
             await self._database.run(partial(table.move, batch_id=batch.id, status="finalizing"))
-            self.nudge()
+            self.wake()
         else:
             await self._start_lines(batch)
 
@@ -181,7 +181,7 @@ class Feeder:
             await self._fail(batch, errors)
             return
         await self._database.run(partial(table.begin, batch_id=batch.id, model=model))
-        self.nudge()
+        self.wake()
 
     async def _note_lines(
         self, batch: Batch, path: Path, rules: LineRules
@@ -237,20 +237,20 @@ class Feeder:
         del self._tries[place]
         self._running[place].is_answered = True
         self._answers.append(answered(line, answer))
-        self.nudge()
+        self.wake()
 
-    async def _ask(self, batch: Batch, line: Line) -> InsideAnswer:
+    async def _ask(self, batch: Batch, line: Line) -> LoopbackResponse:
         assert self._app is not None
         path = self._files.content_path(batch.input_file)
         try:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
-            return InsideAnswer(
+            return LoopbackResponse(
                 error.row.status,
                 "",
                 error.anthropic_body() if Endpoint(batch.endpoint).anthropic else error.body(),
             )
-        return await ask(self._app, batch.endpoint, body, Insider(batch.owner, (Tier.FLEX,)))
+        return await post(self._app, batch.endpoint, body, Insider(batch.owner, (Tier.FLEX,)))
 
     async def _cut(self, batch: Batch, status: Status) -> None:
         """End a batch before its end: what runs is put back, and what has not run says why."""

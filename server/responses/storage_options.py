@@ -7,12 +7,14 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject, Keeping
+from server.frontend import Endpoint, JsonObject, StorageOptions
 
 _INPUT = "input"
 
 
-def take_keeping(endpoint: Endpoint, body: JsonObject, before: bytes | None) -> Keeping | None:
+def take_storage_options(
+    endpoint: Endpoint, body: JsonObject, before: bytes | None
+) -> StorageOptions | None:
     """Take off `body` what only this server can do; None for other endpoints.
 
     `before` are the items of the conversation that it continues, a JSON array: they are put in
@@ -21,26 +23,26 @@ def take_keeping(endpoint: Endpoint, body: JsonObject, before: bytes | None) -> 
     if not endpoint.takes_items:
         return None
     stores = endpoint is Endpoint.RESPONSES
-    keeping = Keeping(
+    options = StorageOptions(
         store=_flag(body, "store") if stores else False,
         background=stores and (_flag(body, "background") or False),
         previous=_name(body, "previous_response_id"),
         stream=body.get("stream") is True,
         items=to_json(_items(body.get(_INPUT))),
     )
-    if keeping.background and keeping.store is False:
+    if options.background and options.store is False:
         raise InvalidValueError(
             "'background': true needs 'store': true: nobody could ask for the answer.",
             param="background",
         )
-    if keeping.previous is not None and body.get("previous_input_messages"):
+    if options.previous is not None and body.get("previous_input_messages"):
         raise InvalidValueError(
             "'previous_response_id' and 'previous_input_messages' exclude each other.",
             param="previous_response_id",
         )
     if before is not None:
         body[_INPUT] = from_json(before) + _items(body.get(_INPUT))
-    return keeping
+    return options
 
 
 def _items(given: object) -> list[Any]:

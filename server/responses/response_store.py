@@ -23,8 +23,8 @@ from server.errors import (
 from server.frontend import (
     Endpoint,
     Frontend,
-    Keeping,
     ReadRequest,
+    StorageOptions,
     data_text,
     named_frame,
 )
@@ -40,7 +40,7 @@ _OFF = "nothing is stored: this server was started without --data-dir"
 _IN_LINES = "it is not for lines of a batch"
 
 
-class Keeper:
+class ResponseStore:
     """Reads and answers requests over a front end."""
 
     def __init__(self, frontend: Callable[[], Frontend], service: ResponseService | None) -> None:
@@ -54,80 +54,82 @@ class Keeper:
         Raises the `ServerError` of what is wrong with it.
         """
         given = await self._frontend().read(endpoint, raw)
-        keeping = given.keeping
-        if keeping is None:
+        options = given.storage_options
+        if options is None:
             return given
-        self._require_possible(keeping, record)
-        if keeping.previous is not None:
+        self._require_possible(options, record)
+        if options.previous is not None:
             assert self._service is not None
-            before = await self._service.conversation(record, keeping.previous)
+            before = await self._service.conversation(record, options.previous)
             given = await self._frontend().read(endpoint, raw, before)
-            given.stamp["previous_response_id"] = keeping.previous
-        given.stamp["store"] = keeping.kept = await self._is_to_keep(keeping, record)
+            given.stamp["previous_response_id"] = options.previous
+        given.stamp["store"] = options.is_stored = await self._is_to_keep(options, record)
         if record.insider is not None:
             given.stamp |= record.insider.stamp
-        given.keeping = keeping
+        given.storage_options = options
         return given
 
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, raw: bytes, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer a request, or have it answered meanwhile; see `server.frontend.Frontend`."""
-        keeping, service = given.keeping, self._service
-        if keeping is None or service is None or not keeping.kept:
+        options, service = given.storage_options, self._service
+        if options is None or service is None or not options.is_stored:
             return await self._frontend().handle(endpoint, given, request)
         record = record_of(request.scope)
         owner = record.owner
-        if keeping.background:
+        if options.background:
             tier = record.tier or Tier.DEFAULT
             shown = {"model": await self._default_model(), **given.stamp}
-            response = await service.begin(owner, keeping, raw, tier, shown)
-            if keeping.stream:
+            response = await service.begin(owner, options, raw, tier, shown)
+            if options.stream:
                 return await service.follow(response, -1)
             return response.shown()
         result = await self._frontend().handle(endpoint, given, request)
         if isinstance(result, bytes):
-            return await _kept(service, owner, keeping, result)
-        return _keeping_end(service, owner, keeping, result)
+            return await _kept(service, owner, options, result)
+        return _keeping_end(service, owner, options, result)
 
     async def _default_model(self) -> str:
         """Return the model that answers where a request names none."""
         return str((await self._frontend().models())[0]["id"])
 
-    def _require_possible(self, keeping: Keeping, record: RequestRecord) -> None:
+    def _require_possible(self, options: StorageOptions, record: RequestRecord) -> None:
         wishes = {
-            "store": keeping.store,
-            "background": keeping.background,
-            "previous_response_id": keeping.previous,
+            "store": options.store,
+            "background": options.background,
+            "previous_response_id": options.previous,
         }
         asked = next((name for name, wish in wishes.items() if wish), None)
         if asked is not None and self._service is None:
             raise UnsupportedFieldError(f"'{asked}' is not supported: {_OFF}.", param=asked)
         lines = record.insider is not None and not record.insider.permitted
-        if lines and keeping.background:
+        if lines and options.background:
             raise UnsupportedFieldError(f"'background': {_IN_LINES}.", param="background")
 
-    async def _is_to_keep(self, keeping: Keeping, record: RequestRecord) -> bool:
+    async def _is_to_keep(self, options: StorageOptions, record: RequestRecord) -> bool:
         """Whether the answer is kept: by default where there is room, but for lines of batches."""
-        if self._service is None or keeping.store is False:
+        if self._service is None or options.store is False:
             return False
-        if record.insider is not None and not keeping.store:
+        if record.insider is not None and not options.store:
             return False
         reservation = self._service.reservation(record.owner)
         record.on_end.append(reservation.release)
         try:
-            await self._service.reserve(reservation, len(keeping.items))
+            await self._service.reserve(reservation, len(options.items))
         except (StorageFullError, StorageUnavailableError):
-            if keeping.store or keeping.background:
+            if options.store or options.background:
                 raise
             return False
-        keeping.reservation = reservation
+        options.reservation = reservation
         return True
 
 
-async def _kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bytes:
+async def _kept(
+    service: ResponseService, owner: str, options: StorageOptions, whole: bytes
+) -> bytes:
     """Store an answer; return it with `store` false where it could not be, and need not."""
-    return whole if await _is_kept(service, owner, keeping, whole) else _not_kept(whole)
+    return whole if await _is_kept(service, owner, options, whole) else _not_kept(whole)
 
 
 def _not_kept(whole: bytes) -> bytes:
@@ -135,12 +137,14 @@ def _not_kept(whole: bytes) -> bytes:
     return object_of({**all_fields_of(whole), "store": False})
 
 
-async def _is_kept(service: ResponseService, owner: str, keeping: Keeping, whole: bytes) -> bool:
+async def _is_kept(
+    service: ResponseService, owner: str, options: StorageOptions, whole: bytes
+) -> bool:
     """Store an answer; return False where that failed. Raises if the request demands it."""
     try:
-        await service.keep(owner, keeping, whole)
+        await service.keep(owner, options, whole)
     except (ServerError, OSError, sqlite3.Error) as error:
-        if keeping.store:
+        if options.store:
             raise
         logger.error("a response is not kept: %s", error)
         return False
@@ -148,7 +152,7 @@ async def _is_kept(service: ResponseService, owner: str, keeping: Keeping, whole
 
 
 async def _keeping_end(
-    service: ResponseService, owner: str, keeping: Keeping, frames: AsyncGenerator[str, None]
+    service: ResponseService, owner: str, options: StorageOptions, frames: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
     """Keep the response of a stream before its last event is sent."""
     async with aclosing(frames):
@@ -156,7 +160,7 @@ async def _keeping_end(
             if frame.startswith(END_EVENTS):
                 event = all_fields_of(data_text(frame))
                 whole = bytes(event["response"])
-                if not await _is_kept(service, owner, keeping, whole):
+                if not await _is_kept(service, owner, options, whole):
                     name = str(string_of(bytes(event["type"])))
                     data = object_of({**event, "response": Raw(_not_kept(whole))})
                     frame = named_frame(name, data)
