@@ -139,14 +139,14 @@ class StorageOptions:
 class ReadRequest:
     """A body that passed every check that needs no engine.
 
-    `answers` is how many it asks for; `told` is what the front end that read it will need of it.
+    `answers` is how many it asks for; `parsed` is what the front end that read it will need of it.
     `large`: to go through all of it takes too long for the event loop. `tier` is the service tier
     that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have.
     `storage_options` is None for endpoints that take no items.
     """
 
     answers: int
-    told: Any
+    parsed: Any
     large: bool = False
     tier: str | None = None
     stamp: JsonObject = field(default_factory=dict)
@@ -198,7 +198,7 @@ class Frontend(Protocol):
         """Return what a body asks for; a large one is read where it holds nobody up.
 
         `before` are items of a conversation, a JSON array, that go before those of the body. A
-        body that continues one and is read without them is read no further than that: `told` is
+        body that continues one and is read without them is read no further than that: `parsed` is
         None then. Raises the `ServerError` of what is wrong with it.
         """
         ...

@@ -25,7 +25,7 @@ _DEFAULT_RETRY_S = 5
 _MAX_RETRY_S = 120
 
 
-class Phase(enum.IntEnum):
+class ServicePhase(enum.IntEnum):
     """The phases in order; the names are those of the engine's progress files."""
 
     INIT = 0
@@ -43,10 +43,10 @@ class Phase(enum.IntEnum):
 
 
 _Word = Literal["starting", "ready", "draining", "dead"]
-_WORDS: Mapping[Phase, _Word] = {
-    Phase.READY: "ready",
-    Phase.DRAINING: "draining",
-    Phase.DEAD: "dead",
+_WORDS: Mapping[ServicePhase, _Word] = {
+    ServicePhase.READY: "ready",
+    ServicePhase.DRAINING: "draining",
+    ServicePhase.DEAD: "dead",
 }
 
 
@@ -57,7 +57,7 @@ class GraphCounts(TypedDict):
     total: int
 
 
-class Status(TypedDict):
+class ServiceStatus(TypedDict):
     """The body of the probes; times in seconds."""
 
     status: _Word
@@ -79,7 +79,7 @@ class Lifecycle:
 
         `expected_s` is what the way to ready will take, until the engine's process knows better.
         """
-        self.phase = Phase.INIT
+        self.phase = ServicePhase.INIT
         self.reason: str | None = None
         self.ready_after_s: float | None = None
         self._tracked: set[asyncio.Task[Any]] = set()
@@ -104,12 +104,12 @@ class Lifecycle:
     @property
     def starting(self) -> bool:
         """Whether the service is on its way to being ready."""
-        return self.phase < Phase.READY
+        return self.phase < ServicePhase.READY
 
     @property
     def accepting(self) -> bool:
         """Whether clients do well to keep their connections."""
-        return self.phase < Phase.DRAINING
+        return self.phase < ServicePhase.DRAINING
 
     @property
     def uptime_s(self) -> float:
@@ -139,55 +139,55 @@ class Lifecycle:
     def observe(self, progress: ProgressSnapshot) -> None:
         """Take the engine's story in; only `mark_ready` can make the service ready."""
         self._progress = progress
-        told = Phase[progress.phase.upper()]
+        told = ServicePhase[progress.phase.upper()]
         if self.starting:
-            self.phase = max(self.phase, min(told, Phase.WARMUP))
+            self.phase = max(self.phase, min(told, ServicePhase.WARMUP))
 
     def mark_ready(self) -> None:
         """Enter `ready` unless the service is already on its way out."""
         if self.starting:
-            self.phase = Phase.READY
+            self.phase = ServicePhase.READY
             self.ready_after_s = self.uptime_s
 
     def begin_drain(self, reason: str) -> None:
         """Stop taking new work for good; `reason` is shown by the probes."""
-        if self.phase <= Phase.DRAINING and not self._ending:
-            self.phase, self.reason, self._ending = Phase.DRAINING, reason, True
+        if self.phase <= ServicePhase.DRAINING and not self._ending:
+            self.phase, self.reason, self._ending = ServicePhase.DRAINING, reason, True
 
     def ask_for_drain(self, reason: str) -> None:
         """Stop taking new work until `take_drain_back`; again, or at the end, changes nothing.
 
         Raises the `ServerError` of a service that is not ready.
         """
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServicePhase.DRAINING:
             return
         if (refusal := self.refusal()) is not None:
             raise refusal
-        self.phase, self.reason = Phase.DRAINING, reason
+        self.phase, self.reason = ServicePhase.DRAINING, reason
 
     def take_drain_back(self) -> None:
         """Take new work again. Raises the `ServerError` of a service that cannot."""
-        if self.phase is Phase.DRAINING and not self._ending:
-            self.phase, self.reason = Phase.READY, None
+        if self.phase is ServicePhase.DRAINING and not self._ending:
+            self.phase, self.reason = ServicePhase.READY, None
         if (refusal := self.refusal()) is not None:
             raise refusal
 
     def mark_dead(self, reason: str) -> None:
         """The engine is gone; `reason` is shown by the probes."""
-        if self.phase < Phase.DEAD:
-            self.phase, self.reason = Phase.DEAD, reason
+        if self.phase < ServicePhase.DEAD:
+            self.phase, self.reason = ServicePhase.DEAD, reason
 
     def refusal(self) -> ServerError | None:
         """Return why a new request cannot be taken now, None when it can."""
-        if self.phase is Phase.READY:
+        if self.phase is ServicePhase.READY:
             return None
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServicePhase.DRAINING:
             what = "shutting down" if self._ending else "being drained"
             return DrainingError(
                 f"The server is {what} ({self.reason}) and takes no new requests.",
                 retry_after_s=_DEFAULT_RETRY_S,
             )
-        if self.phase is Phase.DEAD:
+        if self.phase is ServicePhase.DEAD:
             return EngineFailedError(
                 f"The engine has failed: {self.reason}", retry_after_s=_DEFAULT_RETRY_S
             )
@@ -202,11 +202,11 @@ class Lifecycle:
             return _DEFAULT_RETRY_S
         return min(max(1, round(eta)), _MAX_RETRY_S)
 
-    def status(self) -> Status:
+    def status(self) -> ServiceStatus:
         """Return the body of the probes."""
         progress = self._progress
         done, total = self.graphs
-        body: Status = {
+        body: ServiceStatus = {
             "status": _WORDS.get(self.phase, "starting"),
             "phase": self.phase.label,
             "uptime_s": round(self.uptime_s, 3),
@@ -244,7 +244,7 @@ class Lifecycle:
 
     def cut_off(self) -> None:
         """End every request in flight now; only for a service that is on its way out."""
-        dead = self.phase is Phase.DEAD
+        dead = self.phase is ServicePhase.DEAD
         why = "The engine has failed: " if dead else "The server is shutting down: "
         self._cut = partial(
             EngineFailedError if dead else DrainingError,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Scope
 
 from server.request.body import JSON_TYPE
-from server.request.record import INSIDER, Insider
+from server.request.record import INTERNAL, InternalRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ async def post(
     app: ASGIApp,
     path: str,
     body: bytes,
-    insider: Insider,
+    internal: InternalRequest,
     take: Callable[[bytes], None] | None = None,
 ) -> LoopbackResponse:
     """POST a JSON body to `path` and return the answer; to cancel it aborts the request.
@@ -56,11 +56,11 @@ async def post(
             if take is not None:
                 take(chunks[-1])
 
-    await app(_scope(path, len(body), insider), receive, send)
+    await app(_scope(path, len(body), internal), receive, send)
     return LoopbackResponse(status, request_id, b"".join(chunks))
 
 
-def _scope(path: str, size: int, insider: Insider) -> Scope:
+def _scope(path: str, size: int, internal: InternalRequest) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -77,5 +77,5 @@ def _scope(path: str, size: int, insider: Insider) -> Scope:
         ],
         "client": None,
         "server": None,
-        "state": {INSIDER: insider},
+        "state": {INTERNAL: internal},
     }

@@ -27,7 +27,7 @@ from server.batches.spare_rows import SpareRows
 from server.batches.table import Answer, Line
 from server.errors import NotFoundError, RequestError
 from server.frontend import Endpoint
-from server.request.record import Insider
+from server.request.record import InternalRequest
 from server.storage.clock import ExpiryClock
 from server.storage.database import Database
 from server.storage.files import FileStore
@@ -250,7 +250,9 @@ class BatchRunner:
                 "",
                 error.anthropic_body() if Endpoint(batch.endpoint).anthropic else error.body(),
             )
-        return await post(self._app, batch.endpoint, body, Insider(batch.owner, (Tier.FLEX,)))
+        return await post(
+            self._app, batch.endpoint, body, InternalRequest(batch.owner, (Tier.FLEX,))
+        )
 
     async def _cut(self, batch: Batch, status: Status) -> None:
         """End a batch before its end: what runs is put back, and what has not run says why."""

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 
 from server.admission import Admission
-from server.lifecycle import Lifecycle, Phase
+from server.lifecycle import Lifecycle, ServicePhase
 
 DecodeTimes = Mapping[int, tuple[int, float]]
 """Decode steps that ran, and the seconds that they took together, by bucket."""
@@ -48,7 +48,7 @@ class SpareRows:
 
     def limit(self) -> int:
         """Return how many lines may run now; those that run already are parked by the engine."""
-        if self._lifecycle.phase is not Phase.READY:
+        if self._lifecycle.phase is not ServicePhase.READY:
             return 0
         buckets, online = self._admission.rows, self._admission.in_flight
         place = bisect.bisect_left(buckets, online)

@@ -25,7 +25,7 @@ from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
-from server.request.record import INSIDER, RequestRecord, record_of, record_var
+from server.request.record import INTERNAL, RequestRecord, record_of, record_var
 from server.request.request_id import (
     ANTHROPIC_HEADER,
     HEADER,
@@ -70,7 +70,7 @@ class EdgeMiddleware:
         record.request_id = request_id
         record.anthropic = is_anthropic(record.route, scope)
         state = scope.setdefault("state", {})
-        record.insider = state.get(INSIDER)
+        record.internal = state.get(INTERNAL)
         state["record"] = record
         # Until the task ends, which is this request's alone.
         request_id_var.set(request_id)
@@ -120,7 +120,7 @@ class EdgeMiddleware:
         code = record.status or CLIENT_GONE
         route = record.route.template
         # What the service asks itself is no HTTP request, and in nobody's percentiles.
-        if record.insider is None:
+        if record.internal is None:
             self._metrics.observe_request(
                 route=route,
                 method=record.method if record.method in METHODS else "other",
@@ -138,7 +138,7 @@ class EdgeMiddleware:
         prompt, completion = record.tokens()
         if record.key is not None:
             self._metrics.observe_key(record.key, outcome, prompt, completion)
-        quiet = record.route.scope in _QUIET or record.insider is not None
+        quiet = record.route.scope in _QUIET or record.internal is not None
         level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
             return
@@ -191,8 +191,8 @@ class GateMiddleware:
     async def _pass(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if record.insider is not None:
-            record.owner, record.tiers = record.insider.owner, record.insider.tiers
+        if record.internal is not None:
+            record.owner, record.tiers = record.internal.owner, record.internal.tiers
             record.key = self._access.name_of(record.owner)
         else:
             caller = self._access.admit(record.route, scope)
@@ -204,7 +204,7 @@ class GateMiddleware:
             return
         if (refusal := self._lifecycle.refusal()) is not None:
             raise refusal
-        if record.route.admitted and record.insider is None:
+        if record.route.admitted and record.internal is None:
             # Before the request is routed, read or parsed: most of an overload ends here.
             self._admission.check()
         with self._lifecycle.track():

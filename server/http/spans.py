@@ -28,7 +28,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def begin_span(tracing: Tracing, scope: Scope, record: RequestRecord, request_id: str) -> None:
     """Start the span of a request and give its context to the engine's spans."""
-    remote = record.insider is None
+    remote = record.internal is None
     attributes: dict[str, AttributeValue] = {"http.request.header.x-request-id": [request_id]}
     if remote:
         attributes |= _http_attributes(scope, record)
@@ -54,7 +54,7 @@ def end_span(tracing: Tracing, record: RequestRecord) -> None:
         attributes[CACHE_READ_TOKENS] = record.prefix_tokens()[0]
     if record.key is not None:
         attributes["rbln_serve.key"] = record.key
-    if record.status and record.insider is None:
+    if record.status and record.internal is None:
         attributes["http.response.status_code"] = record.status
     # The status that the error stands for: a stream that fails has sent another one.
     status = record.status if record.error is None else record.error.status

@@ -27,7 +27,7 @@ from rbln_backend.reporting.stats import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
-from server.lifecycle import Lifecycle, Phase
+from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
     BATCH_STATUSES,
@@ -92,7 +92,7 @@ class ServerMetrics:
 
     def observe_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Publish the phase, the start-up progress and the requests in flight."""
-        for phase in Phase:
+        for phase in ServicePhase:
             self._gauges["rbln_serve_phase"].labels(phase.label).set(phase is lifecycle.phase)
         self._gauges["rbln_serve_startup_seconds"].set(lifecycle.ready_after_s or 0.0)
         done, total = lifecycle.graphs

@@ -13,7 +13,7 @@ from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
 from server.frontend import Endpoint, JsonObject
-from server.request.endpoints import Kind, kind_of_field
+from server.request.endpoints import FieldKind, kind_of_field
 
 MAX_FIELDS = 256
 """Fields at the top of a body; request models have fewer than a hundred."""
@@ -54,26 +54,28 @@ class Budget:
 
 
 @functools.lru_cache(maxsize=1)
-def _sizes(budget: Budget) -> Mapping[Kind, Size]:
+def _sizes(budget: Budget) -> Mapping[FieldKind, Size]:
     """Return how large a field of each kind may be; made once for all bodies of a server."""
     text, messages, prompts = budget.text_chars, budget.max_messages, budget.max_prompts
     return {
-        Kind.CONVERSATION: Size(messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"),
+        FieldKind.CONVERSATION: Size(
+            messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"
+        ),
         # Token ids within are measured against the context.
-        Kind.PROMPTS: Size(
+        FieldKind.PROMPTS: Size(
             messages + prompts,
             (messages + prompts) * _VALUES_PER_MESSAGE,
             text,
             "--max-prompts",
         ),
-        Kind.TOKENS: Size(budget.max_model_len),
-        Kind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
-        Kind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
-        Kind.GRAMMAR: Size(values=1 << 16),
-        Kind.WORDS: Size(256, 257, 1024),
-        Kind.OPTIONS: Size(1024, 1024, 1 << 16),
-        Kind.NAME: Size(64, 64, 1024),
-        Kind.TEMPLATE: Size(1, 1, 1 << 16),
+        FieldKind.TOKENS: Size(budget.max_model_len),
+        FieldKind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
+        FieldKind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
+        FieldKind.GRAMMAR: Size(values=1 << 16),
+        FieldKind.WORDS: Size(256, 257, 1024),
+        FieldKind.OPTIONS: Size(1024, 1024, 1 << 16),
+        FieldKind.NAME: Size(64, 64, 1024),
+        FieldKind.TEMPLATE: Size(1, 1, 1 << 16),
     }
 
 
@@ -86,7 +88,7 @@ def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
     for name, value in body.items():
         if isinstance(value, list | dict | str):
             kind = kind_of_field(endpoint, name)
-            if kind is Kind.PROMPTS and isinstance(value, list):
+            if kind is FieldKind.PROMPTS and isinstance(value, list):
                 most = budget.text_chars if may_be_cut else budget.max_model_len
                 value = _check_token_lists(name, value, most)
             _check_size(name, value, kind, sizes[kind])
@@ -118,7 +120,9 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
         )
 
 
-def _check_size(name: str, value: list[object] | JsonObject | str, kind: Kind, size: Size) -> None:
+def _check_size(
+    name: str, value: list[object] | JsonObject | str, kind: FieldKind, size: Size
+) -> None:
     hint = f" ({size.flag})" if size.flag else ""
     if not isinstance(value, str) and len(value) > size.items:
         raise InvalidValueError(
@@ -138,7 +142,7 @@ def _check_size(name: str, value: list[object] | JsonObject | str, kind: Kind, s
         level = _below(name, level, kind, size.chars)
 
 
-def _below(name: str, level: Sequence[object], kind: Kind, chars: int) -> list[Any]:
+def _below(name: str, level: Sequence[object], kind: FieldKind, chars: int) -> list[Any]:
     """Return what lies in the containers of a level; texts and keys of objects are measured."""
     below: list[object] = []
     for item in level:
@@ -153,10 +157,10 @@ def _below(name: str, level: Sequence[object], kind: Kind, chars: int) -> list[A
     return below
 
 
-def _check_text(name: str, text: str, kind: Kind, most: int) -> None:
+def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
     if len(text) <= most:
         return
-    prompt = kind in (Kind.CONVERSATION, Kind.PROMPTS)
+    prompt = kind in (FieldKind.CONVERSATION, FieldKind.PROMPTS)
     raise (ContextLengthError if prompt else InvalidValueError)(
         f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
         f"server is {most}{' (--max-text-chars)' if prompt else ''}.",

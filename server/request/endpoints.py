@@ -57,7 +57,7 @@ PROMPTS: Mapping[Endpoint, tuple[PromptField, ...]] = {
 """Where the prompts of an endpoint's requests may lie, in the order in which they are looked at."""
 
 
-class Kind(enum.Enum):
+class FieldKind(enum.Enum):
     """What a field holds, for the limits on its size; the limits are `server.request.budget`'s."""
 
     CONVERSATION = "conversation"
@@ -82,47 +82,49 @@ class Kind(enum.Enum):
     """A chat template."""
 
 
-KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(("messages", "previous_input_messages", "system"), Kind.CONVERSATION),
-    "prediction": Kind.CONVERSATION,
-    **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), Kind.PROMPTS),
-    **dict.fromkeys(("documents", "items", "query", "queries"), Kind.PROMPTS),
-    **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), Kind.PROMPTS),
-    **dict.fromkeys(("suffix", "instruction", "instructions"), Kind.PROMPTS),
-    "prompt_embeds": Kind.PROMPTS,
-    "tokens": Kind.TOKENS,
-    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), Kind.IDS),
-    "logit_bias": Kind.IDS,
-    "tools": Kind.TOOLS,
+FIELD_KINDS: Mapping[str, FieldKind] = {
+    **dict.fromkeys(("messages", "previous_input_messages", "system"), FieldKind.CONVERSATION),
+    "prediction": FieldKind.CONVERSATION,
+    **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), FieldKind.PROMPTS),
+    **dict.fromkeys(("documents", "items", "query", "queries"), FieldKind.PROMPTS),
+    **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), FieldKind.PROMPTS),
+    **dict.fromkeys(("suffix", "instruction", "instructions"), FieldKind.PROMPTS),
+    "prompt_embeds": FieldKind.PROMPTS,
+    "tokens": FieldKind.TOKENS,
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), FieldKind.IDS),
+    "logit_bias": FieldKind.IDS,
+    "tools": FieldKind.TOOLS,
     **dict.fromkeys(
-        ("structured_outputs", "response_format", "output_config", "text"), Kind.GRAMMAR
+        ("structured_outputs", "response_format", "output_config", "text"), FieldKind.GRAMMAR
     ),
-    **dict.fromkeys(("stop", "stop_sequences", "bad_words"), Kind.WORDS),
-    **dict.fromkeys(("include", "embedding_types"), Kind.WORDS),
-    **dict.fromkeys(("metadata", "vllm_xargs", "reasoning", "tool_choice"), Kind.OPTIONS),
-    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs"), Kind.OPTIONS),
-    **dict.fromkeys(("mm_processor_kwargs", "repetition_detection"), Kind.OPTIONS),
-    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Kind.OPTIONS),
-    "stream_options": Kind.OPTIONS,
-    **dict.fromkeys(("cache_salt", "input_type", "model", "user"), Kind.NAME),
-    **dict.fromkeys(("previous_response_id", "prompt_cache_key"), Kind.NAME),
-    **dict.fromkeys(("request_id", "session_id"), Kind.NAME),
-    "chat_template": Kind.TEMPLATE,
+    **dict.fromkeys(("stop", "stop_sequences", "bad_words"), FieldKind.WORDS),
+    **dict.fromkeys(("include", "embedding_types"), FieldKind.WORDS),
+    **dict.fromkeys(("metadata", "vllm_xargs", "reasoning", "tool_choice"), FieldKind.OPTIONS),
+    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs"), FieldKind.OPTIONS),
+    **dict.fromkeys(("mm_processor_kwargs", "repetition_detection"), FieldKind.OPTIONS),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), FieldKind.OPTIONS),
+    "stream_options": FieldKind.OPTIONS,
+    **dict.fromkeys(("cache_salt", "input_type", "model", "user"), FieldKind.NAME),
+    **dict.fromkeys(("previous_response_id", "prompt_cache_key"), FieldKind.NAME),
+    **dict.fromkeys(("request_id", "session_id"), FieldKind.NAME),
+    "chat_template": FieldKind.TEMPLATE,
 }
 """What the fields of all request models hold that are more than a number or a word of a list."""
 
-_OTHER_KINDS: Mapping[tuple[Endpoint, str], Kind] = {
-    **{(endpoint, "input"): Kind.CONVERSATION for endpoint in Endpoint if endpoint.takes_items},
-    **{(endpoint, "prompt"): Kind.OPTIONS for endpoint in Endpoint if endpoint.takes_items},
+_OTHER_FIELD_KINDS: Mapping[tuple[Endpoint, str], FieldKind] = {
+    **{
+        (endpoint, "input"): FieldKind.CONVERSATION for endpoint in Endpoint if endpoint.takes_items
+    },
+    **{(endpoint, "prompt"): FieldKind.OPTIONS for endpoint in Endpoint if endpoint.takes_items},
     # Documents that a chat template shows, not prompts.
-    (Endpoint.CHAT, "documents"): Kind.CONVERSATION,
+    (Endpoint.CHAT, "documents"): FieldKind.CONVERSATION,
 }
 """Where an endpoint means something else by a name."""
 
 
-def kind_of_field(endpoint: Endpoint, name: str) -> Kind:
+def kind_of_field(endpoint: Endpoint, name: str) -> FieldKind:
     """Return what a field holds; one that is in no table is an option."""
-    return _OTHER_KINDS.get((endpoint, name)) or KINDS.get(name, Kind.OPTIONS)
+    return _OTHER_FIELD_KINDS.get((endpoint, name)) or FIELD_KINDS.get(name, FieldKind.OPTIONS)
 
 
 def prompt_fields(endpoint: Endpoint, body: JsonObject) -> list[str]:
@@ -130,7 +132,7 @@ def prompt_fields(endpoint: Endpoint, body: JsonObject) -> list[str]:
     return [field.name for field in PROMPTS[endpoint] if field.name in body]
 
 
-def blamed_field(endpoint: Endpoint, body: JsonObject) -> str | None:
+def error_field(endpoint: Endpoint, body: JsonObject) -> str | None:
     """Return the field that is blamed for a prompt that is too long, None where there is none."""
     return next((f.name for f in PROMPTS[endpoint] if f.counted and f.name in body), None)
 
@@ -140,7 +142,7 @@ def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
     n = body.get("n")
     answers = n if type(n) is int and n > 1 else 1
     if endpoint is Endpoint.COMPLETION or endpoint.pools:
-        counted = blamed_field(endpoint, body)
+        counted = error_field(endpoint, body)
         answers *= 1 if counted is None else _prompts(body[counted])
     return answers
 

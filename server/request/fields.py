@@ -1,6 +1,6 @@
 """What becomes of a body's fields: the documented ones are treated, unknown ones refused by name.
 
-The tables are in `server.request.treatments`. vLLM's request models take any extra field and
+The tables are in `server.request.field_rules`. vLLM's request models take any extra field and
 ignore it. Pure functions over plain bodies and validated models; nothing here imports vLLM.
 """
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
 from server.frontend import Endpoint, JsonObject
-from server.request.treatments import TREATMENTS, Treated, Treatment
+from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ _ITEMS = "[]"
 class _Node:
     """A place in a body: the rows about it, and the places within that have some."""
 
-    rows: list[Treated] = dataclasses.field(default_factory=list)
+    rows: list[FieldRule] = dataclasses.field(default_factory=list)
     within: dict[str, _Node] = dataclasses.field(default_factory=dict)
 
 
-def treat(endpoint: Endpoint, body: JsonObject) -> list[str]:
+def apply_field_rules(endpoint: Endpoint, body: JsonObject) -> list[str]:
     """Take off `body` what is granted or ignored; return the paths of what is ignored.
 
     Raises `UnsupportedFieldError` for what is refused. The work is linear in the body's size.
@@ -142,8 +142,8 @@ def refuse_unknown(error: UnknownFieldError, policy: UnknownPolicy) -> None:
 @cache
 def _tree(endpoint: Endpoint) -> _Node:
     root = _Node()
-    for row in TREATMENTS[endpoint]:
-        if row.treatment is Treatment.OBEYED:
+    for row in FIELD_RULES[endpoint]:
+        if row.action is FieldAction.OBEYED:
             continue
         node = root
         for step in row.path.replace(_ITEMS, f".{_ITEMS}").split("."):
@@ -182,16 +182,16 @@ def _taken_off(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
             continue
         if row.only and not any(_equal(value, other) for other in row.only):
             continue
-        if row.treatment is Treatment.GRANTED:
+        if row.action is FieldAction.GRANTED:
             return True
         passes = value is None or any(_equal(value, other) for other in row.same)
-        if row.treatment is Treatment.REFUSED and not passes:
+        if row.action is FieldAction.REFUSED and not passes:
             raise UnsupportedFieldError(
                 f"'{path}' is not supported, got {describe(value)}: {row.why}.",
                 param=path,
                 anthropic_code=row.code,
             )
-        if row.treatment is Treatment.IGNORED and not passes:
+        if row.action is FieldAction.IGNORED and not passes:
             ignored.add(row.path)
         return not row.stays
     return False

@@ -56,7 +56,7 @@ MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """The limits of one server; lengths are in tokens."""
 
     max_n: int
@@ -72,7 +72,7 @@ class Limits:
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
 
 
-def check_limits(body: JsonObject, limits: Limits) -> None:
+def check_limits(body: JsonObject, limits: RequestLimits) -> None:
     """Raise the `RequestError` of the first field that goes beyond what is allowed."""
     n = body.get("n")
     if isinstance(n, int) and not 1 <= n <= limits.max_n:
@@ -112,7 +112,7 @@ def _check_truncation(body: JsonObject, max_model_len: int) -> None:
         )
 
 
-def bound_tokens(body: JsonObject, limits: Limits) -> None:
+def bound_tokens(body: JsonObject, limits: RequestLimits) -> None:
     """Lower the tokens that an answer may have to what the context has."""
     for name in MAX_TOKENS_FIELDS:
         if isinstance(value := body.get(name), int):
@@ -130,7 +130,7 @@ def _check_biases(biases: object) -> None:
             )
 
 
-def check_priority_header(headers: Headers, limits: Limits) -> None:
+def check_priority_header(headers: Headers, limits: RequestLimits) -> None:
     """Raise the `RequestError` of a header that vLLM would take for a priority, or ignore."""
     given = headers.get(PRIORITY_HEADER)
     if given is None:
@@ -171,7 +171,7 @@ def check_rank_header(headers: Headers, num_ranks: int) -> None:
         )
 
 
-def check_priority(value: object, name: str, limits: Limits) -> None:
+def check_priority(value: object, name: str, limits: RequestLimits) -> None:
     """Raise the `RequestError` of a priority that has no effect, or is not a small integer."""
     if not isinstance(value, int) or not value:
         return
@@ -188,7 +188,7 @@ def check_priority(value: object, name: str, limits: Limits) -> None:
         )
 
 
-def _check_extra_args(given: object, limits: Limits) -> None:
+def _check_extra_args(given: object, limits: RequestLimits) -> None:
     """Raise `UnsupportedFieldError` for a key that nothing reads or the server sets."""
     allowed = limits.extra_args
     if not isinstance(given, dict):
@@ -256,7 +256,7 @@ def _check_tools(tools: object) -> None:
                 )
 
 
-def _check_messages(messages: object, limits: Limits) -> None:
+def _check_messages(messages: object, limits: RequestLimits) -> None:
     if not isinstance(messages, list):
         return
     if not 1 <= len(messages) <= limits.max_messages:
@@ -275,7 +275,7 @@ def _check_messages(messages: object, limits: Limits) -> None:
                 raise MissingFieldError(f"The field '{path}' is missing.", param=path)
 
 
-def _check_prompt(body: JsonObject, limits: Limits) -> None:
+def _check_prompt(body: JsonObject, limits: RequestLimits) -> None:
     if "prompt" not in body:
         return
     prompt = body["prompt"]
@@ -301,7 +301,7 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
         check_token_ids(ids, limits.vocab_size, f"prompt[{index}]")
 
 
-def check_queued(num_tokens: int, limits: Limits) -> None:
+def check_queued(num_tokens: int, limits: RequestLimits) -> None:
     """Raise `OverloadedError` for prompts of token ids that can never all wait together.
 
     vLLM would find out after it has taken the first of them in.

@@ -27,12 +27,12 @@ PrefixMeter = Callable[[], tuple[int, int]]
 """Tells how many tokens of one's prompt were read from the prefix cache, and written to it."""
 
 
-INSIDER = "insider"
+INTERNAL = "internal"
 """Where the state of a request's scope says that the service itself asks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Insider:
+class InternalRequest:
     """The service itself, for the owner of stored work.
 
     `tiers` are those that the work may run in; `permitted` work takes a permit of admission, as a
@@ -53,7 +53,7 @@ class RequestRecord:
 
     `started` is on `time.perf_counter`'s clock. `anthropic`: the client expects the forms of
     Anthropic's API. `key` is the name of the API key, None without
-    keys; `owner` is the owner of what the request stores; an admin may see more. `insider` is set
+    keys; `owner` is the owner of what the request stores; an admin may see more. `internal` is set
     for requests of the service itself. `tiers` are those that the request may run in, and `tier`
     the one that it does, once its body was read.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
@@ -79,7 +79,7 @@ class RequestRecord:
     key: str | None = None
     owner: str = ""
     is_admin: bool = False
-    insider: Insider | None = None
+    internal: InternalRequest | None = None
     tiers: Tiers = EVERY_TIER
     tier: Tier | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)

@@ -17,7 +17,7 @@ _WANTED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled":
 
 
 @dataclass(frozen=True, slots=True)
-class Thinker:
+class ThinkingSupport:
     """What the served model has for it.
 
     `switch` is the variable of its chat template that turns thinking on, `effort` whether it knows
@@ -29,26 +29,26 @@ class Thinker:
     parses: bool = False
 
     @classmethod
-    def of(cls, template: str, *, parses: bool, harmony: bool) -> Thinker:
+    def of(cls, template: str, *, parses: bool, harmony: bool) -> ThinkingSupport:
         """Return what a chat template has; `harmony`: the model's format knows an effort."""
         names = set(re.findall(r"\w+", template))
         switch = next((name for name in _SWITCHES if name in names), None)
         return cls(switch, harmony or _EFFORT in names, parses)
 
 
-def settle_thinking(endpoint: Endpoint, body: JsonObject, thinker: Thinker) -> list[str]:
+def settle_thinking(endpoint: Endpoint, body: JsonObject, thinking: ThinkingSupport) -> list[str]:
     """Put a body's wishes where the request model has them; return those without an effect.
 
     Raises `InvalidValueError` for a kind of thinking that is none.
     """
     if endpoint.anthropic:
-        ignored = _settle_anthropic(body, thinker)
+        ignored = _settle_anthropic(body, thinking)
         effort = _get(body.get("output_config"), "effort")
-        return ignored + _unheard("output_config.effort", effort, thinker)
+        return ignored + _unheard("output_config.effort", effort, thinking)
     if endpoint is Endpoint.CHAT:
-        return _unheard(_EFFORT, body.get(_EFFORT), thinker)
+        return _unheard(_EFFORT, body.get(_EFFORT), thinking)
     if endpoint.takes_items:
-        return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinker)
+        return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinking)
     return []
 
 
@@ -60,7 +60,7 @@ def settle_reasoning(body: JsonObject) -> None:
             message.setdefault("reasoning", said)
 
 
-def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:
+def _settle_anthropic(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
     given = body.pop("thinking", None)
     if given is None:
         return []
@@ -71,20 +71,20 @@ def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:
             f"'thinking.type' must be one of {', '.join(_WANTED)}, got {describe(kind)}.",
             param="thinking.type",
         )
-    if thinker.switch is not None:
+    if thinking.switch is not None:
         own = body.get("chat_template_kwargs")
         body["chat_template_kwargs"] = {
-            thinker.switch: wanted,
+            thinking.switch: wanted,
             **(own if isinstance(own, dict) else {}),
         }
         return []
     # Without a switch, a model that thinks always does, and another one never.
-    return [] if wanted == thinker.parses else ["thinking"]
+    return [] if wanted == thinking.parses else ["thinking"]
 
 
-def _unheard(path: str, effort: object, thinker: Thinker) -> list[str]:
+def _unheard(path: str, effort: object, thinking: ThinkingSupport) -> list[str]:
     # vLLM turns an effort into the switch of that name.
-    heard = thinker.effort or thinker.switch == "enable_thinking"
+    heard = thinking.effort or thinking.switch == "enable_thinking"
     return [] if effort is None or heard else [path]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from server.frontend import Endpoint, JsonObject
 
-Rule = Literal["billing", "clock"]
+LineRule = Literal["billing", "clock"]
 """`billing`: Claude Code's `x-anthropic-billing-header: ...`, which says nothing to a model, is
 dropped. `clock`: a line that says the date or the time is moved to the end of the conversation."""
 
@@ -34,7 +34,7 @@ _CONVERSATION: Mapping[Endpoint, tuple[str, str | None]] = {
 """Where an endpoint has its turns, and system text besides them."""
 
 
-def settle_lines(endpoint: Endpoint, body: JsonObject, rules: Collection[Rule]) -> None:
+def settle_lines(endpoint: Endpoint, body: JsonObject, rules: Collection[LineRule]) -> None:
     """Drop and move the lines that `rules` are about, in place.
 
     Anthropic's API never shows a model its own client's billing line.

@@ -64,8 +64,8 @@ class ResponseStore:
             given = await self._frontend().read(endpoint, raw, before)
             given.stamp["previous_response_id"] = options.previous
         given.stamp["store"] = options.is_stored = await self._is_to_keep(options, record)
-        if record.insider is not None:
-            given.stamp |= record.insider.stamp
+        if record.internal is not None:
+            given.stamp |= record.internal.stamp
         given.storage_options = options
         return given
 
@@ -103,7 +103,7 @@ class ResponseStore:
         asked = next((name for name, wish in wishes.items() if wish), None)
         if asked is not None and self._service is None:
             raise UnsupportedFieldError(f"'{asked}' is not supported: {_OFF}.", param=asked)
-        lines = record.insider is not None and not record.insider.permitted
+        lines = record.internal is not None and not record.internal.permitted
         if lines and options.background:
             raise UnsupportedFieldError(f"'background': {_IN_LINES}.", param="background")
 
@@ -111,7 +111,7 @@ class ResponseStore:
         """Whether the answer is kept: by default where there is room, but for lines of batches."""
         if self._service is None or options.store is False:
             return False
-        if record.insider is not None and not options.store:
+        if record.internal is not None and not options.store:
             return False
         reservation = self._service.reservation(record.owner)
         record.on_end.append(reservation.release)

@@ -25,8 +25,8 @@ from server.batches.loopback import LoopbackResponse, post
 from server.errors import StorageFullError, StorageUnavailableError
 from server.frontend import Endpoint, data_text, named_frame
 from server.host.tasks import while_running
-from server.lifecycle import Lifecycle, Phase
-from server.request.record import Insider
+from server.lifecycle import Lifecycle, ServicePhase
+from server.request.record import InternalRequest
 from server.responses import table
 from server.responses.events import END_EVENTS, EventLog
 from server.responses.fair_queue import FairQueue
@@ -114,7 +114,7 @@ class ResponseRunner:
         return log
 
     def _start(self, app: ASGIApp) -> None:
-        rows = self._admission.rows[-1] if self._lifecycle.phase is Phase.READY else 0
+        rows = self._admission.rows[-1] if self._lifecycle.phase is ServicePhase.READY else 0
         while len(self._runs) < rows:
             running = Counter(run.owner for run in self._runs.values())
             if (turn := self._queue.take(running)) is None:
@@ -154,7 +154,7 @@ class ResponseRunner:
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
-        insider = Insider(
+        internal = InternalRequest(
             response.owner, tiers, permitted=True, stamp=stamp, response_id=response.id
         )
 
@@ -164,7 +164,7 @@ class ResponseRunner:
                     log.add(frame + _FRAME_END)
 
         while True:
-            answer = await post(app, Endpoint.RESPONSES.value, response.request, insider, take)
+            answer = await post(app, Endpoint.RESPONSES.value, response.request, internal, take)
             if answer.status not in _COMES_BACK:
                 return answer
             await asyncio.sleep(_PAUSE_S)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from server.errors import InvalidTypeError, InvalidValueError, describe
 from server.frontend import JsonObject
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
-from server.lifecycle import Lifecycle, Status
+from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
 from server.request.fields import known_fields
 from server.settings import ServerSettings
@@ -41,8 +41,8 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
 
     @router.post(
         "/admin/drain",
-        response_model=Status,
-        responses=failing(*BODY_FAILURES) | {202: {"model": Status}},
+        response_model=ServiceStatus,
+        responses=failing(*BODY_FAILURES) | {202: {"model": ServiceStatus}},
         openapi_extra=taking(DrainBody.model_json_schema(), required=False),
     )
     async def drain(request: Request) -> JSONResponse:
@@ -53,7 +53,7 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
             await lifecycle.wait_idle(wait_s)
         return report()
 
-    @router.post("/admin/undrain", response_model=Status)
+    @router.post("/admin/undrain", response_model=ServiceStatus)
     async def undrain() -> JSONResponse:
         """Take requests again after /admin/drain."""
         lifecycle.take_drain_back()

@@ -14,9 +14,9 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from server.http.openapi import DescribedRoute
-from server.lifecycle import Lifecycle, Phase, Status
+from server.lifecycle import Lifecycle, ServicePhase, ServiceStatus
 
-_PROBE: Any = {"response_model": Status, "responses": {503: {"model": Status}}}
+_PROBE: Any = {"response_model": ServiceStatus, "responses": {503: {"model": ServiceStatus}}}
 
 
 def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRouter:
@@ -31,22 +31,22 @@ def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRoute
     @router.get("/livez", **_PROBE)
     async def livez() -> JSONResponse:
         """Whether the process would not be helped by a restart."""
-        return report(lifecycle.phase is not Phase.DEAD)
+        return report(lifecycle.phase is not ServicePhase.DEAD)
 
     @router.get("/readyz", **_PROBE)
     async def readyz() -> JSONResponse:
         """Whether new requests are taken now; with the progress of the start-up."""
-        return report(lifecycle.phase is Phase.READY)
+        return report(lifecycle.phase is ServicePhase.READY)
 
     @router.get("/startupz", **_PROBE)
     async def startupz() -> JSONResponse:
         """Whether the service has been ready once."""
-        return report(lifecycle.started and lifecycle.phase is not Phase.DEAD)
+        return report(lifecycle.started and lifecycle.phase is not ServicePhase.DEAD)
 
     @router.get("/health", response_class=Response, responses={503: {}})
     async def health() -> Response:
         """Whether the engine can answer, as vLLM says it."""
-        return Response(status_code=200 if lifecycle.phase is Phase.READY else 503)
+        return Response(status_code=200 if lifecycle.phase is ServicePhase.READY else 503)
 
     @router.get("/version", response_model=Mapping[str, str])
     async def version() -> JSONResponse:

@@ -48,7 +48,7 @@ def _handler(
         # once, so that nobody gets in between one permit and all that it asks for.
         record = record_of(request.scope)
         # Lines of batches take what is left, and nobody's permit.
-        takes = record.insider is None or record.insider.permitted
+        takes = record.internal is None or record.internal.permitted
         permit = admission.acquire() if takes else None
         if permit is not None:
             record.on_end.append(permit.release)

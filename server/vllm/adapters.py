@@ -24,7 +24,7 @@ from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request.record import record_var
 from server.settings import ServerSettings
-from server.vllm.errors import Asked, from_exception
+from server.vllm.errors import RequestContext, from_exception
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
@@ -95,7 +95,7 @@ class EngineAdapters:
             return await work
         except Exception as error:
             # The boundary to the engine: it reports whatever happened there in its own classes.
-            raise from_exception(error, Asked({}, None)) from error
+            raise from_exception(error, RequestContext({}, None)) from error
 
 
 def _request(adapter: EngineAdapter) -> LoRARequest:

@@ -42,25 +42,25 @@ from server.frontend import (
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
+from server.request.field_rules import extra_schemas, refused_fields
 from server.request.fields import IGNORED_HEADER
 from server.request.limits import check_priority_header, check_rank_header, check_tier
 from server.request.record import record_var
-from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
-from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
+from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
-from server.vllm.reading import BodyReader, Told
+from server.vllm.reading import BodyReader, ParsedRequest
 from server.vllm.reading_process import serve_reading
 from server.vllm.rendering.counting import count_whole_prompts
 from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
 from server.vllm.rendering.variables import templates_of
-from server.vllm.rules import make_rules
+from server.vllm.rules import make_request_rules
 from server.vllm.streams import text_chunks
 from server.vllm.streams.spans import (
     describe_answer,
@@ -156,7 +156,7 @@ class VllmFrontend:
         self._tracing = tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
-        rules = make_rules(engine.vllm_config, state, settings, tasks, offered, tools)
+        rules = make_request_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(
@@ -235,29 +235,31 @@ class VllmFrontend:
         self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        told: Told = given.told
+        parsed: ParsedRequest = given.parsed
         record = record_var.get()
-        if told.deprecated and record is not None:
+        if parsed.deprecated and record is not None:
             record.answer_headers.update(DEPRECATION)
         if record is not None:
-            record.drafts = told.drafts
-        if told.ignored and record is not None:
-            record.answer_headers[IGNORED_HEADER] = ", ".join(told.ignored)
-        describe_request(record, endpoint, told.fields)
-        name_model(record, endpoint, await self._find_model(told.fields))
+            record.drafts = parsed.drafts
+        if parsed.ignored and record is not None:
+            record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
+        describe_request(record, endpoint, parsed.fields)
+        name_model(record, endpoint, await self._find_model(parsed.fields))
         check_priority_header(request.headers, self._limits)
-        check_tier(told.fields, request.headers, None if record is None else record.tier)
+        check_tier(parsed.fields, request.headers, None if record is None else record.tier)
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
-            await self.grammars.check(told.constraints, on_kind)
+            await self.grammars.check(parsed.constraints, on_kind)
         large_var.set(given.large)
-        late_var.set(LateParts() if _has_logprobs(told.fields) else None)
-        asked = Asked(told.fields, told.blamed, self._limits.max_model_len, told.forbidding)
-        model: Any = told.model
-        if record is not None and record.insider is not None and record.insider.response_id:
-            model.request_id = record.insider.response_id
-        answering = self._answer(self._handlers[told.form], model, request, given.stamp)
+        late_var.set(LateParts() if _has_logprobs(parsed.fields) else None)
+        context = RequestContext(
+            parsed.fields, parsed.error_field, self._limits.max_model_len, parsed.forbidding
+        )
+        model: Any = parsed.model
+        if record is not None and record.internal is not None and record.internal.response_id:
+            model.request_id = record.internal.response_id
+        answering = self._answer(self._handlers[parsed.form], model, request, given.stamp)
         try:
             if given.large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
@@ -266,11 +268,11 @@ class VllmFrontend:
                 answer = await answering
         except Exception as error:
             # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
-            raise self._translated(error, asked) from error
+            raise self._translated(error, context) from error
         if isinstance(answer, bytes):
             return answer
         stamped = stamped_frames(endpoint, answer, given.stamp)
-        return self._frames(described_frames(record, endpoint, stamped), asked)
+        return self._frames(described_frames(record, endpoint, stamped), context)
 
     async def _answer(
         self, handler: Handler, model: BaseModel, request: Request, stamp: JsonObject
@@ -305,7 +307,7 @@ class VllmFrontend:
         )
 
     async def _frames(
-        self, frames: AsyncGenerator[str, None], asked: Asked
+        self, frames: AsyncGenerator[str, None], context: RequestContext
     ) -> AsyncGenerator[str, None]:
         late = late_var.get()
         try:
@@ -314,17 +316,17 @@ class VllmFrontend:
                     yield frame if late is None else await late.complete(frame)
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
-            raise self._translated(error, asked) from error
+            raise self._translated(error, context) from error
 
-    def _translated(self, error: Exception, asked: Asked) -> ServerError:
+    def _translated(self, error: Exception, context: RequestContext) -> ServerError:
         record = record_var.get()
         if record is not None and record.failure is not None:
             # vLLM's classes know only that there was an error.
             return record.failure
         guided = record is not None and record.guide is not None
-        ours = from_exception(error, replace(asked, guided=guided))
+        ours = from_exception(error, replace(context, guided=guided))
         if isinstance(ours, ContextLengthError) and ours.param is None:
-            ours.param = asked.prompt
+            ours.param = context.prompt
         if isinstance(ours, InternalError) and self._engine.errored:
             # vLLM reports a dead engine as a fault of each request that met it.
             return engine_failed()

@@ -22,7 +22,7 @@ from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.reading import BodyReader
 from server.vllm.rendering.job import MARK, Rendered, render
-from server.vllm.rules import Rules
+from server.vllm.rules import RequestRules
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def rendered_of(data: bytes) -> Rendered:
     return answer
 
 
-def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> None:
+def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSettings) -> None:
     """Answer jobs until the pipe ends; the first message says that the process is ready."""
     import setproctitle
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from server.frontend import JsonObject
 from server.request.budget import Budget
 from server.request.fields import UnknownPolicy
-from server.request.limits import REPORT_MODE, Limits
+from server.request.limits import REPORT_MODE, RequestLimits
 from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
-from server.request.thinking import Thinker
-from server.request.volatile_lines import Rule
+from server.request.thinking import ThinkingSupport
+from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
 from server.tools.support import ToolSupport
-from server.vllm.messages.requests import merges_inline_system, thinker_of
+from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class RequestRules:
     """What one server takes.
 
     `offered` are the forms of requests that the served model answers; `does` says in words what it
     does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
-    how Anthropic's system messages become those of a chat; `thinker` is what the model has for
+    how Anthropic's system messages become those of a chat; `thinking` is what the model has for
     wishes about thinking, `volatile_lines` which lines of system prompts are settled.
     `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
     `own_templates`: requests may bring another. `tools` is how the model is shown tools. `sampling`
@@ -40,14 +40,14 @@ class Rules:
     """
 
     budget: Budget
-    limits: Limits
+    limits: RequestLimits
     pooling: PoolingLimits
     unknown_fields: UnknownPolicy
-    volatile_lines: tuple[Rule, ...]
+    volatile_lines: tuple[LineRule, ...]
     max_json_depth: int
     text_only: bool
     merge_inline_system: bool
-    thinker: Thinker
+    thinking: ThinkingSupport
     variables: TemplateVariables
     own_templates: bool
     tools: ToolSupport
@@ -58,18 +58,18 @@ class Rules:
     does: str
 
 
-def make_rules(
+def make_request_rules(
     config: VllmConfig,
     state: State,
     settings: ServerSettings,
     tasks: tuple[SupportedTask, ...],
     offered: frozenset[str],
     tools: ToolSupport,
-) -> Rules:
+) -> RequestRules:
     """Return what this server takes of the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
     max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
-    return Rules(
+    return RequestRules(
         budget=Budget(
             max_messages=settings.max_messages,
             max_prompts=settings.max_prompts,
@@ -78,7 +78,7 @@ def make_rules(
             vocab_size=vocab_size,
             max_text_chars=settings.max_text_chars,
         ),
-        limits=Limits(
+        limits=RequestLimits(
             # More answers than sequences would wait for each other.
             max_n=min(settings.max_n, scheduler.max_num_seqs),
             max_messages=settings.max_messages,
@@ -103,7 +103,7 @@ def make_rules(
         merge_inline_system=merges_inline_system(
             getattr(state, "anthropic_serving_messages", None)
         ),
-        thinker=thinker_of(getattr(state, "openai_serving_chat", None)),
+        thinking=thinking_support_of(getattr(state, "openai_serving_chat", None)),
         variables=template_variables(state.online_renderer),
         own_templates=state.online_renderer.trust_request_chat_template,
         tools=tools,

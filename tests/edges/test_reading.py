@@ -24,27 +24,27 @@ from server.errors import (
 from server.frontend import Endpoint, ReadRequest
 from server.host.job_pool import JobPool, process_starter
 from server.request.budget import Budget
-from server.request.limits import Limits
+from server.request.limits import RequestLimits
 from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
-from server.request.thinking import Thinker
+from server.request.thinking import ThinkingSupport
 from server.settings import ServerSettings
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.handlers import request_models
 from server.vllm.reader import RequestReader, is_small
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import answer_of, job_bytes, serve_reading
-from server.vllm.rules import Rules
+from server.vllm.rules import RequestRules
 from tests.edges.corpus import BODIES, USER, endpoint_of
 
 pytestmark = pytest.mark.engine
 
 MODELS = request_models()
-RULES = Rules(
+RULES = RequestRules(
     budget=Budget(
         max_messages=2048, max_prompts=256, max_tools=256, max_model_len=2048, vocab_size=500
     ),
-    limits=Limits(
+    limits=RequestLimits(
         max_n=8,
         max_messages=2048,
         max_prompts=256,
@@ -61,7 +61,7 @@ RULES = Rules(
     max_json_depth=64,
     text_only=True,
     merge_inline_system=False,
-    thinker=Thinker(),
+    thinking=ThinkingSupport(),
     variables=TemplateVariables(arguments=frozenset(("tokenize",))),
     own_templates=True,
     tools=ToolSupport("template", None, "it names them"),
@@ -80,7 +80,7 @@ def test_tools_are_refused_where_nothing_shows_them() -> None:
     with pytest.raises(UnsupportedFieldError, match="'tools' is not supported") as caught:
         reader.read(Endpoint.CHAT, json.dumps(body).encode())
     assert caught.value.row.status == 400
-    assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()).told
+    assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()).parsed
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +99,10 @@ def test_every_form_is_read_and_can_be_sent_between_processes(
     given = reader.read(endpoint_of(form), raw(**BODIES[form]))
     again = answer_of(pickle.dumps(given))
     assert again.answers == given.answers
-    assert again.told.form == form
-    assert again.told.model.model_dump() == given.told.model.model_dump()
-    assert again.told.fields.get("model") == "m"
-    assert not {"messages", "prompt", "input", "tools"} & again.told.fields.keys()
+    assert again.parsed.form == form
+    assert again.parsed.model.model_dump() == given.parsed.model.model_dump()
+    assert again.parsed.fields.get("model") == "m"
+    assert not {"messages", "prompt", "input", "tools"} & again.parsed.fields.keys()
 
 
 def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> None:
@@ -110,7 +110,7 @@ def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> 
     for role in ("user", "developer", "assistant", "system"):
         said = {"role": role, "content": parts}
         given = reader.read(Endpoint.CHAT, raw(messages=[said]))
-        assert given.told.model.messages[0]["content"] == parts
+        assert given.parsed.model.messages[0]["content"] == parts
         wrong = {"role": role, "content": [parts[0], 5]}
         with pytest.raises(InvalidTypeError) as caught:
             reader.read(Endpoint.CHAT, raw(messages=[wrong]))
@@ -187,7 +187,7 @@ async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     reader = RequestReader(Nowhere(), pool)
     given = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
     assert given.large
-    assert len(given.told.model.messages) == 2000
+    assert len(given.parsed.model.messages) == 2000
     with pytest.raises(InvalidValueError, match="at most 2048 items"):
         await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2049))
     with pytest.raises(MissingFieldError, match="content"):
@@ -221,7 +221,7 @@ def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
     assert job_bytes(Endpoint.CHAT, b"{\n}", None, "id") == b"CHAT -1 id\n{\n}"
     assert job_bytes(Endpoint.CHAT, b"{\n}", b"[]", "id") == b"CHAT 2 id\n[]{\n}"
     given = reader.read(Endpoint.CHAT, raw(messages=[USER]))
-    assert answer_of(pickle.dumps(given)).told.model.messages == [USER]
+    assert answer_of(pickle.dumps(given)).parsed.model.messages == [USER]
     refused = MissingFieldError("The field 'x' is missing.", param="x")
     with pytest.raises(MissingFieldError) as caught:
         answer_of(pickle.dumps(refused))

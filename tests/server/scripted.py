@@ -90,7 +90,7 @@ class ScriptedFrontend:
         options = take_storage_options(endpoint, body, before)
         tier = take_tier(endpoint, body)
         return ReadRequest(
-            answers=answers_in(endpoint, body), told=body, tier=tier, storage_options=options
+            answers=answers_in(endpoint, body), parsed=body, tier=tier, storage_options=options
         )
 
     def take_reading(self) -> JobCounts:
@@ -99,7 +99,7 @@ class ScriptedFrontend:
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        body = given.told
+        body = given.parsed
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))

@@ -82,7 +82,7 @@ class AdapterFrontend(ScriptedFrontend):
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        body = given.told
+        body = given.parsed
         if body["model"] != "tiny":
             assert self.adapters is not None
             adapter = self.adapters.lease(body["model"])

@@ -29,8 +29,8 @@ class ChatFrontend(ScriptedFrontend):
     ) -> bytes | AsyncGenerator[str, None]:
         if endpoint is not Endpoint.CHAT:
             return await super().handle(endpoint, given, request)
-        self.bodies.append(given.told)
-        return self._chat(self.scripts[given.told["messages"][-1]["content"]])
+        self.bodies.append(given.parsed)
+        return self._chat(self.scripts[given.parsed["messages"][-1]["content"]])
 
     async def _chat(self, script: Script) -> AsyncGenerator[str, None]:
         tokens, reason = 0, "stop"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from server.request.thinking import Thinker
+from server.request.thinking import ThinkingSupport
 
 if TYPE_CHECKING:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -42,12 +42,12 @@ def merges_inline_system(serving: AnthropicServingMessages | None) -> bool:
     return serving is not None and serving._merge_inline_system
 
 
-def thinker_of(serving: Any) -> Thinker:
+def thinking_support_of(serving: Any) -> ThinkingSupport:
     """Return what the served model has for thinking; `serving` is vLLM's of chats, if any."""
     if serving is None:
-        return Thinker()
+        return ThinkingSupport()
     parser = serving.parser_cls
-    return Thinker.of(
+    return ThinkingSupport.of(
         _template_of(serving.chat_template, serving.renderer.tokenizer),
         parses=parser is not None and parser.reasoning_parser_cls is not None,
         harmony=serving.online_renderer.use_harmony,

@@ -21,11 +21,11 @@ from server.errors import (
 )
 from server.frontend import Endpoint
 from server.request.fields import accepted_fields
-from server.request.limits import Limits, check_limits, check_priority_header, check_tier
+from server.request.limits import RequestLimits, check_limits, check_priority_header, check_tier
 from server.tiers.tier import Tier
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")
-LIMITS = Limits(
+LIMITS = RequestLimits(
     max_n=4,
     max_messages=2,
     max_prompts=3,

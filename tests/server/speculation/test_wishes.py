@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import InvalidValueError, RequestError, UnsupportedFieldError
 from server.frontend import Endpoint
-from server.request.treatments import extra_schemas
+from server.request.field_rules import extra_schemas
 from server.speculation.wishes import DraftWishes, settle_drafts
 
 TEXT = {"type": "content", "content": "a b"}

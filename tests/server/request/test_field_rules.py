@@ -19,13 +19,13 @@ from openai.types.responses import (
 
 from server.errors import UnsupportedFieldError
 from server.frontend import Endpoint
-from server.request.fields import treat
-from server.request.treatments import (
-    TREATMENTS,
-    Treatment,
+from server.request.field_rules import (
+    FIELD_RULES,
+    FieldAction,
     extra_schemas,
     refused_fields,
 )
+from server.request.fields import apply_field_rules
 from server.vllm.handlers import request_models
 
 DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
@@ -49,8 +49,8 @@ WORKED_ON_HERE = {"thinking", "prediction", "service_tier", "speculative"}
 WORKED_ON_HERE |= {"messages[].reasoning_content"}
 
 
-def paths(endpoint: Endpoint, *treatments: Treatment) -> set[str]:
-    return {row.path for row in TREATMENTS[endpoint] if row.treatment in (treatments or Treatment)}
+def paths(endpoint: Endpoint, *actions: FieldAction) -> set[str]:
+    return {row.path for row in FIELD_RULES[endpoint] if row.action in (actions or FieldAction)}
 
 
 @pytest.mark.parametrize("endpoint", DOCUMENTED)
@@ -64,14 +64,14 @@ def test_every_documented_field_has_a_treatment(endpoint: Endpoint) -> None:
 @pytest.mark.parametrize("endpoint", [e for e in DOCUMENTED if e is not Endpoint.COUNT_TOKENS])
 def test_what_is_obeyed_is_known_to_the_request_model(endpoint: Endpoint) -> None:
     known = get_type_hints(request_models()[endpoint.name.lower()])
-    assert paths(endpoint, Treatment.OBEYED) - known.keys() <= WORKED_ON_HERE
+    assert paths(endpoint, FieldAction.OBEYED) - known.keys() <= WORKED_ON_HERE
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
 def test_no_field_is_treated_twice(endpoint: Endpoint) -> None:
-    places = [(row.path, str(row.when), row.only) for row in TREATMENTS[endpoint]]
+    places = [(row.path, str(row.when), row.only) for row in FIELD_RULES[endpoint]]
     assert len(set(places)) == len(places)
-    assert all(row.why for row in TREATMENTS[endpoint] if row.treatment is not Treatment.OBEYED)
+    assert all(row.why for row in FIELD_RULES[endpoint] if row.action is not FieldAction.OBEYED)
 
 
 CACHED = {"type": "ephemeral"}
@@ -96,7 +96,7 @@ def test_a_coding_agents_request_is_taken() -> None:
         "container": None,
         "stream": True,
     }
-    ignored = treat(Endpoint.MESSAGES, body)
+    ignored = apply_field_rules(Endpoint.MESSAGES, body)
     assert ignored == ["metadata", "output_config.task_budget", "tools[].input_examples"]
     assert body == {
         "model": "m",
@@ -161,7 +161,7 @@ def test_a_coding_agents_request_is_taken() -> None:
 def test_what_is_harmless_is_taken_off_and_told(
     endpoint: Endpoint, body: dict[str, Any], left: dict[str, Any], ignored: list[str]
 ) -> None:
-    assert treat(endpoint, body) == ignored
+    assert apply_field_rules(endpoint, body) == ignored
     assert body == left
 
 
@@ -199,7 +199,7 @@ def test_what_would_make_a_wrong_answer_is_refused_by_name(
     endpoint: Endpoint, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:
-        treat(endpoint, body)
+        apply_field_rules(endpoint, body)
     assert caught.value.param == param
     assert f"'{param}'" in caught.value.message
 
@@ -207,7 +207,7 @@ def test_what_would_make_a_wrong_answer_is_refused_by_name(
 @pytest.mark.parametrize("wrong", [None, 7, "text", [], [7], {"content": 7}])
 def test_values_of_wrong_types_are_left_to_the_request_models(wrong: object) -> None:
     body = {"messages": wrong, "tools": wrong, "system": wrong, "output_config": wrong}
-    assert treat(Endpoint.MESSAGES, body) == []
+    assert apply_field_rules(Endpoint.MESSAGES, body) == []
     assert body["messages"] == wrong
 
 

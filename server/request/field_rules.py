@@ -1,7 +1,7 @@
 """What is done with each documented field of the four APIs: one table for each of them.
 
 The names are those of Anthropic's and OpenAI's own clients (their typed parameters, compared by
-tests/server/request/test_treatments.py); `server.request.fields` applies the tables, and
+tests/server/request/test_field_rules.py); `server.request.fields` applies the tables, and
 docs/http_api.md is generated from them. vLLM's further fields are the request models' own. What
 depends on the served model is decided in `server.request.thinking`. Pure data.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from server.frontend import Endpoint, JsonObject
 
 
-class Treatment(enum.Enum):
+class FieldAction(enum.Enum):
     """What becomes of a field."""
 
     OBEYED = "obeyed"
@@ -29,7 +29,7 @@ class Treatment(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Treated:
+class FieldRule:
     """One field; `path` has `[]` where an item of an array is meant.
 
     `same` are the values that ask for what is done anyway, besides null: they pass without a word.
@@ -40,7 +40,7 @@ class Treated:
     """
 
     path: str
-    treatment: Treatment
+    action: FieldAction
     why: str = ""
     same: tuple[object, ...] = ()
     stays: bool = False
@@ -50,22 +50,22 @@ class Treated:
     code: str | None = None
 
 
-def _obeyed(*paths: str, why: str = "") -> tuple[Treated, ...]:
-    return tuple(Treated(path, Treatment.OBEYED, why) for path in paths)
+def _obeyed(*paths: str, why: str = "") -> tuple[FieldRule, ...]:
+    return tuple(FieldRule(path, FieldAction.OBEYED, why) for path in paths)
 
 
-def _granted(*paths: str, why: str) -> tuple[Treated, ...]:
-    return tuple(Treated(path, Treatment.GRANTED, why) for path in paths)
+def _granted(*paths: str, why: str) -> tuple[FieldRule, ...]:
+    return tuple(FieldRule(path, FieldAction.GRANTED, why) for path in paths)
 
 
-def _ignored(*paths: str, why: str, same: tuple[object, ...] = ()) -> tuple[Treated, ...]:
-    return tuple(Treated(path, Treatment.IGNORED, why, same) for path in paths)
+def _ignored(*paths: str, why: str, same: tuple[object, ...] = ()) -> tuple[FieldRule, ...]:
+    return tuple(FieldRule(path, FieldAction.IGNORED, why, same) for path in paths)
 
 
 def _refused(
     *paths: str, why: str, same: tuple[object, ...] = (), stays: bool = False
-) -> tuple[Treated, ...]:
-    return tuple(Treated(path, Treatment.REFUSED, why, same, stays) for path in paths)
+) -> tuple[FieldRule, ...]:
+    return tuple(FieldRule(path, FieldAction.REFUSED, why, same, stays) for path in paths)
 
 
 _LABEL = "a name that clients give their requests"
@@ -80,16 +80,16 @@ _OBFUSCATION = "streams are not padded"
 _TRANSFER = "no KV cache is transferred"
 _NO_BUDGET = "thinking is not counted apart from the answer; max_tokens bounds both"
 
-_SPECULATIVE = Treated(
+_SPECULATIVE = FieldRule(
     "speculative",
-    Treatment.OBEYED,
+    FieldAction.OBEYED,
     "`false`: no drafts are checked for this request; the answer is the same. `true` is ignored "
     "by a server without speculation",
     schema={"type": ["boolean", "null"]},
 )
-_PREDICTION = Treated(
+_PREDICTION = FieldRule(
     "prediction",
-    Treatment.OBEYED,
+    FieldAction.OBEYED,
     "as drafts, of one answer; ignored by a server without speculation",
     schema={
         "type": ["object", "null"],
@@ -114,15 +114,15 @@ _PREDICTION = Treated(
     },
 )
 
-_TIER = Treated(
+_TIER = FieldRule(
     "service_tier",
-    Treatment.OBEYED,
+    FieldAction.OBEYED,
     "the class that it runs in: auto, default, flex or priority",
     schema={"enum": ["auto", "default", "flex", "priority", None]},
 )
-_ANTHROPIC_TIER = Treated(
+_ANTHROPIC_TIER = FieldRule(
     "service_tier",
-    Treatment.OBEYED,
+    FieldAction.OBEYED,
     "the class that it runs in: auto or standard_only",
     schema={"enum": ["auto", "standard_only", None]},
 )
@@ -225,9 +225,9 @@ _MESSAGES = (
     ),
     *_refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
     *_refused("container", why="this server runs no code and has no files", same=({},)),
-    Treated(
+    FieldRule(
         "thread",
-        Treatment.REFUSED,
+        FieldAction.REFUSED,
         "this server keeps no conversations",
         # Anthropic's client then sends the whole conversation, as it did before threads.
         code="thread_unsupported_request",
@@ -293,9 +293,9 @@ _ITEMS = (
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
 )
 _TOOLS = (
-    Treated(
+    FieldRule(
         "tools[]",
-        Treatment.IGNORED,
+        FieldAction.IGNORED,
         "a search that may not leave the server finds nothing; Codex sends it unless told not to",
         when={"type": "web_search", "external_web_access": False},
     ),
@@ -340,9 +340,9 @@ _RESPONSES = (
     *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
     *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
     *_obeyed("include", why="message.output_text.logprobs"),
-    Treated(
+    FieldRule(
         "include[]",
-        Treatment.IGNORED,
+        FieldAction.IGNORED,
         "reasoning is shown as it is, and sent back as it is",
         only=("reasoning.encrypted_content",),
     ),
@@ -362,7 +362,7 @@ _RESPONSES = (
     *_obeyed("store", "background", why="with --data-dir"),
 )
 
-TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
+FIELD_RULES: Mapping[Endpoint, tuple[FieldRule, ...]] = {
     **{endpoint: _POOLED if endpoint.pools else _COMMON for endpoint in Endpoint},
     Endpoint.MESSAGES: _MESSAGES,
     Endpoint.COUNT_TOKENS: _MESSAGES,
@@ -377,14 +377,14 @@ TREATMENTS: Mapping[Endpoint, tuple[Treated, ...]] = {
 def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
     """Return the JSON schemas of fields that are taken whatever the request model has."""
     found: dict[str, JsonObject] = {}
-    for row in TREATMENTS[endpoint]:
+    for row in FIELD_RULES[endpoint]:
         if "[" in row.path or "." in row.path:
             continue
         if row.schema:
             found[row.path] = {**row.schema, "description": f"{row.why.capitalize()}."}
-        elif row.treatment in (Treatment.GRANTED, Treatment.IGNORED):
-            found[row.path] = {"description": f"{row.treatment.value.capitalize()}: {row.why}."}
-        elif row.treatment is Treatment.REFUSED and row.same and not row.stays:
+        elif row.action in (FieldAction.GRANTED, FieldAction.IGNORED):
+            found[row.path] = {"description": f"{row.action.value.capitalize()}: {row.why}."}
+        elif row.action is FieldAction.REFUSED and row.same and not row.stays:
             found[row.path] = {"enum": [*row.same, None]}
     return found
 
@@ -393,8 +393,6 @@ def refused_fields(endpoint: Endpoint) -> frozenset[str]:
     """Return the names of fields that are refused whenever they ask for something."""
     return frozenset(
         row.path
-        for row in TREATMENTS[endpoint]
-        if row.treatment is Treatment.REFUSED
-        and not row.path.count("[")
-        and not row.path.count(".")
+        for row in FIELD_RULES[endpoint]
+        if row.action is FieldAction.REFUSED and not row.path.count("[") and not row.path.count(".")
     )
