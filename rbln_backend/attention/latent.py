@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rbln_backend.attention.absorbed import AbsorbedProjection
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
-from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
@@ -69,7 +69,8 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         rbln = configured(config)
         if mla_modules.is_sparse:
             raise SPARSE_ATTENTION.refusal(prefix)
-        if find_npu(rbln) is not None or non_causal_multi_token_decode:
+        lacks_ops = not device_capabilities(rbln).general_attention
+        if lacks_ops or non_causal_multi_token_decode:
             raise MLA.refusal(prefix)
         if getattr(quant_config, "kv_cache_scheme", None) and cache_config.cache_dtype == "auto":
             raise KV_DTYPE.refusal(f"{prefix}, kv_cache_scheme of the checkpoint")

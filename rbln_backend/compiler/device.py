@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
+from rbln_backend.compiler.capabilities import EMULATED, Capabilities, npu_capabilities
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
@@ -26,19 +26,19 @@ from rbln_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Device = Literal["emulated", "rebel"]
 
+def device_capabilities(config: RblnConfig) -> Capabilities:
+    """Return the capabilities of the device that this process compiles for.
 
-def choose_device(config: RblnConfig) -> Device:
-    """``rebel`` when it is asked for, an NPU is named, or the SDK sees one.
-
-    Raises ``ConfigError`` when ``rebel`` or a named NPU cannot be had, or the SDK does not load.
+    An NPU is used where ``device='rebel'`` or a name requires one, or the SDK finds one. Raises
+    ``ConfigError`` where a required NPU is missing, or an installed SDK does not load.
     """
-    return "emulated" if find_npu(config) is None else "rebel"
+    npu = _find_npu(config)
+    return EMULATED if npu is None else npu_capabilities(npu)
 
 
-def find_npu(config: RblnConfig) -> Npu | None:
-    """The NPU to compile for; None: the emulated device. Raises as ``choose_device``."""
+def _find_npu(config: RblnConfig) -> Npu | None:
+    """Return the NPU to compile for, or None for the emulated device."""
     if config.device == "emulated":
         return None
     sdk = installed_sdk()
@@ -92,8 +92,8 @@ def _refuse_without_sdk(config: RblnConfig) -> None:
 
 
 def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
-    """The SDK's compiler for the NPU of ``find_npu``; ``cache_dir``: this rank's own."""
-    sdk, npu = installed_sdk(), find_npu(config)
+    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own."""
+    sdk, npu = installed_sdk(), _find_npu(config)
     assert sdk is not None
     assert npu is not None
     found = sdk.get_npu_name(0)
@@ -150,7 +150,7 @@ def make_emulated_compiler(config: RblnConfig, tell: Tell = unheard) -> tuple[Co
 
 def expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | None]:
     """The fingerprint of the compiler that an engine would make, found without loading kernels."""
-    if choose_device(config) == "rebel":
+    if not device_capabilities(config).runs_on_host:
         return make_rebel_compiler(config, None).fingerprint()
     stores = kernel_stores(config.cache_root, config.cache_bundles)
     native = config.kernels != "aten" and (find_built(stores) is not None or can_build())

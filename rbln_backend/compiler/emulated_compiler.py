@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, fx
 
+from rbln_backend.compiler.capabilities import EMULATED
 from rbln_backend.compiler.constants import fold_constants
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
@@ -77,6 +78,7 @@ class EmulatedCompiler:
     """Lowers programs to the emulator's kernels; nothing is built at run time."""
 
     name = "emulated"
+    capabilities = EMULATED
     compiles_when_loading = False
 
     def __init__(

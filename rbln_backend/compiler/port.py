@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
@@ -132,6 +133,7 @@ class Compiler(Protocol):
     name: str
     hardware: str
     """What runs the programs, as users know it: an instruction set or an NPU's name."""
+    capabilities: Capabilities
     compiles_when_loading: bool
     """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""
 

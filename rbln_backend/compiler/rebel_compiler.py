@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.compiler.capabilities import npu_capabilities
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, KvMemory
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
@@ -89,6 +90,7 @@ class RebelCompiler:
             )
         self._sdk = sdk
         self.hardware = npu.name
+        self.capabilities = npu_capabilities(npu)
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
         self._moved = Moved(torch.device("rbln")) if npu_tensors else None
         self._num_devices = num_devices

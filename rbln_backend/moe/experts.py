@@ -136,10 +136,9 @@ class PackedExperts(PlainExperts):
         return gated
 
 
-def hold_experts(layer: Any, *, is_npu: bool) -> PlainExperts:
+def hold_experts(layer: Any, *, packs: bool) -> PlainExperts:
     """Hold the experts of ``layer`` as the device wants them; the layer keeps that form."""
-    packs = not is_npu and packs_weights()
-    return PackedExperts(layer) if packs else PlainExperts(layer)
+    return PackedExperts(layer) if packs and packs_weights() else PlainExperts(layer)
 
 
 def swiglu_oai(gate_up: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
@@ -105,7 +106,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     choice: Choice
     routing: Routing
     experts: Experts
-    is_npu: bool
+    capabilities: Capabilities
     tokens_mask: Tensor | None = None
     """An input of the graph that is being captured: float32 [T, 1], 0 in padding."""
 
@@ -125,11 +126,11 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         if missing is not None:
             raise missing.refusal(layer.layer_name)
         rbln = configured(get_current_vllm_config())
-        self.is_npu = choose_device(rbln) == "rebel"
+        self.capabilities = device_capabilities(rbln)
         self.choice = choose_path(
             use_opt=rbln.moe_use_opt_kernel,
             use_custom=rbln.moe_custom_kernel,
-            is_npu=self.is_npu,
+            has_fused_op=self.capabilities.fused_experts,
             activation=layer.activation.value,
         )
         if self.choice.path == "glu":
@@ -138,7 +139,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give the experts the layout of the device, one layer at a time."""
         super().process_weights_after_loading(layer)
-        self.hold(layer, hold_experts(layer, is_npu=self.is_npu))
+        self.hold(layer, hold_experts(layer, packs=self.capabilities.packed_weights))
 
     def hold(self, layer: Any, experts: Experts) -> None:
         """Compute with ``experts`` from now on, as ``layer`` routes."""

@@ -29,16 +29,16 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_path(*, use_opt: bool, use_custom: bool, is_npu: bool, activation: str) -> Choice:
+def choose_path(*, use_opt: bool, use_custom: bool, has_fused_op: bool, activation: str) -> Choice:
     """The optimised kernel before the custom one before plain operators.
 
     The SDK that pairs with vLLM 0.30 has a single op for both switches.
     """
     if not use_opt and not use_custom:
         return Choice("native", f"{OPT_SWITCH} and {CUSTOM_SWITCH} are off")
-    if is_npu and activation not in _GLU_ACTIVATIONS:
+    if has_fused_op and activation not in _GLU_ACTIVATIONS:
         return Choice("native", f"the SDK's op for experts has no activation {activation!r}")
-    if is_npu:
+    if has_fused_op:
         return Choice("glu", "the SDK has one op for experts")
     if use_opt:
         return Choice("opt", f"{OPT_SWITCH} is on")

@@ -141,7 +141,9 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def _check(self, layer: Any, hidden_size: int, inner: int) -> None:
         units = [written.unit for written in self._formats.values()]
-        if self.is_npu or any(size % unit for size in (hidden_size, inner) for unit in units):
+        if not self.capabilities.packed_weights or any(
+            size % unit for size in (hidden_size, inner) for unit in units
+        ):
             raise QUANTIZED_EXPERTS.refusal(
                 f"{layer.layer_name}: {self}, sizes {hidden_size} and {inner}"
             )
