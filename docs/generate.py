@@ -1,5 +1,5 @@
-"""Write docs/configuration.md, metrics.md, models.md, observability.md, server_info.md and
-vllm_serve.md.
+"""Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
+server_info.md and vllm_serve.md.
 
 Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
 
@@ -33,6 +33,7 @@ from observability_page import (
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
+from results_page import RESULT_HEADER, result_rows
 from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
@@ -79,6 +80,7 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
         DOCS / "observability.md": observability_page(),
+        DOCS / "results.md": results_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
         DOCS / "vllm_serve.md": vllm_serve_page(),
@@ -256,6 +258,22 @@ def server_info_page() -> str:
         "`samples`, the oldest first. `?after=NUMBER` leaves out samples up to that number. Counts "
         "divided by `seconds` are rates over the interval.",
         _table(header, _section_rows(Sample)),
+    )
+
+
+def results_page() -> str:
+    """Return the page of result files."""
+    return _page(
+        "# Measurements and where they are quoted",
+        NOTICE,
+        "Look up which file of `benchmarks/results` backs a figure, and repeat it with the command "
+        "([benchmarks](../benchmarks/README.md)). Beside each report lie its raw numbers (`.json` "
+        "or `.jsonl`). *Disturbed* counts samples during which other processes used more than a "
+        "tenth of a core: such times are no measurement, and only ratios within a round count. "
+        "Reports written before that count existed leave it empty. Nothing here was measured on "
+        "an NPU.",
+        _table(RESULT_HEADER, result_rows()),
+        "Figures of other pages that no file here backs are marked there as *no result file*.",
     )
 
 

@@ -22,7 +22,7 @@ TRACES = (
     "`--otlp-traces-endpoint URL` sends OpenTelemetry spans, for a first look to a Jaeger on the "
     "same host:",
     """\
-```sh
+```sh no-run: needs Prometheus and Docker
 docker run -d -p 4317:4317 -p 16686:16686 jaegertracing/jaeger:2.1.0    # its page: port 16686
 rbln-serve serve MODEL --otlp-traces-endpoint http://localhost:4317
 ```""",
@@ -87,7 +87,7 @@ _SPAN_ROWS = (
 )
 
 SET_UP = """\
-```sh
+```sh no-run: needs Docker
 prometheus --config.file=deploy/prometheus/prometheus.yml      # edit the targets first
 docker run -p 3000:3000 \\
   -v ./deploy/grafana/provisioning:/etc/grafana/provisioning:ro \\

@@ -35,7 +35,7 @@ _ABOUT = {
     "one on the Hugging Face hub.",
     "check": "Say whether MODEL can be served, and how, without reading its weights.",
     "batch": "Answer the lines of FILE into OUT, without a service.",
-    "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
+    "compile": "Fill the compile cache for MODEL ahead of time; only an NPU needs its weights.",
 }
 _EPILOG = """\
 Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted

@@ -33,6 +33,7 @@ _GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFaile
 _INFERENCE_FAILURES = (
     *BODY_FAILURES,
     *(errors.UnsupportedFieldError, errors.ContextLengthError, errors.InvalidSchemaError),
+    errors.PermissionDeniedError,
     *(errors.InvalidGrammarError, errors.ModelNotFoundError, errors.OverloadedError),
     *(errors.NotTriedError, errors.QueueTimeoutError, errors.DeadlineError),
     *_GATE_FAILURES,
@@ -149,6 +150,7 @@ def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
     content: JsonObject = {JSON_TYPE: {"schema": engine.answers[endpoint]}}
     if endpoint in engine.streaming:
         content["text/event-stream"] = {}
+    stored = (errors.StorageFullError,) if endpoint is Endpoint.RESPONSES else ()
     return DescribedRoute(
         endpoint.value,
         _nothing,
@@ -156,7 +158,7 @@ def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
         summary=_WORDS.get(endpoint, "For models that pool."),
         response_class=Response,
         response_description="The answer.",
-        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES)},
+        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *stored)},
         openapi_extra=taking(engine.requests[endpoint]),
     )
 

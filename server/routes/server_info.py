@@ -48,7 +48,7 @@ SERVER_FIELDS: Mapping[str, str] = {
     "request_limits": "What one request may be: `max_body_bytes`, `max_json_depth`, "
     "`max_messages`, `max_prompts`, `max_tools`, `max_n`, `max_text_chars` (null: by the context), "
     "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
-    "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
+    "structured_outputs": "`backend`, vLLM's name of it, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
     "`schema_max_pattern`, `schema_compile_cpu_s`.",
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
