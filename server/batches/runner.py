@@ -246,7 +246,7 @@ class BatchRunner:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
             return LoopbackResponse(
-                error.row.status,
+                error.status,
                 "",
                 error.anthropic_body() if Endpoint(batch.endpoint).anthropic else error.body(),
             )

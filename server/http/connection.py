@@ -283,7 +283,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(error)
         else:
             # Nothing was asked, so nothing is answered.
-            self._out.cut(error.row.code)
+            self._out.cut(error.code)
 
     def _leave_body(self) -> None:
         """Give up on a body whose request has been answered."""
@@ -332,7 +332,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         if self._in_body and self.cycle.response_started:
             # The fault is in the body of a request that has its status already.
-            self._out.cut(error.row.code)
+            self._out.cut(error.code)
             return
         if self._in_body and self.cycle is self._served:
             _end(self.cycle)
@@ -350,7 +350,7 @@ class Connection(HttpToolsProtocol):
         logger.debug("connection of %s refused: %s", self.client, error.message)
         self._unset_keepalive_if_required()
         if error is not self._place.refusal:
-            self._place.count(error.row.code)
+            self._place.count(error.code)
         self._out.write(refusal(error, self.server_state.default_headers))
         self._out.linger()
 

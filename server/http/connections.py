@@ -37,7 +37,7 @@ class Connections:
         client = client_of(address[0]) if address is not None else ""
         error = self._too_many(client)
         if error is not None:
-            self._metrics.observe_connection_end(error.row.code)
+            self._metrics.observe_connection_end(error.code)
             self._told += 1
             return Place(self, client, error, tell=self._told <= _MAX_TOLD)
         self._open += 1

@@ -77,12 +77,12 @@ class Http10Connection(H11Protocol):
         """Refuse what is no HTTP, unless the answer has begun; `msg` is uvicorn's."""
         error = InvalidHttpError("The request is not valid HTTP.")
         if self.conn.our_state is h11.SEND_BODY:
-            self._out.cut(error.row.code)
+            self._out.cut(error.code)
             return
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._place.count(error.row.code)
+        self._place.count(error.code)
         self._out.write(refusal(error, self.server_state.default_headers))
         self._out.linger()
 

@@ -38,7 +38,7 @@ async def _send_envelope(error: ServerError, record: RequestRecord, send: Send) 
     body = error.anthropic_body(record.request_id) if record.anthropic else error.body()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
-    status = error.row.status
+    status = error.status
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

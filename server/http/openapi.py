@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from server import errors
-from server.errors import TABLE, ErrorEnvelope, ServerError
+from server.errors import ErrorEnvelope, ServerError
 from server.frontend import Endpoint, JsonObject, WireSchemas
 from server.request.body import JSON_TYPE
 from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
@@ -66,8 +66,8 @@ _WORDS: Mapping[Endpoint, str] = {
 def failing(*failures: type[ServerError]) -> dict[int | str, dict[str, Any]]:
     """Return FastAPI's `responses` for the errors that a route may answer with."""
     codes: dict[int | str, list[str]] = {}
-    for row in map(TABLE.__getitem__, failures):
-        codes.setdefault(row.status, []).append(f"`{row.code}`")
+    for failure in failures:
+        codes.setdefault(failure.status, []).append(f"`{failure.code}`")
     schema = {"$ref": _REFERENCE.format(model=ErrorEnvelope.__name__)}
     return {
         status: {"description": ", ".join(names), "content": {JSON_TYPE: {"schema": schema}}}

@@ -13,7 +13,7 @@ from server.request.request_id import HEADER
 def refusal(error: ServerError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the whole answer: envelope, a request id of its own, and the connection's end."""
     body = error.body()
-    status = http.HTTPStatus(error.row.status)
+    status = http.HTTPStatus(error.status)
     headers = [
         *default_headers,
         *((name.encode(), value.encode()) for name, value in error.headers.items()),

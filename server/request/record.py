@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from server.errors import ErrorRow, ServerError
+from server.errors import ServerError
 from server.frontend import JsonObject
 from server.request.deadline import Deadline
 from server.request.route_table import Route
@@ -88,7 +88,7 @@ class RequestRecord:
     failure: ServerError | None = None
     rejection: str | None = None
     guide: str | None = None
-    error: ErrorRow | None = None
+    error: type[ServerError] | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None
     sent_bytes: int = 0
@@ -120,8 +120,8 @@ class RequestRecord:
 
     def note(self, error: ServerError) -> None:
         """Remember how the request failed."""
-        self.error = error.row
-        self.outcome, self.rejection = error.row.outcome, error.rejection
+        self.error = type(error)
+        self.outcome, self.rejection = error.outcome, error.rejection
 
     def final_outcome(self) -> str:
         """Return the outcome that a handler gave, else what the status says."""

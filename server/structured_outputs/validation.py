@@ -38,7 +38,7 @@ async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
     return {
         "valid": error is None,
         "reason": None if error is None else error.message,
-        "code": None if error is None else error.row.code,
+        "code": None if error is None else error.code,
         "param": constraint.param,
         "backend": BACKEND,
         "compile_ms": None if seconds is None else round(seconds * 1000, 3),

@@ -118,7 +118,7 @@ def attack(reader: BodyReader, form: str, number: int) -> Spent:
             assert isinstance(reader.read(endpoint, raw), ReadRequest)
         except ServerError as error:
             assert not isinstance(error, InternalError)
-            assert 400 <= error.row.status < 500
+            assert 400 <= error.status < 500
             assert len(error.body()) < 4096
         seconds = time.thread_time() - started
         spent.note(seconds, raw)

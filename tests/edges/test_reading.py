@@ -79,7 +79,7 @@ def test_tools_are_refused_where_nothing_shows_them() -> None:
     body = {"model": "m", "messages": [USER], "tools": tools}
     with pytest.raises(UnsupportedFieldError, match="'tools' is not supported") as caught:
         reader.read(Endpoint.CHAT, json.dumps(body).encode())
-    assert caught.value.row.status == 400
+    assert caught.value.status == 400
     assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()).parsed
 
 
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_told_briefly(
 ) -> None:
     with pytest.raises(error) as caught:
         reader.read(endpoint, raw(**body))
-    assert caught.value.row.status == 400
+    assert caught.value.status == 400
     assert param is None or str(caught.value.param).startswith(param)
     assert len(caught.value.body()) < 4096
 
@@ -197,7 +197,7 @@ async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     with pytest.raises(ReaderFailedError, match="ended by SIGKILL before it had read") as caught:
         while True:
             await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
-    assert caught.value.row.status == 503
+    assert caught.value.status == 503
     assert "retry-after" in caught.value.headers
     again = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
     assert again.answers == 1

@@ -102,7 +102,7 @@ class _ResponseStream:
         failed = {
             **self._begun,
             "status": "failed",
-            "error": {"code": error.row.code, "message": error.message},
+            "error": {"code": error.code, "message": error.message},
             "output": self._items,
         }
         event = error.response_event(self._number)

@@ -389,4 +389,4 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_error_of_access_is_in_the_table() -> None:
     assert issubclass(AuthenticationError, ServerError)
     assert {route.template for route in ROUTES} >= {endpoint.value for endpoint in Endpoint}
-    assert httpx.codes(AuthenticationError("x").row.status) is httpx.codes.UNAUTHORIZED
+    assert httpx.codes(AuthenticationError("x").status) is httpx.codes.UNAUTHORIZED

@@ -106,7 +106,7 @@ def test_a_refusal_names_field_and_value(
         check_choice(Endpoint[endpoint], {"tools": tools, "tool_choice": choice})
     assert caught.value.param == param
     assert words in caught.value.message
-    assert caught.value.row.status == 400
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(
