@@ -35,9 +35,10 @@ class PrefixReuse:
     """Everything that an engine's scheduler needs besides upstream's own prefix cache."""
 
     def __init__(
-        self, coordinator: RblnKvCoordinator, hasher: Hashers | None, metrics: KvMetrics
+        self, manager: RblnKvCacheManager, hasher: Hashers | None, metrics: KvMetrics
     ) -> None:
-        self.coordinator = coordinator
+        self.manager = manager
+        self.coordinator = manager.ours
         self._hasher = hasher
         self._metrics = metrics
 
@@ -66,9 +67,9 @@ class PrefixReuse:
             hash_block_size=unit,
             metrics_collector=scheduler.kv_metrics_collector,
         )
-        scheduler.kv_cache_manager = RblnKvCacheManager(manager, coordinator)
+        scheduler.kv_cache_manager = ours = RblnKvCacheManager(manager, coordinator)
         return cls(
-            coordinator,
+            ours,
             hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
             KvMetrics(board, coordinator),
         )

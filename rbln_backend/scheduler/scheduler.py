@@ -257,7 +257,7 @@ class RblnScheduler(NarrowedScheduler):
             prompt_tokens=self._most_of_a_prompt(self._chunks.largest),
         )
         waiting = takewhile(self._can_begin, self._in_turn())
-        return prompts_together(self._chunks, prefilling, waiting, bounds, self.kv_cache_manager)
+        return prompts_together(self._chunks, prefilling, waiting, bounds, self._reuse.manager)
 
     def _most_of_a_prompt(self, tokens: int) -> int:
         """Of so many tokens that a prompt lacks, what upstream lets one step take."""

@@ -13,7 +13,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.vllm_compat.surface import KVCacheManager, Request
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.vllm_compat.surface import Request
 
 
 class StepBounds(NamedTuple):
@@ -36,7 +37,7 @@ def prompts_together(
     prefilling: Sequence[Request],
     waiting: Iterable[Request],
     bounds: StepBounds,
-    cache: KVCacheManager,
+    cache: RblnKvCacheManager,
 ) -> dict[str, int]:
     """What the next prefill step lacks of each prompt that it should compute, by request.
 
@@ -53,7 +54,7 @@ def prompts_together(
             break
         if not chosen.suits(request):
             break
-        hit = request.num_computed_tokens or cache.get_computed_blocks(request)[1]
+        hit = request.num_computed_tokens or cache.peek_hit(request)
         chosen.add(request, hit)
     whole = list(takewhile(lambda tokens: tokens <= bounds.prompt_tokens, chosen.left))
     count = plan.together(whole) if whole else 1
