@@ -1,6 +1,6 @@
-"""Requests that the service asks itself, through its own application: every check is that of HTTP.
+"""Requests that the server sends to its own ASGI application, with the same checks as over HTTP.
 
-They take no permit of admission and show no key: who asks was known when the work was left here.
+They need no admission permit and no API key: the owner was authenticated when the work was stored.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from starlette.types import ASGIApp, Message, Scope
 from server.request.body import JSON_TYPE
 from server.request.record import INTERNAL, InternalRequest
 
+RETRIED_STATUSES = (429, 503)
+"""Statuses of a busy or starting server, after which the request is sent again."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoopbackResponse:
-    """What came back."""
+    """Complete response to a loopback request."""
 
     status: int
     request_id: str
@@ -31,9 +34,9 @@ async def post(
     internal: InternalRequest,
     take: Callable[[bytes], None] | None = None,
 ) -> LoopbackResponse:
-    """POST a JSON body to `path` and return the answer; to cancel it aborts the request.
+    """POST a JSON body to `path` and return the response. Cancellation aborts the request.
 
-    `take` gets each piece of the answer's body as it comes.
+    `take` is called with each chunk of the response body.
     """
     is_sent = False
     status, request_id, chunks = 0, "", list[bytes]()
@@ -41,7 +44,7 @@ async def post(
     async def receive() -> Message:
         nonlocal is_sent
         if is_sent:
-            # A client that never goes away.
+            # The client never disconnects.
             await asyncio.Event().wait()
         is_sent = True
         return {"type": "http.request", "body": body, "more_body": False}

@@ -1,7 +1,7 @@
-"""Brings batches from their input to their answers, a line where there is a row to spare.
+"""Runner of batches: reads their input, runs lines in spare rows and writes the results.
 
-Invariants: a line runs at most once at a time, and is counted once, when its answer is on the
-disk; whatever ends this process, lines without a counted answer run again.
+Invariants: a line runs at most once at a time. It is counted once, when its result is on the disk.
+After a crash or restart, lines without a counted result run again.
 """
 
 from __future__ import annotations
@@ -20,36 +20,31 @@ from starlette.types import ASGIApp
 from server.batches import table
 from server.batches.batch import Batch, LineError, Status
 from server.batches.input_lines import InputLine, LineRules, body_of, read_lines
-from server.batches.line_answers import answered, never_run
-from server.batches.loopback import LoopbackResponse, post
+from server.batches.line_results import Line, LineResult, never_run, result_of
+from server.batches.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.batches.results import ResultFiles
 from server.batches.spare_rows import SpareRows
-from server.batches.table import Answer, Line
 from server.errors import NotFoundError, RequestError
 from server.frontend import Endpoint
 from server.request.record import InternalRequest
-from server.storage.clock import ExpiryClock
-from server.storage.database import Database
 from server.storage.files import FileStore
-from server.storage.quotas import StorageQuotas
+from server.storage.jobs import JobLoop
+from server.storage.store import Store
 from server.tiers.tier import Tier
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_PAUSE_S = 1.0
 _SLICE = 1000
 _SHOWN_ERRORS = 100
-_COMES_BACK = (429, 503)
-"""Not now: the line is asked again."""
-_TRIES = 3
-"""Of a line whose answer is a fault of ours."""
+_MAX_FAULTS = 3
+"""Attempts of a line whose response is a server error."""
 _FAULT = 500
 
 
 @dataclass(slots=True)
 class LineCounts:
-    """Lines by result and tokens by kind, for the metrics."""
+    """Numbers of lines by result and of tokens by kind, for the metrics."""
 
     lines: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -60,7 +55,7 @@ class _Running:
     line: Line
     task: asyncio.Task[None]
     is_answered: bool = False
-    """Whether it only waits for the disk."""
+    """Whether only the write of its result is left."""
 
 
 class BatchRunner:
@@ -68,88 +63,72 @@ class BatchRunner:
 
     def __init__(
         self,
-        database: Database,
+        store: Store,
         files: FileStore,
         results: ResultFiles,
         rules: LineRules,
         spare: SpareRows,
-        quotas: StorageQuotas,
-        clock: ExpiryClock,
     ) -> None:
-        """`rules` are those of any endpoint."""
-        self._clock = clock
-        self.full = False
-        """Whether lines wait because nothing more may be stored."""
-        self._quotas = quotas
-        self._database = database
+        """`rules` are those for lines of any endpoint."""
+        self.quota_reached = False
+        """Whether lines wait because `--max-stored-bytes` is reached."""
+        self._clock = store.clock
+        self._quotas = store.quotas
+        self._database = store.database
         self._files = files
         self._results = results
         self._rules = rules
         self._spare = spare
         self._app: ASGIApp | None = None
         self._running: dict[tuple[str, int], _Running] = {}
-        self._answers: list[Answer] = []
-        self._tries: Counter[tuple[str, int]] = Counter()
-        self._wake = asyncio.Event()
+        self._unwritten: list[LineResult] = []
+        self._faults: Counter[tuple[str, int]] = Counter()
+        self._loop = JobLoop("batches", self._turn)
         self._counts = LineCounts()
+        self.wake = self._loop.wake
 
     @property
     def running(self) -> int:
-        """How many lines are being answered."""
+        """Number of lines that wait for their response."""
         return sum(not run.is_answered for run in self._running.values())
 
     def take_counts(self) -> LineCounts:
-        """Return what was done since the last call."""
+        """Return the counts since the last call."""
         counts, self._counts = self._counts, LineCounts()
         return counts
 
-    def wake(self) -> None:
-        """There may be something to do."""
-        self._wake.set()
-
     async def run(self, app: ASGIApp) -> None:
-        """Work until cancelled; what runs then is put back."""
+        """Run lines through `app` until cancelled."""
         self._app = app
         try:
-            while True:
-                await self._turn_safely()
+            await self._loop.run()
         finally:
             for running in self._running.values():
                 running.task.cancel()
 
-    async def _turn_safely(self) -> None:
-        self._wake.clear()
-        pause_s: float | None = _PAUSE_S
-        try:
-            batches = await self._database.read(table.unfinished)
-            # Without a batch there is nothing to look for: whoever makes one says so.
-            pause_s = _TICK_S if batches else None
-            # Free rows are filled before the answers go to the disk, which takes longer.
-            for batch in batches:
-                await self._advance(batch)
-            await self._write()
-        except Exception:
-            # A fault with one batch must not be the end of all.
-            logger.exception("batches: a turn failed")
-        try:
-            await asyncio.wait_for(self._wake.wait(), pause_s)
-        except TimeoutError:
-            return
+    async def _turn(self) -> float | None:
+        batches = await self._database.read(table.unfinished)
+        # Lines are started before results are written, because writing takes longer.
+        for batch in batches:
+            await self._advance(batch)
+        await self._write()
+        # A new batch wakes the loop.
+        return _TICK_S if batches else None
 
     async def _write(self) -> None:
-        """Put what was answered on the disk, all of it with one wait for the disk."""
-        if not self._answers:
+        """Write all new results, with one synchronisation of the disk."""
+        if not self._unwritten:
             return
-        answers = list(self._answers)
-        await self._results.add(answers)
-        # Those that came meanwhile are for the next time.
-        del self._answers[: len(answers)]
-        for answer in answers:
-            self._running.pop((answer.line.batch, answer.line.number), None)
-            self._counts.lines["completed" if answer.succeeded else "failed"] += 1
-            self._counts.tokens["prompt"] += answer.input_tokens
-            self._counts.tokens["completion"] += answer.output_tokens
-        # It may have been the last of a batch.
+        results = list(self._unwritten)
+        await self._results.add(results)
+        # Results that came during the write stay for the next turn.
+        del self._unwritten[: len(results)]
+        for result in results:
+            self._running.pop((result.line.batch, result.line.number), None)
+            self._counts.lines["completed" if result.succeeded else "failed"] += 1
+            self._counts.tokens["prompt"] += result.input_tokens
+            self._counts.tokens["completion"] += result.output_tokens
+        # A batch may be complete now.
         self.wake()
 
     async def _advance(self, batch: Batch) -> None:
@@ -168,34 +147,35 @@ class BatchRunner:
             await self._start_lines(batch)
 
     async def _read_input(self, batch: Batch) -> None:
-        """Note the lines of the input, or fail the batch with what is wrong with them."""
-        await self._database.run(partial(table.forget_lines, batch_id=batch.id))
+        """Insert the lines of the input, or fail the batch with their errors."""
+        await self._database.run(partial(table.delete_lines, batch_id=batch.id))
         try:
             file = await self._files.get(batch.owner, batch.input_file)
         except Exception as error:  # noqa: BLE001 (deleted, or gone from the disk)
             await self._fail(batch, [_missing(str(error))])
             return
         rules = LineRules(batch.endpoint, self._rules.max_lines, self._rules.max_bytes)
-        errors, model = await self._note_lines(batch, self._files.content_path(file.id), rules)
+        errors, model = await self._insert_lines(batch, self._files.content_path(file.id), rules)
         if errors:
             await self._fail(batch, errors)
             return
         await self._database.run(partial(table.begin, batch_id=batch.id, model=model))
         self.wake()
 
-    async def _note_lines(
+    async def _insert_lines(
         self, batch: Batch, path: Path, rules: LineRules
     ) -> tuple[list[LineError], str | None]:
+        """Return the first errors, and the model if all lines name the same one."""
         errors: list[LineError] = []
         models: set[str | None] = set()
         lines = read_lines(path, rules)
-        while found := await asyncio.to_thread(_taken, lines):
-            good = [line for line in found if isinstance(line, InputLine)]
+        while found := await asyncio.to_thread(_next_lines, lines):
+            valid = [line for line in found if isinstance(line, InputLine)]
             errors += [line for line in found if not isinstance(line, InputLine)]
             errors += await self._database.run(
-                partial(table.add_lines, batch_id=batch.id, lines=good)
+                partial(table.add_lines, batch_id=batch.id, lines=valid)
             )
-            models |= {line.model for line in good}
+            models |= {line.model for line in valid}
             if len(errors) >= _SHOWN_ERRORS:
                 break
         return errors[:_SHOWN_ERRORS], models.pop() if len(models) == 1 else None
@@ -209,8 +189,8 @@ class BatchRunner:
         free = self._spare.limit() - self.running
         if free <= 0 or self._results.full:
             return
-        self.full = not await self._database.read(self._quotas.has_room)
-        if self.full:
+        self.quota_reached = not await self._database.read(self._quotas.has_room)
+        if self.quota_reached:
             return
         busy = [number for batch_id, number in self._running if batch_id == batch.id]
         for line in await self._database.read(
@@ -220,26 +200,27 @@ class BatchRunner:
             self._running[line.batch, line.number] = _Running(line, task)
 
     async def _answer(self, batch: Batch, line: Line) -> None:
-        place = (line.batch, line.number)
+        key = (line.batch, line.number)
         try:
-            answer = await self._ask(batch, line)
+            response = await self._send(batch, line)
         except asyncio.CancelledError:
-            self._running.pop(place, None)
+            self._running.pop(key, None)
             raise
         except Exception:
-            logger.exception("batches: line %d of %s could not be asked", line.number, batch.id)
-            self._running.pop(place, None)
+            logger.exception("batches: line %d of %s could not be sent", line.number, batch.id)
+            self._running.pop(key, None)
             return
-        self._tries[place] += answer.status >= _FAULT and answer.status not in _COMES_BACK
-        if answer.status in _COMES_BACK or 0 < self._tries[place] < _TRIES:
-            self._running.pop(place, None)
+        is_retried = response.status in RETRIED_STATUSES
+        self._faults[key] += response.status >= _FAULT and not is_retried
+        if is_retried or 0 < self._faults[key] < _MAX_FAULTS:
+            self._running.pop(key, None)
             return
-        del self._tries[place]
-        self._running[place].is_answered = True
-        self._answers.append(answered(line, answer))
+        del self._faults[key]
+        self._running[key].is_answered = True
+        self._unwritten.append(result_of(line, response))
         self.wake()
 
-    async def _ask(self, batch: Batch, line: Line) -> LoopbackResponse:
+    async def _send(self, batch: Batch, line: Line) -> LoopbackResponse:
         assert self._app is not None
         path = self._files.content_path(batch.input_file)
         try:
@@ -255,12 +236,12 @@ class BatchRunner:
         )
 
     async def _cut(self, batch: Batch, status: Status) -> None:
-        """End a batch before its end: what runs is put back, and what has not run says why."""
-        mine = [run for run in self._running.values() if run.line.batch == batch.id]
-        for running in mine:
+        """End a batch early: cancel its running lines and write a result for the others."""
+        cancelled = [run for run in self._running.values() if run.line.batch == batch.id]
+        for running in cancelled:
             running.task.cancel()
-        if mine:
-            await asyncio.wait({running.task for running in mine})
+        if cancelled:
+            await asyncio.wait({running.task for running in cancelled})
             await self._write()
         while lines := await self._database.read(
             partial(table.waiting_lines, batch_id=batch.id, busy=(), limit=_SLICE)
@@ -270,7 +251,7 @@ class BatchRunner:
         await self._results.end(batch, status)
 
 
-def _taken(lines: Iterator[InputLine | LineError]) -> list[InputLine | LineError]:
+def _next_lines(lines: Iterator[InputLine | LineError]) -> list[InputLine | LineError]:
     return list(islice(lines, _SLICE))
 
 
@@ -279,7 +260,7 @@ def _missing(message: str) -> LineError:
 
 
 def _read_body(path: Path, line: Line) -> bytes:
-    """Return what a line asks. Raises the `RequestError` of what is wrong with it."""
+    """Return the request body of a line. Raises a `RequestError`."""
     try:
         with path.open("rb") as file:
             file.seek(line.place)

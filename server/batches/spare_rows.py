@@ -1,8 +1,8 @@
-"""How many lines of batches may run: the rows that nobody else would use.
+"""Number of batch lines that may run in rows of the decode bucket that clients leave free.
 
-A decode graph computes the rows of its bucket whatever is in them. While n requests of clients
-run, the rows up to the bucket of n are padding; lines fill those and no more, beside the clients'
-own requests of the tier flex. With nobody there they take the bucket that makes the most tokens/s.
+A decode graph computes all rows of its bucket. While n client requests run, the rows between n and
+the bucket size are padding; lines and client requests of the tier flex share them. Without client
+requests, lines fill the bucket with the most tokens/s.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from server.admission import Admission
 from server.lifecycle import Lifecycle, ServicePhase
 
 DecodeTimes = Mapping[int, tuple[int, float]]
-"""Decode steps that ran, and the seconds that they took together, by bucket."""
+"""Number of decode steps and their total seconds, by bucket."""
 _LEAST_STEPS = 200
 _LEAST_GAIN = 1.1
-"""What a smaller bucket must make of the largest one's tokens/s: steps differ by as much."""
+"""Tokens/s that a smaller bucket needs, relative to the largest; step times vary as much."""
 
 
 def best_rows(buckets: Sequence[int], times: DecodeTimes) -> int:
-    """Return the bucket that makes the most tokens/s: the largest, unless others are measured."""
+    """Return the bucket with the most tokens/s; the largest one until measurements exist."""
     largest = buckets[-1]
     rates = {
         bucket: bucket * steps / seconds
@@ -35,19 +35,19 @@ def best_rows(buckets: Sequence[int], times: DecodeTimes) -> int:
 
 
 class SpareRows:
-    """Rows of the engine that are free for lines."""
+    """Spare rows of the engine for batch lines."""
 
     def __init__(self, lifecycle: Lifecycle, admission: Admission) -> None:
         self._lifecycle = lifecycle
         self._admission = admission
         self._times: DecodeTimes = {}
 
-    def learn(self, times: DecodeTimes) -> None:
-        """Take note of how long steps have taken so far."""
+    def set_decode_times(self, times: DecodeTimes) -> None:
+        """Replace the measured step times."""
         self._times = times
 
     def limit(self) -> int:
-        """Return how many lines may run now; those that run already are parked by the engine."""
+        """Return how many lines may run. The engine parks running lines beyond that."""
         if self._lifecycle.phase is not ServicePhase.READY:
             return 0
         buckets, online = self._admission.rows, self._admission.in_flight

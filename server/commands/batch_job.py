@@ -17,7 +17,7 @@ from rbln_backend.host.replaced_files import replace_file
 from rbln_backend.reporting.progress_line import ProgressLine
 from server.batches.batch import LineError
 from server.batches.bodies import ENDPOINTS
-from server.batches.input_lines import InputLine, LineRules, read_lines, same_name
+from server.batches.input_lines import InputLine, LineRules, duplicate_id, read_lines
 from server.errors import describe
 
 _POLL_S = 0.2
@@ -127,7 +127,7 @@ def require_sound(source: Path, max_bytes: int) -> None:
         if not isinstance(line, InputLine):
             errors.append(line)
         elif line.custom_id in seen:
-            errors.append(same_name(line))
+            errors.append(duplicate_id(line))
         else:
             seen.add(line.custom_id)
     if errors:

@@ -95,7 +95,7 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
     )
     async def show_results(batch_id: str, request: Request) -> StreamingResponse:
         """What became of each request of a batch that has ended: lines of JSON, in any order."""
-        paths = await store().answers(owner_of(request), batch_id, Api.ANTHROPIC)
+        paths = await store().result_paths(owner_of(request), batch_id, Api.ANTHROPIC)
         return StreamingResponse(results(paths), media_type="application/x-jsonl")
 
     @router.post(

@@ -11,9 +11,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from server.batches.line_answers import answered
+from server.batches.line_results import Line, result_of
 from server.batches.loopback import LoopbackResponse
-from server.batches.table import Line
 from server.storage.clock import ExpiryClock
 from tests.server.batches.clients import ended_lines
 from tests.server.scripted import Running, running
@@ -135,7 +134,7 @@ async def test_deleting_takes_the_files_along(tmp_path: Path) -> None:
 def test_a_prompt_is_counted_in_all_its_parts() -> None:
     usage = b'{"input_tokens":5,"cache_creation_input_tokens":32,"cache_read_input_tokens":16,'
     body = b'{"usage":' + usage + b'"output_tokens":7}}'
-    answer = answered(Line("msgbatch_a", 1, "c", 0, 9), LoopbackResponse(200, "", body))
+    answer = result_of(Line("msgbatch_a", 1, "c", 0, 9), LoopbackResponse(200, "", body))
     assert (answer.input_tokens, answer.cached_tokens, answer.output_tokens) == (53, 16, 7)
 
 

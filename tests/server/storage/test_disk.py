@@ -67,7 +67,7 @@ async def test_a_database_that_cannot_be_written_is_read(tmp_path: Path) -> None
     await store.database.run(pragma("query_only = ON"))
     with pytest.raises(StorageUnavailableError, match="readonly database"):
         await store.database.run(keep(store, "two", 10))
-    files = FileStore(store.database, store.folder, store.quotas, 1 << 20, 0)
+    files = FileStore(store, 1 << 20, 0, lambda _: [])
     with pytest.raises(StorageUnavailableError):
         await files.create("", Upload(100), lambda _: ("batch", None))
     # No content is left without a row, and no place is taken.
