@@ -1,4 +1,4 @@
-"""The queue of responses in the background: owners take turns."""
+"""Queue of background responses, fair between owners."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from server.responses.table import Waiting
 
 
 class FairQueue:
-    """Queue of ids, by owner. Used from the event loop.
+    """Queue of response ids, by owner. Used from the event loop.
 
-    The next turn is that of the owner with the fewest running responses; among equals, of the one
-    whose last turn is the longest ago.
+    The next response is that of the owner with the fewest running ones; among equals, of the owner
+    that was served least recently.
     """
 
     def __init__(self) -> None:
@@ -21,25 +21,25 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     def add(self, waiting: Waiting) -> None:
-        """Add a response behind the others of its owner."""
+        """Append a response to those of its owner."""
         self._waiting.setdefault(waiting.owner, deque()).append(waiting.id)
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a response that waits."""
+        """Remove a waiting response."""
         self._waiting[waiting.owner].remove(waiting.id)
-        self._forget_empty(waiting.owner)
+        self._drop_empty(waiting.owner)
 
     def take(self, running: Counter[str]) -> Waiting | None:
-        """Remove and return the response whose turn it is; `running` counts by owner."""
+        """Remove and return the next response; `running` counts running ones by owner."""
         if not self._waiting:
             return None
         owner = min(self._waiting, key=running.__getitem__)
-        turn = Waiting(self._waiting[owner].popleft(), owner)
-        # To the end of the order in which equals are chosen.
+        response = Waiting(self._waiting[owner].popleft(), owner)
+        # Move the owner to the end of the order for equals.
         self._waiting[owner] = self._waiting.pop(owner)
-        self._forget_empty(owner)
-        return turn
+        self._drop_empty(owner)
+        return response
 
-    def _forget_empty(self, owner: str) -> None:
+    def _drop_empty(self, owner: str) -> None:
         if not self._waiting[owner]:
             del self._waiting[owner]

@@ -1,7 +1,7 @@
-"""What stands between a request of the Responses API and the front end: the conversation that it
-continues is put before it, and its answer is kept.
+"""Layer of the Responses API over the front end.
 
-Requests of other endpoints pass untouched.
+It inserts the conversation that a request continues, and stores the response. Requests of other
+endpoints pass unchanged.
 """
 
 from __future__ import annotations
@@ -37,33 +37,29 @@ from server.tiers.tier import Tier
 logger = logging.getLogger(__name__)
 
 _OFF = "nothing is stored: this server was started without --data-dir"
-_IN_LINES = "it is not for lines of a batch"
 
 
 class ResponseStore:
-    """Reads and answers requests over a front end."""
+    """Reads and answers requests through a front end."""
 
     def __init__(self, frontend: Callable[[], Frontend], service: ResponseService | None) -> None:
-        """`service` is None without --data-dir: then nothing is kept."""
+        """Create the layer; `service` is None without --data-dir."""
         self._frontend = frontend
         self._service = service
 
     async def read(self, endpoint: Endpoint, raw: bytes, record: RequestRecord) -> ReadRequest:
-        """Return what a body asks for, behind the conversation that it continues.
-
-        Raises the `ServerError` of what is wrong with it.
-        """
+        """Read a body, with the conversation that it continues. Raises a `ServerError`."""
         given = await self._frontend().read(endpoint, raw)
         options = given.storage_options
         if options is None:
             return given
-        self._require_possible(options, record)
+        self._check_supported(options, record)
         if options.previous is not None:
             assert self._service is not None
-            before = await self._service.conversation(record, options.previous)
-            given = await self._frontend().read(endpoint, raw, before)
+            items = await self._service.conversation(record, options.previous)
+            given = await self._frontend().read(endpoint, raw, items)
             given.stamp["previous_response_id"] = options.previous
-        given.stamp["store"] = options.is_stored = await self._is_to_keep(options, record)
+        given.stamp["store"] = options.is_stored = await self._reserve(options, record)
         if record.internal is not None:
             given.stamp |= record.internal.stamp
         given.storage_options = options
@@ -72,7 +68,7 @@ class ResponseStore:
     async def handle(
         self, endpoint: Endpoint, given: ReadRequest, raw: bytes, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        """Answer a request, or have it answered meanwhile; see `server.frontend.Frontend`."""
+        """Answer a request, or queue it; see `server.frontend.Frontend`."""
         options, service = given.storage_options, self._service
         if options is None or service is None or not options.is_stored:
             return await self._frontend().handle(endpoint, given, request)
@@ -87,28 +83,35 @@ class ResponseStore:
             return response.shown()
         result = await self._frontend().handle(endpoint, given, request)
         if isinstance(result, bytes):
-            return await _kept(service, owner, options, result)
-        return _keeping_end(service, owner, options, result)
+            is_stored = await _store(service, owner, options, result)
+            return result if is_stored else _unstored(result)
+        return _storing_end(service, owner, options, result)
 
     async def _default_model(self) -> str:
-        """Return the model that answers where a request names none."""
+        """Return the model for requests that name none."""
         return str((await self._frontend().models())[0]["id"])
 
-    def _require_possible(self, options: StorageOptions, record: RequestRecord) -> None:
-        wishes = {
+    def _check_supported(self, options: StorageOptions, record: RequestRecord) -> None:
+        fields = {
             "store": options.store,
             "background": options.background,
             "previous_response_id": options.previous,
         }
-        asked = next((name for name, wish in wishes.items() if wish), None)
-        if asked is not None and self._service is None:
-            raise UnsupportedFieldError(f"'{asked}' is not supported: {_OFF}.", param=asked)
-        lines = record.internal is not None and not record.internal.permitted
-        if lines and options.background:
-            raise UnsupportedFieldError(f"'background': {_IN_LINES}.", param="background")
+        used = next((name for name, value in fields.items() if value), None)
+        if used is not None and self._service is None:
+            raise UnsupportedFieldError(f"'{used}' is not supported: {_OFF}.", param=used)
+        is_line = record.internal is not None and not record.internal.permitted
+        if is_line and options.background:
+            raise UnsupportedFieldError(
+                "'background' is not supported in lines of a batch.", param="background"
+            )
 
-    async def _is_to_keep(self, options: StorageOptions, record: RequestRecord) -> bool:
-        """Whether the answer is kept: by default where there is room, but for lines of batches."""
+    async def _reserve(self, options: StorageOptions, record: RequestRecord) -> bool:
+        """Reserve storage for the response; return False if it is not stored.
+
+        By default responses are stored while quotas allow, those of batch lines are not. Raises
+        `StorageFullError` and `StorageUnavailableError` if the request demands storage.
+        """
         if self._service is None or options.store is False:
             return False
         if record.internal is not None and not options.store:
@@ -125,43 +128,36 @@ class ResponseStore:
         return True
 
 
-async def _kept(
-    service: ResponseService, owner: str, options: StorageOptions, whole: bytes
-) -> bytes:
-    """Store an answer; return it with `store` false where it could not be, and need not."""
-    return whole if await _is_kept(service, owner, options, whole) else _not_kept(whole)
-
-
-def _not_kept(whole: bytes) -> bytes:
-    """Return the text of a response that says that it is not kept."""
+def _unstored(whole: bytes) -> bytes:
+    """Set `store` to false in the JSON text of a response."""
     return object_of({**all_fields_of(whole), "store": False})
 
 
-async def _is_kept(
+async def _store(
     service: ResponseService, owner: str, options: StorageOptions, whole: bytes
 ) -> bool:
-    """Store an answer; return False where that failed. Raises if the request demands it."""
+    """Store a response; return False on failure. Raises if the request demands storage."""
     try:
-        await service.keep(owner, options, whole)
+        await service.store(owner, options, whole)
     except (ServerError, OSError, sqlite3.Error) as error:
         if options.store:
             raise
-        logger.error("a response is not kept: %s", error)
+        logger.error("a response cannot be stored: %s", error)
         return False
     return True
 
 
-async def _keeping_end(
+async def _storing_end(
     service: ResponseService, owner: str, options: StorageOptions, frames: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """Keep the response of a stream before its last event is sent."""
+    """Store the response of a stream before its last event is sent."""
     async with aclosing(frames):
         async for frame in frames:
             if frame.startswith(END_EVENTS):
                 event = all_fields_of(data_text(frame))
                 whole = bytes(event["response"])
-                if not await _is_kept(service, owner, options, whole):
+                if not await _store(service, owner, options, whole):
                     name = str(string_of(bytes(event["type"])))
-                    data = object_of({**event, "response": Raw(_not_kept(whole))})
+                    data = object_of({**event, "response": Raw(_unstored(whole))})
                     frame = named_frame(name, data)
             yield frame

@@ -1,4 +1,4 @@
-"""What the body of a request says about being kept, taken off it where bodies are read."""
+"""Parsing of the storage fields of a request of the Responses API."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INPUT = "input"
 def take_storage_options(
     endpoint: Endpoint, body: JsonObject, before: bytes | None
 ) -> StorageOptions | None:
-    """Take off `body` what only this server can do; None for other endpoints.
+    """Remove the storage fields from `body` and return them; None for other endpoints.
 
-    `before` are the items of the conversation that it continues, a JSON array: they are put in
-    front of its own. Raises `InvalidTypeError`, `InvalidValueError`.
+    `before` is a JSON array with the items of the conversation that the request continues; they
+    are inserted before its own. Raises `InvalidTypeError`, `InvalidValueError`.
     """
     if not endpoint.takes_items:
         return None
@@ -32,7 +32,7 @@ def take_storage_options(
     )
     if options.background and options.store is False:
         raise InvalidValueError(
-            "'background': true needs 'store': true: nobody could ask for the answer.",
+            "'background': true requires 'store': true.",
             param="background",
         )
     if options.previous is not None and body.get("previous_input_messages"):
@@ -46,7 +46,7 @@ def take_storage_options(
 
 
 def _items(given: object) -> list[Any]:
-    """The items of an input; none of one that is neither text nor array, and is refused later."""
+    """Return the items of an input; none for an invalid type, which is rejected later."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     return given if isinstance(given, list) else []

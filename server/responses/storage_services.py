@@ -1,4 +1,4 @@
-"""What a server keeps that was started with --data-dir: batches with their files, responses."""
+"""Services of a server with --data-dir: files, batches and stored responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.storage.store import Store
 
 
 class StorageServices:
-    """One store and what works on it; `batches` and `responses` are None without one."""
+    """Store with its services; `batches` and `responses` are None without --data-dir."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class StorageServices:
         admission: Admission,
         decode_times: Callable[[], DecodeTimes],
     ) -> None:
-        """Raises `SettingsError` where `--data-dir` cannot be used."""
+        """Open the store. Raises `SettingsError` if `--data-dir` cannot be used."""
         self.batches: BatchService | None = None
         self.responses: ResponseService | None = None
         self._store: Store | None = None
@@ -38,29 +38,29 @@ class StorageServices:
 
     @property
     def owner_salt(self) -> bytes:
-        """The salt of stored owners; empty where nothing is stored."""
+        """Salt of stored owners, empty without a store."""
         return b"" if self._store is None else self._store.owner_salt
 
     def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
-        """Settle what earlier versions stored for unnamed keys; see `Store.settle_owners`."""
+        """Call `Store.settle_owners`, if there is a store."""
         if self._store is not None:
             self._store.settle_owners(owners, adopt=adopt)
 
     def require_batches(self) -> BatchService:
-        """Return what is behind the routes of files and batches. Raises `NotEnabledError`."""
+        """Return the service of files and batches. Raises `NotEnabledError`."""
         if self.batches is None:
             raise _off("Files and batches")
         return self.batches
 
     def require_responses(self) -> ResponseService:
-        """Return what keeps responses. Raises `NotEnabledError`."""
+        """Return the service of stored responses. Raises `NotEnabledError`."""
         if self.responses is None:
             raise _off("Stored responses")
         return self.responses
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
-        """Work through `app` for the length of the block; then the store is closed."""
+        """Run the background work of the services for the length of the block, then close."""
         if self._store is None or self.batches is None or self.responses is None:
             yield
             return
@@ -71,8 +71,8 @@ class StorageServices:
             self._store.close()
 
 
-def _off(what: str) -> NotEnabledError:
+def _off(services: str) -> NotEnabledError:
     return NotEnabledError(
-        f"{what} are off: this server was started without --data-dir, the directory that they are "
-        "kept in."
+        f"{services} are off: this server was started without --data-dir, the directory that they "
+        "are stored in."
     )

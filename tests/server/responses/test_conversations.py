@@ -19,7 +19,7 @@ from server.frontend import StorageOptions
 from server.request.record import RequestRecord
 from server.request.route_table import route_of
 from server.responses import conversations, table
-from server.responses.response import Response, made, queued
+from server.responses.response import Response, finished_response, queued_response
 from server.settings import ServerSettings, SettingsError, load_settings
 from server.storage.quotas import Reservation
 from server.storage.schema import MIGRATIONS
@@ -97,7 +97,7 @@ def turn(number: int, size: int) -> Response:
     output = [{"type": "message", "content": [part]}]
     answer = {"id": f"resp_{number}", "status": "completed", "output": output, "text": "z" * size}
     previous = f"resp_{number - 1}" if number else None
-    return made("", previous, items, json.dumps(answer).encode(), 0)
+    return finished_response("", previous, items, json.dumps(answer).encode(), 0)
 
 
 async def stored(folder: Path) -> Store:
@@ -166,8 +166,8 @@ def test_answers_and_requests_are_not_built() -> None:
     options = StorageOptions(store=True, background=True, previous=None, stream=False, items=b"[]")
 
     def work() -> tuple[Response, Response]:
-        response = made("", None, HOSTILE, whole + b"}", 0)
-        waiting = queued("", options, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
+        response = finished_response("", None, HOSTILE, whole + b"}", 0)
+        waiting = queued_response("", options, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
         return response, waiting
 
     work()

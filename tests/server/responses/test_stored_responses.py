@@ -16,9 +16,10 @@ import pytest
 
 from server.errors import NotFoundError
 from server.responses import conversations, table
-from server.responses.response import made
+from server.responses.response import finished_response
 from server.settings import ServerSettings
 from server.storage.database import Work
+from server.storage.jobs import RESPONSES
 from server.storage.quotas import Reservation
 from server.storage.store import Store
 from tests.server.batches.test_durability import Service
@@ -92,7 +93,7 @@ async def test_it_outlives_a_kill(tmp_path: Path) -> None:
         assert text(await until(client, polled["id"], "completed")) == "1 items"
         failed = await shown(client, streamed)
         assert failed["status"] == "failed"
-        assert "while this was streamed" in failed["error"]["message"]
+        assert "while this response was streamed" in failed["error"]["message"]
         assert len(await frames(client, streamed)) == 3
 
 
@@ -162,7 +163,9 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
     def keep(name: str, previous: str | None, expires_at: int) -> Work[None]:
         answer = {"id": name, "status": "completed", "output": []}
         whole = json.dumps(answer).encode()
-        response = replace(made("", previous, b"[]", whole, 3600), expires_at=expires_at)
+        response = replace(
+            finished_response("", previous, b"[]", whole, 3600), expires_at=expires_at
+        )
         place = Reservation(store.quotas, "", "responses")
         return partial(table.insert, response=response, reservation=place)
 
@@ -170,7 +173,7 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
     await store.database.run(keep("first", None, long_ago))
     await store.database.run(keep("left", None, long_ago))
     await store.database.run(keep("second", "first", later))
-    expire = partial(table.expire, now=long_ago)
+    expire = partial(table.delete_expired, now=long_ago)
     assert await store.database.run(expire) == 1
     find = partial(conversations.find, owner="", last="second", max_bytes=1000)
     assert (await store.database.run(find)).turns == ["second", "first"]
@@ -178,7 +181,7 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
         await store.database.run(partial(table.get, owner="", response_id="left"))
     await store.database.run(partial(table.delete, owner="", response_id="second"))
     assert await store.database.run(expire) == 1
-    assert await store.database.run(table.counts) == {}
+    assert await store.database.run(RESPONSES.count_by_status) == {}
     store.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from server.errors import StorageFullError, StorageUnavailableError
 from server.responses import table
-from server.responses.response import made
+from server.responses.response import finished_response
 from server.settings import ServerSettings
 from server.storage.database import Work
 from server.storage.disk_errors import disk_errors
@@ -47,7 +47,7 @@ def pragma(text: str) -> Work[None]:
 def keep(store: Store, name: str, size: int) -> Work[None]:
     answer = {"id": name, "status": "completed", "output": [], "text": "x" * size}
     place = Reservation(store.quotas, "", "responses")
-    response = made("", None, b"[]", json.dumps(answer).encode(), 0)
+    response = finished_response("", None, b"[]", json.dumps(answer).encode(), 0)
     return partial(table.insert, response=response, reservation=place)
 
 
