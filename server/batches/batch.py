@@ -126,7 +126,7 @@ class Batch:
 
     @property
     def is_open(self) -> bool:
-        """Whether the batch has not ended."""
+        """True until the batch has ended."""
         return self.status in BATCHES.open_statuses
 
     @property

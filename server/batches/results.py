@@ -37,7 +37,7 @@ class ResultFiles:
         self._folder = folder
         self._keep_s = keep_s
         self.full = False
-        """Whether results wait for disk space."""
+        """True while results wait for disk space."""
 
     async def recover(self, batches: Sequence[Batch]) -> None:
         """Truncate uncounted results and delete parts that belong to no batch."""

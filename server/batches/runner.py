@@ -55,7 +55,7 @@ class _Running:
     line: Line
     task: asyncio.Task[None]
     is_answered: bool = False
-    """Whether only the write of its result is left."""
+    """True once only the write of its result is left."""
 
 
 class BatchRunner:
@@ -71,7 +71,7 @@ class BatchRunner:
     ) -> None:
         """`rules` are those for lines of any endpoint."""
         self.quota_reached = False
-        """Whether lines wait because `--max-stored-bytes` is reached."""
+        """True while lines wait because `--max-stored-bytes` is reached."""
         self._clock = store.clock
         self._quotas = store.quotas
         self._database = store.database

@@ -120,7 +120,7 @@ def delete_lines(db: sqlite3.Connection, batch_id: str) -> None:
 
 
 def begin(db: sqlite3.Connection, batch_id: str, model: str | None) -> None:
-    """Let the lines of a validated batch run, unless it was cancelled during validation."""
+    """Start a validated batch, unless it was cancelled during validation."""
     (total,) = db.execute("SELECT count(*) FROM lines WHERE batch = ?", (batch_id,)).fetchone()
     db.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
     if reload(db, batch_id).status == "validating":

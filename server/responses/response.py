@@ -60,7 +60,7 @@ class Response:
 
     @property
     def is_open(self) -> bool:
-        """Whether the response has not ended."""
+        """True until the response has ended."""
         return self.status in RESPONSES.open_statuses
 
     @property

@@ -66,5 +66,7 @@ class JobLoop:
                 pause_s = await self._turn()
             except Exception:
                 logger.exception("%s: a turn failed", self._name)
+            # Unlike `wait_for` of Python 3.11, this never loses a cancellation.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._woken.wait()

@@ -169,7 +169,7 @@ async def test_wrong_input_fails_the_batch(
         assert (error["code"], error["line"]) == (code, number)
         assert error["message"]
         assert batch["output_file_id"] is None
-        # Nothing of it was asked.
+        # No line was sent.
         assert service.frontend.headers == {}
 
 

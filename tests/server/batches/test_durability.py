@@ -1,4 +1,4 @@
-"""What is stored outlives every end of a process, and belongs to one process at a time."""
+"""Stored data survives every end of a process, and one process at a time has it."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ async def test_a_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         client = service.client
         file_id = await upload(client, content)
-        told = (await client.get(f"/v1/files/{file_id}")).json()
-        assert (told["object"], told["bytes"], told["filename"]) == (
+        file = (await client.get(f"/v1/files/{file_id}")).json()
+        assert (file["object"], file["bytes"], file["filename"]) == (
             "file",
             len(content),
             "in.jsonl",
         )
-        assert told["expires_at"] - told["created_at"] == 30 * 24 * 3600
+        assert file["expires_at"] - file["created_at"] == 30 * 24 * 3600
         assert (await client.get(f"/v1/files/{file_id}/content")).content == content
         gone = await client.delete(f"/v1/files/{file_id}")
         assert gone.json() == {"id": file_id, "object": "file", "deleted": True}
@@ -171,13 +171,13 @@ async def test_files_expire(tmp_path: Path) -> None:
         kept = await service.client.post(
             "/v1/files", content=form(FILE, PURPOSE, *later), headers={"content-type": FORM}
         )
-        told = kept.json()
-        assert told["expires_at"] == told["created_at"] + 3600
+        file = kept.json()
+        assert file["expires_at"] == file["created_at"] + 3600
         await asyncio.sleep(1.1)
     async with running(tmp_path, data_dir=tmp_path / "data", file_retention_s=1) as service:
         while (await service.client.get(f"/v1/files/{short}")).status_code == 200:
             await asyncio.sleep(0.02)
-        assert (await service.client.get(f"/v1/files/{told['id']}")).status_code == 200
+        assert (await service.client.get(f"/v1/files/{file['id']}")).status_code == 200
 
 
 @pytest.mark.parametrize(

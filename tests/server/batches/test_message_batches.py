@@ -52,11 +52,11 @@ async def results(batches: Any, batch: Any) -> dict[str, Any]:
 
 
 async def test_every_request_has_its_result(tmp_path: Path) -> None:
-    asked = [request(n, "refuse" if n % 10 == 0 else "answer") for n in range(1, 41)]
-    asked.append(request(41, stream=True))
+    requests = [request(n, "refuse" if n % 10 == 0 else "answer") for n in range(1, 41)]
+    requests.append(request(41, stream=True))
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         async with client_of(service) as batches:
-            batch = await batches.create(requests=asked)
+            batch = await batches.create(requests=requests)
             assert batch.id.startswith("msgbatch_")
             assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 41)
             assert (batch.results_url, batch.ended_at) == (None, None)
@@ -67,7 +67,7 @@ async def test_every_request_has_its_result(tmp_path: Path) -> None:
             assert (counts.canceled, counts.expired) == (0, 0)
             assert batch.ended_at >= batch.created_at
             found = await results(batches, batch)
-            assert set(found) == {one["custom_id"] for one in asked}
+            assert set(found) == {one["custom_id"] for one in requests}
             assert found["c1"].type == "succeeded"
             assert found["c1"].message.ok is True
             for name, code in (("c10", "context_length_exceeded"), ("c41", "unsupported_field")):
@@ -82,9 +82,9 @@ async def test_every_request_has_its_result(tmp_path: Path) -> None:
 
 
 async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
-    asked = [request(n, "answer" if n < 5 else "wait") for n in range(30)]
+    requests = [request(n, "answer" if n < 5 else "wait") for n in range(30)]
     async with running(tmp_path, data_dir=tmp_path / "data") as service, client_of(service) as it:
-        batch = await it.create(requests=asked)
+        batch = await it.create(requests=requests)
         while await service.metric('rbln_batch_lines_total{result="completed"}') < 5:
             await asyncio.sleep(0.02)
         with pytest.raises(anthropic.BadRequestError, match="has not ended"):
@@ -105,9 +105,9 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
 async def test_expired_requests_have_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [request(1), request(2, "refuse"), *(request(n, "wait") for n in range(3, 13))]
+    requests = [request(1), request(2, "refuse"), *(request(n, "wait") for n in range(3, 13))]
     async with running(tmp_path, data_dir=tmp_path / "data") as service, client_of(service) as it:
-        batch = await it.create(requests=asked)
+        batch = await it.create(requests=requests)
         await ended_lines(service, completed=1, failed=1)
         # Set the clock, as a short window could end before the first answer on a busy machine.
         monkeypatch.setattr(ExpiryClock, "now", lambda _: int(batch.expires_at.timestamp()))
@@ -117,9 +117,9 @@ async def test_expired_requests_have_results(
 
 
 async def test_deleting_takes_the_files_along(tmp_path: Path) -> None:
-    asked = [request(1), request(2, "refuse")]
+    requests = [request(1), request(2, "refuse")]
     async with running(tmp_path, data_dir=tmp_path / "data") as service, client_of(service) as it:
-        batch = await until_ended(it, await it.create(requests=asked))
+        batch = await until_ended(it, await it.create(requests=requests))
         files = (await service.client.get("/v1/files")).json()["data"]
         assert len(files) == 3
         gone = await it.delete(batch.id)
@@ -161,7 +161,7 @@ async def test_pages_go_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "param"),
+    ("requests", "code", "param"),
     [
         ([], "invalid_value", "requests"),
         ([request(n) for n in range(11)], "invalid_value", "requests"),
@@ -177,11 +177,11 @@ async def test_pages_go_both_ways(tmp_path: Path) -> None:
     ],
 )
 async def test_wrong_requests_make_no_batch(
-    tmp_path: Path, asked: list[Any], code: str, param: str
+    tmp_path: Path, requests: list[Any], code: str, param: str
 ) -> None:
     settings = {"data_dir": tmp_path / "data", "max_batch_lines": 10}
     async with running(tmp_path, **settings) as service:
-        answer = await service.client.post(PATH, json={"requests": asked})
+        answer = await service.client.post(PATH, json={"requests": requests})
         assert (answer.status_code, answer.json()["type"]) == (400, "error")
         error = answer.json()["error"]
         assert (error["code"], error["param"]) == (code, param)

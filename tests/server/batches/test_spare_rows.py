@@ -1,4 +1,4 @@
-"""How many lines run beside what clients ask, and with nobody there."""
+"""Numbers of lines that run beside client requests and without them."""
 
 from __future__ import annotations
 

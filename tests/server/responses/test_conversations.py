@@ -180,8 +180,8 @@ def test_answers_and_requests_are_not_built() -> None:
         tracemalloc.stop()
     assert peak < 6 * len(whole)
     assert json.loads(response.shown()) == json.loads(whole + b"}")
-    asked = json.loads(waiting.request or b"")
-    assert (asked["background"], asked["store"], asked["model"]) == (False, False, "m")
+    request = json.loads(waiting.request or b"")
+    assert (request["background"], request["store"], request["model"]) == (False, False, "m")
 
 
 async def test_responses_of_earlier_versions_are_shown_as_before(tmp_path: Path) -> None:

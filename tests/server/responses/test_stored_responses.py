@@ -1,4 +1,4 @@
-"""What is kept outlives every end of a process, has an owner, quotas and an end."""
+"""Stored responses survive every end of a process, and have owners, quotas and an expiry."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_it_outlives_a_kill(tmp_path: Path) -> None:
         assert text(await shown(client, first["id"])) == "1 items"
         second = await create(client, previous_response_id=first["id"])
         assert text(second) == "3 items"
-        # What was polled is made again; events that somebody saw cannot be.
+        # What was polled is made again; one with stored events is not.
         await until(client, polled["id"], "in_progress")
         again.frontend.go_on.set()
         assert text(await until(client, polled["id"], "completed")) == "1 items"

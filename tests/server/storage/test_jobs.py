@@ -24,6 +24,7 @@ async def test_a_failed_turn_is_logged_and_the_loop_goes_on(
     turns = asyncio.Queue[int]()
 
     async def turn() -> None:
+        await asyncio.sleep(0)
         turns.put_nowait(0)
         loop.wake()
         if turns.qsize() == 1:
