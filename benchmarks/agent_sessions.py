@@ -1,7 +1,7 @@
 """Sessions of coding agents: requests of the shape that Claude Code and Codex send, turn by turn.
 
 Written from the public documentation of both APIs and of what the clients send; the words are
-filler. A session's history is its own and not the model's, so that every server is asked the same.
+filler. A session's history is its own and not the model's: every server gets the same requests.
 """
 
 from __future__ import annotations

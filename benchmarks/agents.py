@@ -171,8 +171,8 @@ def _ask(server: ServerProcess, path: str, body: dict[str, Any]) -> tuple[float,
             event = json.loads(line[6:])
             if not first and "delta" in event["type"]:
                 first = time.perf_counter()
-            told = event.get("usage") or (event.get("response") or {}).get("usage")
-            usage = told or usage
+            found = event.get("usage") or (event.get("response") or {}).get("usage")
+            usage = found or usage
         return first or time.perf_counter(), usage
     finally:
         connection.close()

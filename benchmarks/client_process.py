@@ -10,9 +10,9 @@ from typing import Any
 
 
 class ClientProcess:
-    """``python -m MODULE`` with ``asked`` on its standard input, started when it is made."""
+    """``python -m MODULE`` with ``request`` on its standard input, started when it is made."""
 
-    def __init__(self, module: str, asked: dict[str, Any]) -> None:
+    def __init__(self, module: str, request: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -21,7 +21,7 @@ class ClientProcess:
             cwd=Path(__file__).parents[1],
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
 
     def end(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -37,5 +37,5 @@ class ClientProcess:
             raise
         if self._process.returncode:
             raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
-        told: dict[str, Any] = json.loads(answer)
-        return told
+        result: dict[str, Any] = json.loads(answer)
+        return result

@@ -1,4 +1,4 @@
-"""What the measuring commands have in common: arguments, progress on standard error, results."""
+"""Shared parts of the measuring commands: arguments, progress on standard error, results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISTURBED_CORES = 0.1
 
 
 class MeasuredRun(Protocol):
-    """What a command's run tells about itself."""
+    """Header fields of a command's run."""
 
     @property
     def started(self) -> str: ...
@@ -37,7 +37,7 @@ class MeasuredRun(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHeader:
-    """What heads the record of a run: when, how and where; `load_before` is the load average."""
+    """Header of a run's record; `load_before` is the load average."""
 
     started: str
     command: str
@@ -76,7 +76,7 @@ def spread(values: Sequence[float], digits: int = 2, *, share: bool = False) -> 
 
 @dataclass(frozen=True)
 class Command(Generic[RunT]):
-    """``python -m benchmarks.<name>``: measure, print the report, keep it where asked."""
+    """``python -m benchmarks.<name>``: measure, print the report, save it on request."""
 
     name: str
     parser: argparse.ArgumentParser

@@ -66,11 +66,11 @@ def _targets(log: Log) -> str:
     for verdict in verdicts(log):
         bound = verdict.least if verdict.least is not None else verdict.most
         sign = "≥" if verdict.least is not None else "≤"
-        asked = f"{bound:.0%}" if verdict.is_share else f"{bound:.2f}×"
+        bound_text = f"{bound:.0%}" if verdict.is_share else f"{bound:.2f}×"
         measured = spread(verdict.values, share=verdict.is_share)
-        cells = [verdict.model, verdict.target, f"{sign} {asked}", measured, verdict.result]
+        cells = [verdict.model, verdict.target, f"{sign} {bound_text}", measured, verdict.result]
         rows.append(cells)
-    head = ["model", "target", "asked", "measured", "result"]
+    head = ["model", "target", "bound", "measured", "result"]
     return "\n".join(["## Targets", "", *tables.table(head, rows), ""])
 
 

@@ -132,7 +132,7 @@ def _sample(engine: EngineProcess, subject: Subject, round_number: int, cell: _C
     prompts = [prompt(cell.prompt_tokens) for _ in range(cell.batch)]
     budget = subject.plan.step_budget_s
     with engine.awake():
-        # Caches and pages of an engine that slept are cold; nobody serves from there.
+        # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.ask_within([prompt(_WARM_UP[0])], _WARM_UP[1], budget)
         wall, own, everyone = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         answer = engine.ask_within(prompts, cell.output_tokens, budget)

@@ -1,4 +1,4 @@
-"""What the limits of connections cost: requests and frames a second with them and without.
+"""Cost of the connection limits: requests and frames a second with them and without.
 
 ``python -m benchmarks.connections --rounds 40 --save``. Two servers without
 an engine (benchmarks/connections_server.py), one with uvicorn's connections and one with ours, get

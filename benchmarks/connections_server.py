@@ -63,7 +63,7 @@ class _Application:
         await send({"type": "http.response.body", "body": b""})
 
     def _no_frontend(self) -> Frontend:
-        raise AssertionError("nobody is ready")
+        raise AssertionError("no connection is ready")
 
 
 async def _serve(side: str, folder: Path) -> None:

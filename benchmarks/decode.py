@@ -161,7 +161,7 @@ def _sample(
         for _ in range(batch)
     ]
     with engine.awake():
-        # Caches and pages of an engine that slept are cold; nobody serves from there.
+        # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.generate(prompts, WARM_UP_TOKENS)
         wall, own, all_processes = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         prefills = [engine.generate(prompts, 1)[0] for _ in range(PREFILL_REPEATS)]

@@ -1,4 +1,4 @@
-"""What experts cost: one layer's ops by the experts they read, and whole engines.
+"""Cost of experts: one layer's ops by the experts they read, and whole engines.
 
     python -m benchmarks.experts [--rows 1 8 64] [--batch 1 8] [--rounds 3] [--save]
 

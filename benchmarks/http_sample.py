@@ -51,7 +51,7 @@ def sample(
     )
     with server.awake():
         settle(server)
-        # Caches and pages of a server that slept are cold; nobody serves from there.
+        # Caches and pages of a server that slept are cold, unlike those of a busy one.
         send_load(server, replace(load, bodies=[first], concurrency=1))
         meter = Meter(server)
         answer = send_load(server, load)

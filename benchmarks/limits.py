@@ -19,7 +19,7 @@ _BYTES_PER_ELEMENT = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What all threads together reach on this machine, now."""
+    """Measured limits of all threads of this machine together."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """What the steps of a dense decoder with full attention cannot avoid, in bfloat16.
+    """Least bytes and FLOPs of the steps of a dense decoder with full attention, in bfloat16.
 
     `layer_weights` counts the elements of all layers' matrices, `head_weights` those of the LM
     head; embedding rows are too few to count.

@@ -27,7 +27,7 @@ CUT = "cut off at the end of the time budget"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to send where; `bodies` are the JSON objects of the requests, in order."""
+    """Requests to send: `bodies` are their JSON objects, in order."""
 
     port: int
     bodies: list[dict[str, Any]]
@@ -64,7 +64,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a load.
+    """Result of a load.
 
     `gaps` are the p50, p95, p99 and longest seconds between events of a stream.
     """

@@ -24,7 +24,7 @@ def measure_logged(
     *,
     suffix: str = "",
 ) -> None:
-    """Let ``measure`` fill a log of its own, then ``report`` it, however the measuring ended.
+    """Run ``measure`` on a new log and then ``report`` it, even if ``measure`` raises.
 
     ``measure`` takes the command line as well: ``module`` with its arguments ``words``.
     """

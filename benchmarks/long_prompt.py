@@ -135,25 +135,25 @@ def _sample(server: ServerProcess, number: int, tokens: int, *, beside: bool) ->
     prompt = _load(server, prompt_text(chooser, tokens), 1)
     with server.awake():
         settle(server)
-        # Caches and pages of a server that slept are cold; nobody serves from there.
+        # Caches and pages of a server that slept are cold, unlike those of a busy one.
         send_load(server, warm)
         meter = Meter(server)
         streaming = ClientProcess("benchmarks.load", asdict(stream)) if beside else None
         if streaming is not None:
             time.sleep(_BEFORE_S)
-        asked = send_load(server, prompt)["requests"][0]
-        told: dict[str, Any] = {"gaps": []} if streaming is None else streaming.end()
+        prompted = send_load(server, prompt)["requests"][0]
+        streamed: dict[str, Any] = {"gaps": []} if streaming is None else streaming.end()
         _, other_busy_cores = meter.read()
-    if asked["first"] is None or (beside and not told["gaps"]):
+    if prompted["first"] is None or (beside and not streamed["gaps"]):
         raise server.error("streamed nothing")
     sample = Sample(
         round=number,
         side=server.side.name,
-        first=asked["first"] - asked["sent"],
-        gaps=told["gaps"],
+        first=prompted["first"] - prompted["sent"],
+        gaps=streamed["gaps"],
         other_busy_cores=other_busy_cores,
     )
-    gaps = f", the stream's longest gap {1000 * told['gaps'][3]:.0f} ms" if beside else ""
+    gaps = f", the stream's longest gap {1000 * streamed['gaps'][3]:.0f} ms" if beside else ""
     say(f"  round {number} {sample.side}: first token after {sample.first:.2f} s{gaps}")
     return sample
 

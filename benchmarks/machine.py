@@ -1,4 +1,4 @@
-"""What a measurement ran on: the processor, its bandwidth and FLOP/s, the software's versions."""
+"""Machine of a measurement: processor, bandwidth, FLOP/s and software versions."""
 
 from __future__ import annotations
 

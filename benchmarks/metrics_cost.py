@@ -1,4 +1,4 @@
-"""What our own metrics cost: decode steps and HTTP loads with them and without, and single calls.
+"""Cost of our own metrics: decode steps and HTTP loads with and without them, and single calls.
 
 ``python -m benchmarks.metrics_cost --model 15m --batch 1 8 --http --save``. An engine in this
 process takes a few steps with recorders and a few without, and so on (benchmarks/unmetered.py), and

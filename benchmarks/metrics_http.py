@@ -90,7 +90,7 @@ def _sample(server: ServerProcess, switch: Switch, level: int, seed: str) -> tup
         return await asyncio.gather(*streams)
 
     if min(asyncio.run(run())) < _OUTPUT_TOKENS // 2:
-        raise server.error("answered fewer tokens than it was asked for")
+        raise server.error("answered fewer tokens than requested")
     return statistics.median(turns.gaps[0]) * 1e3, statistics.median(turns.gaps[1]) * 1e3
 
 

@@ -1,4 +1,4 @@
-"""What a batch in the padding earns, and what it costs clients: streams alone and beside it.
+"""Gain and cost of a batch in the padding: streams alone and beside it.
 
 ``python -m benchmarks.padding --save``: pairs in turn in one server whose only decode bucket has
 eight rows, then a batch alone against a closed loop of clients; see benchmarks/README.md.
@@ -154,17 +154,17 @@ class _Bench:
         before = self._rows()
         answer = self._loop(bodies, streams)
         earned, read = (now - then for now, then in zip(self._rows(), before, strict=True))
-        told = [request for request in answer["requests"] if request["first"] is not None]
+        answered = [request for request in answer["requests"] if request["first"] is not None]
         window = Window(
             streams=streams,
             beside=beside,
             seconds=answer["seconds"],
             gap=statistics.median(
-                (r["last"] - r["first"]) / (r["tokens"] - 1) for r in told if r["tokens"] > 1
+                (r["last"] - r["first"]) / (r["tokens"] - 1) for r in answered if r["tokens"] > 1
             ),
             gap_p99=answer["gaps"][2],
-            first=statistics.median(r["first"] - r["sent"] for r in told),
-            online_tokens=sum(request["tokens"] for request in told),
+            first=statistics.median(r["first"] - r["sent"] for r in answered),
+            online_tokens=sum(request["tokens"] for request in answered),
             earned=earned,
             read=read,
         )

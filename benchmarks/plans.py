@@ -1,4 +1,4 @@
-"""How much is measured of a model, by its size: enough for a median, little enough to wait for.
+"""Amount of measurement by model size: enough for a median in acceptable time.
 
 On the 2-core machine without bfloat16 instructions vLLM's CPU backend takes about a second for one
 decode step of 1.2 billion parameters, so every cell has a time budget, after which it is cut off.

@@ -159,7 +159,7 @@ def _sample(
     args: argparse.Namespace,
 ) -> Sample:
     with engine.awake():
-        # Caches and pages of an engine that slept are cold; nobody serves from there. Backwards,
+        # Caches and pages of an engine that slept are cold, unlike those of a busy one. Backwards,
         # the prompt shares no prefix with what follows.
         engine.generate([prompts[0][::-1]], WARM_UP_TOKENS)
         computed = _computed_tokens(run_dir)

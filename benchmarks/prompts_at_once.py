@@ -160,7 +160,7 @@ def _prompts(checkpoint: Checkpoint, lengths: str, number: int, count: int) -> l
 def _sample(engine: EngineProcess, place: tuple[str, int, str], prompts: list[list[int]]) -> Sample:
     model, number, lengths = place
     with engine.awake():
-        # Caches and pages of an engine that slept are cold; nobody serves from there.
+        # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.ask_within([prompt[::-1] for prompt in prompts], 1, _BUDGET_S)
         wall, own, everyone = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         answer = engine.ask_within(prompts, 1, _BUDGET_S)

@@ -1,4 +1,4 @@
-"""How `quantized_model` writes a checkpoint's matrices: a class for each way that is published.
+"""Matrix formats that `quantized_model` writes: one class for each published format.
 
 All round to nearest: the speed is that of any other checkpoint of the shape, the answers are not
 worth much.

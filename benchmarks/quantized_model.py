@@ -90,7 +90,7 @@ def _tensors(source: Path, form: Form) -> Iterator[tuple[str, Tensor]]:
 
 
 def main() -> None:
-    """Let llama.cpp write the file of the first argument as the second, as the type of the third.
+    """Quantize the file of argument 1 to argument 2 with the type of argument 3, by llama.cpp.
 
     Runs in the peers' environment, which has llama.cpp and no torch.
     """

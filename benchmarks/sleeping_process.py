@@ -26,7 +26,7 @@ class SleepingProcess(ABC):
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let the processes run inside the ``with`` block."""
+        """Continue the processes inside the ``with`` block."""
         self._signal(signal.SIGCONT)
         try:
             yield

@@ -138,13 +138,13 @@ def _round(
     most: int,
 ) -> list[Turn]:
     """Ask each side the same; who goes first changes, so that no side always follows rest."""
-    wishes = [TASKS[task](number + row) for row in range(batch)]
+    bodies = [TASKS[task](number + row) for row in range(batch)]
     answers: dict[str, tuple[list[Answer], float, float]] = {}
     shift = round_number % len(servers)
     for server in [*servers[shift:], *servers[:shift]]:
         with server.awake(), ThreadPoolExecutor(batch) as threads:
-            _, prompts_s = _ask_all(threads, server, wishes, 1)
-            given, decode_s = _ask_all(threads, server, wishes, most)
+            _, prompts_s = _ask_all(threads, server, bodies, 1)
+            given, decode_s = _ask_all(threads, server, bodies, most)
         answers[server.side.name] = given, prompts_s, decode_s
     same = len({tuple(a.text for a in given) for given, _, _ in answers.values()}) == 1
     turns = []
@@ -165,22 +165,22 @@ def _round(
 
 
 def _ask_all(
-    threads: ThreadPoolExecutor, server: ServerProcess, wishes: Sequence[dict[str, Any]], most: int
+    threads: ThreadPoolExecutor, server: ServerProcess, bodies: Sequence[dict[str, Any]], most: int
 ) -> tuple[list[Answer], float]:
     """Return the answers to all at once, and what they took."""
     began = time.perf_counter()
-    given = list(threads.map(lambda wish: _ask(server, wish, most), wishes))
+    given = list(threads.map(lambda body_fields: _ask(server, body_fields, most), bodies))
     return given, time.perf_counter() - began
 
 
-def _ask(server: ServerProcess, wish: dict[str, Any], most: int) -> Answer:
+def _ask(server: ServerProcess, body_fields: dict[str, Any], most: int) -> Answer:
     body = {
         "model": str(server.serving.text_model),
         "max_tokens": most,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **wish,
+        **body_fields,
     }
     connection = http.client.HTTPConnection("127.0.0.1", server.serving.port, timeout=_TIMEOUT_S)
     try:

@@ -140,8 +140,8 @@ class _Bench:
         """Fill the volume and export it, both by the commands that operators use."""
         say("filling the volume")
         self._run(self._volume, "compile", str(self._model), *self._flags)
-        told = self._run(self._volume, "cache", "export", str(self.bundle))
-        self._digest = told.split()[0]
+        exported = self._run(self._volume, "cache", "export", str(self.bundle))
+        self._digest = exported.split()[0]
         self._run(self._volume, "cache", "export", "--directory", str(self._mounted))
 
     def sample(self, kind: str, repeat: int) -> StartUp:
@@ -250,13 +250,13 @@ def markdown(run: Run) -> str:
 
 def _row(kind: str, samples: Sequence[StartUp]) -> str:
     graphs = {(sample.compiled, sample.loaded) for sample in samples}
-    told = " or ".join(f"{compiled}" for compiled, _ in sorted(graphs))
+    compiled_counts = " or ".join(f"{compiled}" for compiled, _ in sorted(graphs))
     loaded = " or ".join(f"{loaded}" for _, loaded in sorted(graphs))
     return (
         f"| {kind} | {spread([s.listening_s for s in samples], 1)} "
         f"| {spread([s.import_s + s.ready_s for s in samples], 1)} "
         f"| {spread([s.import_s + s.answered_s for s in samples], 1)} "
-        f"| {spread([s.import_s for s in samples], 1)} | {told} | {loaded} |"
+        f"| {spread([s.import_s for s in samples], 1)} | {compiled_counts} | {loaded} |"
     )
 
 

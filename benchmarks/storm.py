@@ -114,11 +114,12 @@ def _sample(server: ServerProcess, args: argparse.Namespace, seed: str, clients:
     storm = {"port": port, "model": model, "clients": clients, "budget_seconds": _BUDGET_S}
     storming = ClientProcess("benchmarks.storm_load", storm) if clients else None
     outcome = ClientProcess("benchmarks.load", load).end()
-    told = {} if storming is None else storming.end()
+    result = {} if storming is None else storming.end()
     if not outcome["gaps"]:
         raise server.error("streamed nothing")
-    say(f"  {seed}: p99 {outcome['gaps'][2] * 1e3:.2f} ms, {told.get('requests', 0)} large bodies")
-    return Sample(outcome["gaps"][0] * 1e3, outcome["gaps"][2] * 1e3, outcome["seconds"], told)
+    large = result.get("requests", 0)
+    say(f"  {seed}: p99 {outcome['gaps'][2] * 1e3:.2f} ms, {large} large bodies")
+    return Sample(outcome["gaps"][0] * 1e3, outcome["gaps"][2] * 1e3, outcome["seconds"], result)
 
 
 def markdown(run: Run) -> str:

@@ -79,7 +79,7 @@ def storm(
 
 def main() -> None:
     """Serve the one storm on standard input."""
-    asked = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     ended = threading.Event()
 
     def until_end() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
         ended.set()
 
     threading.Thread(target=until_end, daemon=True).start()
-    print(json.dumps(storm(ended, **asked)))
+    print(json.dumps(storm(ended, **request)))
 
 
 if __name__ == "__main__":

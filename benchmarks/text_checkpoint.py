@@ -99,7 +99,7 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": eos,
     }
     # Not written through: config.json and its like are links to the original's. transformers serve
-    # cannot be asked to ignore the end-of-sequence token, so its defaults name none.
+    # cannot ignore the end-of-sequence token by request, so its defaults name none.
     (folder / "generation_config.json").unlink()
     for name, content in (
         ("generation_config.json", {"pad_token_id": 0}),

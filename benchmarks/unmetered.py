@@ -25,7 +25,7 @@ def install_switch():
 
 
 class Switch:
-    """Whether metrics are recorded: the first byte of a file, 0 for yes."""
+    """Switch of metrics recording: the first byte of a file, 0 for on."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -58,7 +58,7 @@ def recorders() -> list[tuple[type, str]]:
 
 
 def install(switch: Switch) -> Callable[[], None]:
-    """Let `switch` decide in this process from now on; returns what undoes it."""
+    """Make recorders of this process obey `switch`; returns a function that undoes it."""
     before = [(owner, name, getattr(owner, name)) for owner, name in recorders()]
     for owner, name, method in before:
         setattr(owner, name, _switched(method, switch.cell))

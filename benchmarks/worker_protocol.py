@@ -1,4 +1,4 @@
-"""What the engines of a measurement answer, and the pipe they answer through.
+"""Answers of measured engines, and the pipe that carries them.
 
 Pure Python without the engines' libraries: workers run in different environments. A command and its
 answer are one line of JSON each:

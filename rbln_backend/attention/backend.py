@@ -86,10 +86,10 @@ class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadat
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise for what a model asks of this layer by a name that only other backends know."""
-    asked = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
-    if asked:
+    unknown = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
+    if unknown:
         raise UnsupportedModelError(
-            f"attention layers with {', '.join(sorted(asked))}: not supported by the RBLN backend"
+            f"attention layers with {', '.join(sorted(unknown))}: not supported by the RBLN backend"
         )
 
 

@@ -32,7 +32,7 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class LatentAttentionImpl:
-    """What of a layer is bound into graphs by name."""
+    """Tensors of a layer that graphs bind by name."""
 
     alibi_slopes = None
 
@@ -60,7 +60,7 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         non_causal_multi_token_decode: bool = False,
         **_: Any,
     ) -> None:
-        """What is left out skips work of sparse attention or fuses it on GPUs.
+        """Make the layer; ignored arguments belong to sparse attention or GPU fusion.
 
         Raises ``UnsupportedModelError`` for sparse attention, drafts and on an NPU.
         """

@@ -14,7 +14,7 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import Tell, can_build, unheard
+from rbln_backend.emulator.build import BuildReport, can_build, no_op
 from rbln_backend.emulator.kernel_set import (
     KernelSet,
     find_built,
@@ -80,13 +80,13 @@ def npu_name(sdk: ModuleType, config: RblnConfig) -> str | None:
 
 def _refuse_without_sdk(config: RblnConfig) -> None:
     if config.device == "rebel":
-        asked = "device='rebel'"
+        setting = "device='rebel'"
     elif config.force_npu_name:
-        asked = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
+        setting = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
     else:
         return
     raise ConfigError(
-        f"{asked} needs the RBLN SDK, but the module 'rebel' is not installed; "
+        f"{setting} needs the RBLN SDK, but the module 'rebel' is not installed; "
         "install the 'npu' extra or use device='emulated'"
     )
 
@@ -112,7 +112,10 @@ def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
 
 
 def uses_npu_tensors(config: RblnConfig) -> bool:
-    """Whether weights, caches and buffers are torch's; raises ``ConfigError`` where they cannot."""
+    """Return True if weights, caches and buffers are torch tensors on the NPU.
+
+    Raises ``ConfigError`` if the configuration requires that and torch-rbln is missing.
+    """
     if config.use_device_tensor is False:
         return False
     if has_npu_tensors():
@@ -126,21 +129,23 @@ def uses_npu_tensors(config: RblnConfig) -> bool:
 
 
 def builds_kernels(config: RblnConfig) -> bool:
-    """Whether an emulated compiler would have its kernels built first."""
+    """Return True if an emulated compiler has to build its kernels first."""
     stores = kernel_stores(config.cache_root, config.cache_bundles)
     return config.kernels != "aten" and can_build() and find_built(stores) is None
 
 
-def make_emulated_compiler(config: RblnConfig, tell: Tell = unheard) -> tuple[Compiler, KernelSet]:
+def make_emulated_compiler(
+    config: RblnConfig, report: BuildReport = no_op
+) -> tuple[Compiler, KernelSet]:
     """The emulated compiler over the kernels that could be built or loaded here.
 
-    ``tell`` hears how a build goes on.
+    ``report`` gets the progress of a build.
     """
     kernels = load_kernels(
         Path(config.cache_root),
         config.kernels,
         bundles=[Path(x) for x in config.cache_bundles],
-        tell=tell,
+        report=report,
     )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording

@@ -43,6 +43,7 @@ class EmulatedGraph:
         self._outputs: tuple[Tensor, ...] = ()
 
     def run(self) -> tuple[Tensor, ...]:
+        """As ``CompiledGraph.run``: outputs [...] of the program."""
         if self._steps:
             for step in self._steps:
                 step()
@@ -117,10 +118,11 @@ class EmulatedCompiler:
         return lower_graph(program, pack_linear=self._packed)
 
     def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
-        """Call every operator on shapes alone: the first run must not be what finds a mistake."""
+        """Call every operator on meta inputs [...], to find mistakes before the first run."""
         check_shapes(program, inputs)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
+        """As ``Compiler.load``: one tensor [...] per placeholder."""
         graph, inputs = fold_constants(program, tensors)
         use_channels(graph, self._channels)
         return EmulatedGraph(spec, graph, inputs, self._record)

@@ -37,7 +37,7 @@ _LESS_KV = "Try reducing the number of blocks by setting --num-gpu-blocks-overri
 
 
 def has_npu_tensors() -> bool:
-    """Whether torch-rbln, which brings torch's device ``rbln``, is installed and loads."""
+    """Return True if torch-rbln, which adds torch's device ``rbln``, is installed and loads."""
     try:
         importlib.import_module("torch_rbln")
     except ImportError:
@@ -54,6 +54,7 @@ class RebelGraph:
         self._bound = bound
 
     def run(self) -> tuple[Tensor, ...]:
+        """As ``CompiledGraph.run``: outputs [...] in host memory."""
         self._bound.before_run()
         return self._bound.after_run(self._runtime(*self._bound.arguments))
 
@@ -145,10 +146,10 @@ class RebelCompiler:
             return program
 
     def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
-        """Nothing: ``load`` calls every operator on shapes, and the SDK compiles before a run."""
+        """Accept all inputs [...]: ``load`` calls every operator on shapes."""
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
+        """Compile over tensors [...], or fetch from the SDK's cache; raises ``CompileError``."""
         started = time.perf_counter()
         bound = self._bind(program, tensors)
         module = module_of(program, None if self._moved is None else self._moved.device)
@@ -196,7 +197,7 @@ class RebelCompiler:
 
 
 def _no_room(error: Exception) -> Exception:
-    """What to raise for an error of torch's device ``rbln`` while memory is taken."""
+    """Return the exception for an allocation error of torch's device ``rbln``."""
     if any(marker in str(error) for marker in (*_OUT_OF_MEMORY, "out of memory")):
         return DeviceMemoryError(f"the NPU has no room: {error}. {_LESS_KV}")
     return error

@@ -162,7 +162,7 @@ def _windows(keys: ModelKeys, config: Config, period: int) -> Config:
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:
-    """What queries are scaled by is in no key; the 27B models divide their width by their heads."""
+    """Return the query scale, which no key holds; the 27B models use width over heads."""
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

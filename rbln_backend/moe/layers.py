@@ -96,7 +96,7 @@ class RblnMoERunner(MoERunner):
         input_ids: Tensor | None,
         *_: object,
     ) -> Any:
-        """What upstream's op does once it has found the layer."""
+        """Run the layer as upstream's op does after its look-up."""
         return self._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
 
 
@@ -116,12 +116,12 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         return True
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As upstream; raises ``UnsupportedModelError`` where no path can do what is asked."""
+        """As upstream; raises ``UnsupportedModelError`` where no path supports the layer."""
         self.choose(layer)
         super().create_weights(layer, *args, **kwargs)
 
     def choose(self, layer: Any) -> None:
-        """Choose the path; raises ``UnsupportedModelError`` where none can do what is asked."""
+        """Choose the path; raises ``UnsupportedModelError`` where no path supports the layer."""
         missing = _missing_feature(layer)
         if missing is not None:
             raise missing.refusal(layer.layer_name)
@@ -161,7 +161,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def routing_of(layer: RoutedExperts) -> Routing:
-    """How ``layer`` routes, in the order in which vLLM picks a router."""
+    """Return the routing of ``layer``, in the order in which vLLM selects a router."""
     groups = (layer.num_expert_group or 1) if layer.use_grouped_topk else 1
     if groups >= layer.global_num_experts or layer.global_num_experts % groups:
         groups = 1
@@ -185,7 +185,7 @@ def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
 
 
 def experts_info(model: nn.Module, *, tokens_mask: bool) -> ExpertsInfo | None:
-    """What operators are told of the mixtures of ``model``; the first stands for all."""
+    """Describe the expert layers of ``model`` for operators; the first stands for all."""
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     methods = moe_methods(model)
     if not methods:

@@ -1,4 +1,4 @@
-"""What a side is asked to do and what it answers; both travel as files between processes."""
+"""Jobs and results of a runner, exchanged as files between processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a side made of one prompt. T = generated tokens, N = tokens with a log-probability."""
+    """Result of one prompt. T: generated tokens, N: tokens with a log-probability."""
 
     prompt_ids: IntArray
     """[tokens of the prompt]."""

@@ -37,7 +37,7 @@ _SIGNS = -0x7F7F7F80
 
 @dataclass(frozen=True, kw_only=True)
 class ByteWeights:
-    """What a checkpoint has in place of a weight [N, K]."""
+    """Stored form of a weight [N, K] in a checkpoint."""
 
     is_float: bool
     """float8_e4m3fn, else int8."""

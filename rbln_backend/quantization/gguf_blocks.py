@@ -145,7 +145,7 @@ def block_method(
     layer: nn.Module,
     prefix: str,
 ) -> QuantizeMethodBase | None:
-    """What multiplies by ``layer``'s weights; None for layers that are as they are.
+    """Return the method that multiplies by ``layer``'s weights; None for unquantized layers.
 
     ``layers`` are by the checkpoint's names, ``joined`` has those that vLLM makes one.
     """

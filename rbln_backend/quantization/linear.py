@@ -51,7 +51,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether a layer can be multiplied by, and the documented reason if not."""
+        """Return True if the layer is supported, else False and the documented reason."""
         weights = _weights_of(c)
         obstacle = weights.obstacle(may_have_zeros=True)
         if obstacle is not None:

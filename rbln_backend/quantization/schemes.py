@@ -132,7 +132,7 @@ def _check_packed(place: str, weights: Mapping[str, Any]) -> None:
 
 
 def _check_bytes(place: str, weights: Mapping[str, Any], has_activations: bool) -> None:
-    """Floats or integers of a byte each; activations are not quantised, whatever is asked."""
+    """Floats or integers of a byte each; activations are never quantized."""
     _check_strategy(place, weights, ("tensor", "channel", "block"))
     kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
     if bits != 8:

@@ -1,4 +1,4 @@
-"""How a layer's weights are quantised, in this backend's words; pure Python."""
+"""Weight formats of quantized layers; pure Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BITS, GROUP_SIZES = (4, 8), (64, 128, CHANNEL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """How a layer's weights are quantised."""
+    """Weight format of a quantized layer."""
 
     bits: int
     group_size: int
@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def format(self) -> str:
-        """What ``emulator.quantized_packing`` calls it."""
+        """The format's name in ``emulator.quantized_packing``."""
         return {8: "e4m3", 4: "e2m1"}[self.bits] if self.kind == "float" else f"int{self.bits}"
 
     def obstacle(self, *, may_have_zeros: bool = False) -> tuple[str, str] | None:

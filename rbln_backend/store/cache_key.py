@@ -83,7 +83,7 @@ def diff(a: CacheKey, b: CacheKey) -> list[str]:
 
 
 def _plain_mapping(value: object) -> object:
-    """Let json.dumps take mappings that are not dicts; `_check` has refused the rest."""
+    """Convert mappings for json.dumps; `_check` has rejected all other types."""
     assert isinstance(value, Mapping)
     return dict(value)
 

@@ -1,4 +1,4 @@
-"""What is known of RBLN NPUs by their names; nobody here has measured one.
+"""Properties of RBLN NPUs by product name; none was measured by this project.
 
 Source: the vendor's vllm-rbln 0.12 (platform, worker utilities, attention). A name that it does
 not tell apart is treated as the oldest kind that it knows.
@@ -65,12 +65,12 @@ class RankMemory:
 
     @property
     def runtime_bytes(self) -> int:
-        """What all graphs reserve."""
+        """Bytes that all graphs reserve."""
         return RUNTIME_BYTES * self.num_graphs * self._parts
 
     @property
     def kv_copies(self) -> int:
-        """How often a KV head is kept: of fewer heads than parts, more than once."""
+        """Copies of each KV head: more than one if there are fewer heads than parts."""
         return max(1, self._parts // self.num_kv_heads)
 
     @property

@@ -1,1 +1,1 @@
-"""What runs in the process of a side: an engine or transformers, and looks into their layers."""
+"""Code that runs in a runner's process: an engine or transformers, and layer probes."""

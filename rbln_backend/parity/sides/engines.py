@@ -17,7 +17,7 @@ from rbln_backend.parity.sides.forced_tokens import ForcedTokens
 
 
 class Engine(Protocol):
-    """What a side asks of its engine."""
+    """Interface of a runner's engine."""
 
     model_config: ModelConfig
     tokenizer: Any

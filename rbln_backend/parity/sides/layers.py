@@ -51,7 +51,7 @@ def state_of(output: Any) -> Tensor:
 
 @contextmanager
 def tapped(model: nn.Module, take: Callable[[Tensor], None]) -> Iterator[list[str]]:
-    """Call ``take`` with every layer's state, in order, while inside; yields the layers' names."""
+    """Call ``take`` with every layer's state [T, H], in order; yields the layers' names."""
     layers = decoder_layers(model)
     hooks = [
         layer.register_forward_hook(lambda _module, _args, output: take(state_of(output)))

@@ -1,4 +1,4 @@
-"""What quantised checkpoints' tensors stand for, by format.
+"""Dequantization of checkpoint tensors, by format.
 
 Unpacked here as the formats' documents say, with none of the engine's code: what reads them in the
 engine is on trial.
@@ -23,10 +23,7 @@ _MXFP4 = "_blocks"
 
 
 def unpacked(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensors:
-    """Weights float32 for those that are stored in another form; the rest as it is.
-
-    ``quantization`` is the ``quantization_config`` of config.json.
-    """
+    """Return weights [N, K], dequantized to float32 where they are stored in another form."""
     found: Tensors = {}
     modules: dict[str, Tensors] = {}
     for name, tensor in tensors.items():
@@ -41,7 +38,7 @@ def unpacked(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> 
 
 
 def _plain(stored: _Stored, quantization: Mapping[str, Any]) -> tuple[Tensors, set[str]]:
-    """What one module's tensors stand for, and which those were."""
+    """Return one module's dequantized weight and the names of its stored tensors."""
     blocks = [kind for kind in stored if kind.endswith(_MXFP4)]
     if blocks:
         names = [kind.removesuffix(_MXFP4) for kind in blocks]

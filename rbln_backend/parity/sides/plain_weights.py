@@ -44,7 +44,7 @@ def plain_checkpoint(model: str, lora: str | None) -> Iterator[str]:
 
 
 def read_weights(folder: Path) -> Tensors:
-    """All tensors of the checkpoint. Raises `ValueError` where it has no safetensors."""
+    """Return all tensors [...] of the checkpoint. Raises `ValueError` without safetensors."""
     found: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
@@ -54,10 +54,7 @@ def read_weights(folder: Path) -> Tensors:
 
 
 def add_adapter(tensors: Tensors, folder: Path) -> None:
-    """Add a LoRA adapter in PEFT's files to its weights, which become float32.
-
-    Raises `ValueError` for one that is more than scale * B A, or that adapts what is not there.
-    """
+    """Add a LoRA adapter in PEFT's files to its weights [N, K], which become float32."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     if others := [field for field in _OTHER_SUMS if config.get(field)]:
         raise ValueError(f"{folder}: {others[0]} is not known to the transformers side")

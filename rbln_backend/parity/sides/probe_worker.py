@@ -34,7 +34,7 @@ class ProbeWorker(RblnWorker):
 
 
 class _Taps:
-    """What ``EngineBuild.observe`` asks for; ``rows[i]`` are layer i's states, step by step."""
+    """Observer for ``EngineBuild.observe``; ``rows[i]`` are layer i's states, step by step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -49,6 +49,7 @@ class _Taps:
         states = self._traced
 
         def with_states(*args: Tensor) -> tuple[Tensor, ...]:
+            """Run the model: outputs [...] and the states of its layers."""
             outputs = plain(*args)
             taken = tuple(states)
             # The capture must not see a list that the function leaves changed.
@@ -73,6 +74,7 @@ class _TappedGraph:
         self._taps = taps
 
     def run(self) -> tuple[Tensor, ...]:
+        """As the graph's ``run``: its outputs [...], without the states."""
         outputs = self._step.graph.run()
         count = len(self._taps.rows)
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):

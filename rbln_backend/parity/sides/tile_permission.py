@@ -1,8 +1,8 @@
-"""The kernel's permission to use AMX, which a process must ask for before its first tile.
+"""The kernel's permission to use AMX, which a process requests before its first tile.
 
-vLLM's attention on the CPU chooses AMX by what the processor has, and leaves it to oneDNN to ask. A
-first prompt of one token multiplies nothing that oneDNN does with tiles, so nobody has asked, and
-the process dies of SIGILL.
+vLLM's CPU attention selects AMX by processor features and relies on oneDNN to request the
+permission. If the first prompt has one token, oneDNN multiplies nothing with tiles and requests
+nothing, and the process dies of SIGILL.
 """
 
 from __future__ import annotations

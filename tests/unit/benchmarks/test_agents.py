@@ -20,7 +20,7 @@ def turn(number: int, cached: int, seconds: float) -> Turn:
     )
 
 
-def test_later_turns_are_told_apart_from_the_first() -> None:
+def test_later_turns_are_distinguished_from_the_first() -> None:
     run = Run(
         started="2026-11-23T06:00:00+00:00",
         command="python -m benchmarks.agents",

@@ -1,4 +1,4 @@
-"""What follows from measured numbers: limits, rates, ratios, verdicts, the report."""
+"""Figures derived from measured numbers: limits, rates, ratios, verdicts, the report."""
 
 from __future__ import annotations
 

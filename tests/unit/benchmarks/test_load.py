@@ -65,7 +65,7 @@ def test_tokens_come_from_the_usage_or_else_from_the_texts() -> None:
     assert request.last - request.first > 0.01
 
 
-def test_no_more_requests_run_at_a_time_than_asked_for() -> None:
+def test_no_more_requests_run_at_a_time_than_requested() -> None:
     running = peak = 0
 
     async def answer(writer: asyncio.StreamWriter) -> None:

@@ -28,7 +28,7 @@ def file(checkpoints: CheckpointCache, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
-    """A package in a folder that pip is told to look in, and nowhere else."""
+    """A package in the only folder that pip searches."""
     index = tmp_path / "index"
     index.mkdir()
     info = "tiny_model-1.0.dist-info"

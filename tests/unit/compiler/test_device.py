@@ -76,18 +76,18 @@ def test_a_forced_name_stands_in_where_no_npu_is(
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("config", "setting"),
     [
         (RblnConfig(device="rebel"), "device='rebel'"),
         (RblnConfig(force_npu_name="RBLN-CR13"), "force_npu_name='RBLN-CR13'"),
     ],
 )
-def test_without_the_sdk_no_npu_can_be_asked_for(config: RblnConfig, asked: str) -> None:
-    with pytest.raises(ConfigError, match=f"{asked}.*needs the RBLN SDK.*'npu' extra"):
+def test_without_the_sdk_a_required_npu_is_an_error(config: RblnConfig, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}.*needs the RBLN SDK.*'npu' extra"):
         device_capabilities(config)
 
 
-def test_without_the_sdk_the_device_is_emulated_unless_an_npu_is_asked_for() -> None:
+def test_without_the_sdk_the_device_is_emulated_unless_an_npu_is_required() -> None:
     assert device_capabilities(RblnConfig()).device == "emulated"
     assert (
         device_capabilities(RblnConfig(device="emulated", force_npu_name="RBLN-CR13")).device

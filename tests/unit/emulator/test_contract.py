@@ -1,4 +1,4 @@
-"""What PyTorch expects of the ops: schemas, shape functions, capture; and the bodies' agreement."""
+"""PyTorch's contract of the ops: schemas, shape functions, capture; and the bodies' agreement."""
 
 from __future__ import annotations
 
