@@ -113,8 +113,8 @@ PARAGRAPHS = (
     "and evaluates every expression of dashboards, rules, alerts and runbooks: each parses, names "
     "only metrics and labels that exist, and every panel returns data, but for those that a table "
     "of the test excuses with a reason. Every alert fires and stays silent in a scenario of "
-    "`tests/operators/alerts.test.yml`; some fire live. Nobody has looked at the dashboards in a "
-    "running Grafana yet.",
+    "`tests/operators/alerts.test.yml`; some fire live. The dashboards were not viewed in a "
+    "running Grafana.",
     "**Pictures.** The pictures below are no screenshots: matplotlib drew them (see "
     "`docs/pictures.py`) from what the panels' own queries returned of a tiny model on the "
     "emulated device on a busy machine with two cores; they show what there is to see, not what is "

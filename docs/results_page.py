@@ -71,6 +71,6 @@ def _shortened(command: str) -> str:
 
 
 def _disturbance(text: str) -> str:
-    """Return how many samples other processes disturbed, in the words of the report."""
-    found = re.search(r"in (\d+ of \d+) samples other processes kept more than 0\.1", text)
-    return found[1] if found else ""
+    """Return how many samples other processes disturbed, by part of the report."""
+    found = re.findall(r"in (\d+ of \d+) samples other processes kept more than 0\.1", text)
+    return ", ".join(found)

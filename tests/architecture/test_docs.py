@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source_tree import ROOT
+from tests.architecture.wording import FORBIDDEN_WORDS
 
 # A path in backquotes: at least one slash or a known suffix, no spaces or placeholders.
 _PATH = re.compile(
@@ -54,6 +55,17 @@ _ELSEWHERE = {
     *("http/protobuf", "text/event-stream"),
     *("server.address", "server.port"),
     *("rebellions.ai/npu", "rebellions.ai/npu.present"),
+}
+
+
+# Pages whose wording still breaks the rule; tables of some are generated from code.
+_PENDING = {
+    f"docs/{name}.md"
+    for name in (
+        *("batches", "compile_cache", "configuration", "conformance", "gguf", "http_api", "lora"),
+        *("npu", "parallelism", "parity", "quantization", "responses", "server_info"),
+        *("speculation", "tuning"),
+    )
 }
 
 
@@ -130,6 +142,14 @@ def _is_module_or_member(name: str) -> bool:
         if not path.is_dir():
             return False
     return True
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in _PAGES if p not in _PENDING and not p.startswith("benchmarks")]
+)
+def test_pages_are_in_plain_words(page: str) -> None:
+    words = re.findall(r"[a-z]+", _text(page).lower())
+    assert FORBIDDEN_WORDS & set(words) == set()
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/engine.md", "docs/documents.md"])
