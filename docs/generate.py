@@ -92,6 +92,7 @@ def configuration_page() -> str:
     return _page(
         "# Configuration",
         NOTICE,
+        "Look up a setting, its default and its variable. "
         "Three things are configured: the engine by vLLM's own flags, the backend by `RblnConfig`, "
         "and the HTTP server by `ServerSettings`. A wrong name or value is refused at start, with "
         "the nearest known name or the allowed values.",
@@ -122,7 +123,8 @@ def metrics_page() -> str:
     return _page(
         "# Metrics",
         NOTICE,
-        "`/metrics` serves three families: vLLM's own `vllm:*`, untouched and documented by vLLM; "
+        "Look up what a metric counts. `/metrics` serves three families: "
+        "vLLM's own `vllm:*`, untouched and documented by vLLM; "
         "the server's; and the engine's, collected from all worker processes. Units are base "
         "units. Labels hold values of small closed sets, never a request id or a prompt.",
         "## Server",
@@ -149,6 +151,7 @@ def models_page() -> str:
     return _page(
         "# Models",
         NOTICE,
+        "Find out whether a model runs. "
         "Models run through vLLM's own model code, captured as one graph. Families have no code of "
         "their own here, except the text models of multimodal checkpoints "
         "(`rbln_backend/text_models/`). `rbln-serve check MODEL` reports within seconds whether a "
@@ -243,8 +246,9 @@ def server_info_page() -> str:
     return _page(
         "# `GET /v1/server_info`",
         NOTICE,
-        "What runs and how, in one JSON object. It answers from the first moment on, while the "
-        "engine starts and after it died: a section that the engine has not told of is null, "
+        "Query what a server runs and how, as one JSON object. "
+        "It answers from the first moment on, while the engine starts and after it died: a "
+        "section that the engine has not reported yet is null, "
         "`runtime` also on a device that is not emulated. Fields are added, not renamed; "
         "secrets are not among them.",
         "## Top level",
