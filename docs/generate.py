@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+from errors_page import ERROR_HEADER, ERRORS_BEGIN, between, error_rows
 from fields_page import FIELD_HEADER, field_tables
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
 from observability_page import (
@@ -214,19 +215,15 @@ def security_page() -> str:
 
 
 def http_api_page() -> str:
-    """Return the page of the HTTP interface: written by hand, but for the tables of fields."""
+    """Return the page of the HTTP interface: written by hand, but for errors and fields."""
     tables = (f"{head}\n\n{_table(FIELD_HEADER, rows)}" for head, rows in field_tables())
-    return _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
+    text = _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
+    return between(text, ERRORS_BEGIN, WRITTEN_END, _table(ERROR_HEADER, error_rows()))
 
 
 def _with_written(name: str, begin: str, written: str) -> str:
     """Return a page that is written by hand with what lies between its two marks anew."""
-    text = (DOCS / name).read_text(encoding="utf-8")
-    before, found, rest = text.partition(f"{begin}\n")
-    _, end, after = rest.partition(WRITTEN_END)
-    if not (found and end):
-        raise ValueError(f"{name} lacks {begin} or {WRITTEN_END}")
-    return f"{before}{found}{written}\n{end}{after}"
+    return between((DOCS / name).read_text(encoding="utf-8"), begin, WRITTEN_END, written)
 
 
 def _route_rows() -> Iterable[tuple[str, ...]]:
