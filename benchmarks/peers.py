@@ -7,6 +7,7 @@ of the requirements is complete.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import subprocess
@@ -66,6 +67,7 @@ def peer_versions() -> dict[str, str]:
 
 def main() -> None:
     """Build the environment."""
+    argparse.ArgumentParser(description="Build the environment of the peers.").parse_args()
     print(peers_python())
 
 
