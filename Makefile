@@ -21,10 +21,10 @@ fetched := smollm2
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench dashboards chart docs models published names upstream lock sbom image clean
+.PHONY: help install dev serve test test-fast lint bench dashboards chart docs models published names upstream lock sbom image clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
@@ -39,6 +39,9 @@ serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; AR
 test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytest
 	$(scripts)/install_test_tools.sh
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
+
+test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
+	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)
 
 lint: dev ## ruff, mypy --strict and the import contracts
 	$(python) -m ruff check .

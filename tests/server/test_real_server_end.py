@@ -122,7 +122,7 @@ def test_nothing_survives_a_killed_server(
     checkpoints: CheckpointCache, tmp_path: Path, how: str
 ) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how) as server:
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True) as server:
         server.until_ready()
         # Another process tries the grammar.
         guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
@@ -135,7 +135,7 @@ def test_nothing_survives_a_killed_server(
             assert time.monotonic() < deadline, alive
             time.sleep(0.02)
         (abandoned,) = tmp_path.glob("rbln-serve-*")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how):
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True):
         assert not abandoned.exists()
 
 
@@ -148,10 +148,8 @@ def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealSer
         while server.client.get("/readyz").status_code == 200:
             time.sleep(0.001)
         server.terminate()
-        asked = time.monotonic()
-        assert server.process.wait(10) == 0
-        # About one on a host that has nothing else to do.
-        assert time.monotonic() - asked < 4
+        # A second on an idle host; without the second signal it waits for 25 s.
+        assert server.process.wait(12) == 0
         stream.join(10)
         text = "".join(out)
         assert '"code": "draining"' in text
