@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from server.frontend import Endpoint
 from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.wire.endpoint import Endpoint
 
 FIELD_HEADER = ("Fields", "", "Why, or how")
 _TITLES = {

@@ -13,9 +13,9 @@ import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from server.errors import OverloadedError
-from server.frontend import Capacity
 
 MIN_WAITING = 32
 """Answers that may wait, at least, where `max_in_flight` is derived."""
@@ -26,6 +26,18 @@ _SPREAD = 1.5
 _NEWEST_SHARE = 0.1
 """Of the mean time that permits are held, how much the newest one counts."""
 _REFUSED_OVER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Capacity of an engine: sequences per step, and waiting prompt tokens (None: no limit).
+
+    `decode_buckets` are the rows of its decode graphs, ascending; empty for pooling models.
+    """
+
+    max_num_seqs: int
+    max_queued_tokens: int | None
+    decode_buckets: tuple[int, ...] = ()
 
 
 class Admission:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from server.frontend import Endpoint
 from server.storage.jobs import BATCHES
+from server.wire.endpoint import Endpoint
 
 _MOMENTS = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from server.batches.batch import BatchRequest
 from server.errors import InvalidValueError, describe
-from server.frontend import Endpoint
+from server.wire.endpoint import Endpoint
 
 ENDPOINTS = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.EMBEDDINGS, Endpoint.RESPONSES)
 """Endpoints that lines of a batch may name."""

@@ -20,7 +20,6 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
-from server.frontend import Endpoint
 from server.storage.raw_json import (
     JsonSyntaxError,
     MissingNameError,
@@ -30,6 +29,7 @@ from server.storage.raw_json import (
     described,
     in_one_line,
 )
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from server.batches.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.batches.results import ResultFiles
 from server.batches.spare_rows import SpareRows
 from server.errors import NotFoundError, RequestError
-from server.frontend import Endpoint
 from server.request.record import InternalRequest
 from server.storage.files import FileStore
 from server.storage.jobs import JobLoop
 from server.storage.store import Store
 from server.tiers.tier import Tier
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from server.batches.results import ResultFiles
 from server.batches.runner import BatchRunner, LineCounts
 from server.batches.spare_rows import DecodeTimes, SpareRows
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
-from server.frontend import Endpoint
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
 from server.storage.files import INPUT, FileStore, Page
 from server.storage.jobs import BATCHES, JobLoop
 from server.storage.store import Store
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ from server.vllm.importing import allow_stop_strings, import_vllm
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from server.vllm.engine_client import EngineClient
     from server.vllm.frontend import VllmFrontend
-    from server.vllm.gated_engine import GatedLLM
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class VllmEngine:
     """A running AsyncLLM with its front end."""
 
     def __init__(
-        self, engine: GatedLLM, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
+        self, engine: EngineClient, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
     ) -> None:
         self._engine = engine
         self._frontend = frontend
@@ -120,7 +120,7 @@ class VllmLauncher:
         self._run_dir = run_dir
         self._model = ""
         self._ready_times = _ready_times(argv)
-        self._built: Future[tuple[Namespace, GatedLLM, EngineSocket]] | None = None
+        self._built: Future[tuple[Namespace, EngineClient, EngineSocket]] | None = None
 
     @property
     def building(self) -> bool:
@@ -180,7 +180,7 @@ class VllmLauncher:
         """End the engine processes of a launch that is under way."""
         await aside(end_engine_processes)
 
-    def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
+    def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
         import_vllm()
         # Before the flags are read, which asks the platform for their defaults.
         api.refuse_twins()
@@ -195,19 +195,19 @@ class VllmLauncher:
         from vllm.usage.usage_lib import UsageContext
 
         from server.engine.outputs import tell_queue_timeouts
-        from server.vllm.gated_engine import GatedLLM
+        from server.vllm.engine_client import EngineClient
 
         choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
         # The engine process loads the model while this one imports what serves it.
         serving = in_daemon_thread(import_serving)
-        engine = GatedLLM.from_vllm_config(
+        engine = EngineClient.from_vllm_config(
             vllm_config,
             usage_context=UsageContext.OPENAI_API_SERVER,
             enable_log_requests=engine_args.enable_log_requests,
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
             disable_log_stats=engine_args.disable_log_stats,
         )
-        assert isinstance(engine, GatedLLM)
+        assert isinstance(engine, EngineClient)
         socket = receive_directly(engine)
         tell_queue_timeouts(engine, self._settings.max_queue_s)
         serving.result()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from server.frontend import JsonObject, LaunchError
+from server.frontend import LaunchError
+from server.wire.endpoint import JsonObject
 
 _CONFIG = "config.json"
 # Mistral's own format has this instead.

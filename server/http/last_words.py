@@ -9,8 +9,9 @@ from contextlib import suppress
 from starlette.types import Send
 
 from server.errors import ServerError
-from server.frontend import Endpoint, named_frame
 from server.request.record import RequestRecord
+from server.wire.endpoint import Endpoint
+from server.wire.sse import named_frame
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _MOST_S = 0.5

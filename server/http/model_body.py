@@ -7,8 +7,8 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from server.errors import InvalidTypeError, MissingFieldError, describe
-from server.frontend import JsonObject
 from server.request.fields import UnknownPolicy, known_fields
+from server.wire.endpoint import JsonObject
 
 Body = TypeVar("Body", bound=BaseModel)
 

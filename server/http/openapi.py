@@ -19,9 +19,10 @@ from starlette.types import Scope as AsgiScope
 
 from server import errors
 from server.errors import ErrorEnvelope, ServerError
-from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.frontend import WireSchemas
 from server.request.body import JSON_TYPE
 from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
+from server.wire.endpoint import Endpoint, JsonObject
 
 BODY_FAILURES = (
     *(errors.InvalidJsonError, errors.InvalidTypeError, errors.InvalidValueError),

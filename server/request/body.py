@@ -15,8 +15,8 @@ from server.errors import (
     MediaTypeError,
     describe,
 )
-from server.frontend import JsonObject
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 JSON_TYPE = "application/json"
 MAX_PLAIN_BYTES = 256 * 1024

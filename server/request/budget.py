@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject
 from server.request.endpoints import FieldKind, kind_of_field
+from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256
 """Fields at the top of a body; request models have fewer than a hundred."""

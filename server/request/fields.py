@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
 from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.wire.endpoint import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.frontend import JsonObject
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint, JsonObject
 from server.request.endpoints import prompt_fields
+from server.wire.endpoint import Endpoint, JsonObject
 
 _MEDIA = frozenset(
     (

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
 from server.request.endpoints import PROMPTS
 from server.request.limits import check_token_ids
+from server.wire.endpoint import Endpoint, JsonObject
 
 _ENCODINGS = ("float", "base64")
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from server.errors import ServerError
-from server.frontend import JsonObject
 from server.request.deadline import Deadline
 from server.request.route_table import Route
 from server.speculation.wishes import DraftWishes
 from server.tiers.tier import EVERY_TIER, Tier, Tiers
+from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -62,7 +62,8 @@ class RequestRecord:
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
     vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
     which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
-    guided, one of `GUIDES`. `sent_frames` counts the frames of a stream; `failure_frames` makes
+    guided, one of `GUIDES`; `grammars` are the gate's verdicts on its constraints: grammars by job
+    key. `sent_frames` counts the frames of a stream; `failure_frames` makes
     those that end it with an error, where the endpoint's depend on what was sent before. `error` is
     how the error looks that ended it. `span` is the request's, None where none is recorded or it
     has ended; `trace_headers` name it to the engine.
@@ -88,6 +89,7 @@ class RequestRecord:
     failure: ServerError | None = None
     rejection: str | None = None
     guide: str | None = None
+    grammars: Mapping[bytes, str | None] = field(default_factory=dict)
     error: type[ServerError] | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope as AsgiScope
 
-from server.frontend import Endpoint
+from server.wire.endpoint import Endpoint
 
 
 class Scope(enum.Enum):

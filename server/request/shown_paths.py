@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-from server.frontend import JsonObject
 from server.lora.adapter import AdapterObject
+from server.wire.endpoint import JsonObject
 
 _NO_PATHS = ("root_path",)
 """Fields that begin with a slash and are parts of URLs."""

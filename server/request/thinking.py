@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn thinking on and off: Qwen's and Granite's, DeepSeek's."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 LineRule = Literal["billing", "clock"]
 """`billing`: Claude Code's `x-anthropic-billing-header: ...`, which says nothing to a model, is

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec import Raw
 from pydantic_core import to_json
 
-from server.frontend import JsonObject, StorageOptions
+from server.frontend import StorageOptions
 from server.storage.files import new_id
 from server.storage.jobs import RESPONSES
 from server.storage.raw_json import (
@@ -21,6 +21,7 @@ from server.storage.raw_json import (
     with_fields,
 )
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
 _NO_ITEMS = b"[]"
 

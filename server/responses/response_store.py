@@ -20,19 +20,14 @@ from server.errors import (
     StorageUnavailableError,
     UnsupportedFieldError,
 )
-from server.frontend import (
-    Endpoint,
-    Frontend,
-    ReadRequest,
-    StorageOptions,
-    data_text,
-    named_frame,
-)
+from server.frontend import Frontend, ParsedRequest, StorageOptions
 from server.request.record import RequestRecord, record_of
 from server.responses.events import END_EVENTS
 from server.responses.service import ResponseService
 from server.storage.raw_json import all_fields_of, object_of, string_of
 from server.tiers.tier import Tier
+from server.wire.endpoint import Endpoint, JsonObject
+from server.wire.sse import data_text, named_frame
 
 logger = logging.getLogger(__name__)
 
@@ -47,41 +42,57 @@ class ResponseStore:
         self._frontend = frontend
         self._service = service
 
-    async def read(self, endpoint: Endpoint, raw: bytes, record: RequestRecord) -> ReadRequest:
-        """Read a body, with the conversation that it continues. Raises a `ServerError`."""
-        given = await self._frontend().read(endpoint, raw)
-        options = given.storage_options
-        if options is None:
-            return given
-        self._check_supported(options, record)
-        if options.previous is not None:
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, record: RequestRecord
+    ) -> tuple[ParsedRequest, JsonObject]:
+        """Return a parsed body, after the conversation that it continues, and its answer's fields.
+
+        Raises the `ServerError` of the first invalid field.
+        """
+        read = await self._frontend().read(endpoint, raw)
+        options = read if isinstance(read, StorageOptions) else read.storage_options
+        if options is not None:
+            self._check_supported(options, record)
+        if isinstance(read, StorageOptions):
             assert self._service is not None
-            items = await self._service.conversation(record, options.previous)
-            given = await self._frontend().read(endpoint, raw, items)
-            given.stamp["previous_response_id"] = options.previous
-        given.stamp["store"] = options.is_stored = await self._reserve(options, record)
-        if record.internal is not None:
-            given.stamp |= record.internal.stamp
-        given.storage_options = options
-        return given
+            assert read.previous is not None
+            before = await self._service.conversation(record, read.previous)
+            parsed = await self._frontend().read(endpoint, raw, before)
+            assert isinstance(parsed, ParsedRequest)
+        else:
+            parsed = read
+        stamp = dict(parsed.stamp)
+        options = parsed.storage_options
+        if options is not None:
+            if options.previous is not None:
+                stamp["previous_response_id"] = options.previous
+            stamp["store"] = options.is_stored = await self._reserve(options, record)
+            if record.internal is not None:
+                stamp |= record.internal.stamp
+        return parsed, stamp
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, raw: bytes, request: Request
+        self,
+        endpoint: Endpoint,
+        parsed: ParsedRequest,
+        stamp: JsonObject,
+        raw: bytes,
+        request: Request,
     ) -> bytes | AsyncGenerator[str, None]:
-        """Answer a request, or queue it; see `server.frontend.Frontend`."""
-        options, service = given.storage_options, self._service
+        """Answer a request, or queue it for the background; see `server.frontend.Frontend`."""
+        options, service = parsed.storage_options, self._service
         if options is None or service is None or not options.is_stored:
-            return await self._frontend().handle(endpoint, given, request)
+            return await self._frontend().handle(endpoint, parsed, stamp, request)
         record = record_of(request.scope)
         owner = record.owner
         if options.background:
             tier = record.tier or Tier.DEFAULT
-            shown = {"model": await self._default_model(), **given.stamp}
+            shown = {"model": await self._default_model(), **stamp}
             response = await service.begin(owner, options, raw, tier, shown)
             if options.stream:
                 return await service.follow(response, -1)
             return response.shown()
-        result = await self._frontend().handle(endpoint, given, request)
+        result = await self._frontend().handle(endpoint, parsed, stamp, request)
         if isinstance(result, bytes):
             is_stored = await _store(service, owner, options, result)
             return result if is_stored else _unstored(result)

@@ -22,7 +22,6 @@ from starlette.types import ASGIApp
 from server.admission import Admission
 from server.batches.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.errors import StorageFullError, StorageUnavailableError
-from server.frontend import Endpoint, data_text, named_frame
 from server.host.tasks import while_running
 from server.lifecycle import Lifecycle, ServicePhase
 from server.request.record import InternalRequest
@@ -35,6 +34,8 @@ from server.storage.database import Database, T, Work
 from server.storage.jobs import JobLoop
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.tiers.tier import Tier
+from server.wire.endpoint import Endpoint
+from server.wire.sse import data_text, named_frame
 
 logger = logging.getLogger(__name__)
 

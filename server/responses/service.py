@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.errors import InvalidValueError
-from server.frontend import JsonObject, StorageOptions
+from server.frontend import StorageOptions
 from server.host.tasks import to_its_end, while_running
 from server.lifecycle import Lifecycle
 from server.request.record import RequestRecord
@@ -24,6 +24,7 @@ from server.storage.jobs import RESPONSES, JobLoop
 from server.storage.quotas import Reservation
 from server.storage.store import Store
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidTypeError, describe
-from server.frontend import JsonObject
+from server.wire.endpoint import JsonObject
 
 _AS_SENT: JsonObject = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "user")),

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject, StorageOptions
+from server.frontend import StorageOptions
+from server.wire.endpoint import Endpoint, JsonObject
 
 _INPUT = "input"
 

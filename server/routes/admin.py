@@ -7,12 +7,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import JsonObject
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
 from server.request.fields import known_fields
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _REASON = "POST /admin/drain"
 _MAX_WAIT_S = 3600.0

@@ -17,12 +17,12 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from server.frontend import JsonObject
 from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100
 _CREATE = failing(

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from server.admission import Admission, Permit
 from server.errors import OverloadedError, QueueTimeoutError
-from server.frontend import Endpoint, Frontend, ReadRequest
+from server.frontend import Frontend, ParsedRequest
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
@@ -18,6 +18,7 @@ from server.request.record import RequestRecord, record_of
 from server.responses.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.tiers.tier import FIELD, Tier, granted
+from server.wire.endpoint import Endpoint, JsonObject
 
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine has said anything: comments, the Responses API's first two."""
@@ -52,11 +53,11 @@ def _handler(
         permit = admission.acquire() if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        given = await store.read(endpoint, raw, record)
-        _settle_tier(given, record)
+        parsed, stamp = await store.read(endpoint, raw, record)
+        _settle_tier(parsed, stamp, record)
         if permit is not None:
-            _fit(permit, given, record)
-        result = await store.handle(endpoint, given, raw, request)
+            _fit(permit, parsed, record)
+        result = await store.handle(endpoint, parsed, stamp, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
@@ -78,24 +79,24 @@ def _handler(
     return handle
 
 
-def _settle_tier(given: ReadRequest, record: RequestRecord) -> None:
+def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord) -> None:
     """Let a request run in the tier that it asks for, and its answer say so.
 
     Raises `PermissionDeniedError` for one that it may not have.
     """
-    record.tier = granted(given.tier, record.tiers)
-    shows_tier = given.storage_options is not None
-    if shows_tier or given.tier is not None or record.tier is not Tier.DEFAULT:
-        given.stamp[FIELD] = record.tier.value
+    record.tier = granted(parsed.tier, record.tiers)
+    shows_tier = parsed.storage_options is not None
+    if shows_tier or parsed.tier is not None or record.tier is not Tier.DEFAULT:
+        stamp[FIELD] = record.tier.value
 
 
-def _fit(permit: Permit, given: ReadRequest, record: RequestRecord) -> None:
+def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:
     """Make a permit one for all that a request asks for. Raises `OverloadedError`."""
-    if given.storage_options is not None and given.storage_options.background:
+    if parsed.storage_options is not None and parsed.storage_options.background:
         # What is made meanwhile takes its own.
         permit.release()
         return
-    permit.grow(given.answers)
+    permit.grow(parsed.answers)
     if record.tier is Tier.FLEX:
         permit.step_back()
 

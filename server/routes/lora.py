@@ -22,7 +22,7 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
 from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.adapter import Adapter, AdapterObject
@@ -33,6 +33,7 @@ from server.request.body import read_json_object
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _ACCEPTED = 202
 _FAILURES = (

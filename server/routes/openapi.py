@@ -10,9 +10,10 @@ from fastapi import APIRouter, Request, Response
 from starlette.routing import BaseRoute
 
 from server.errors import NotReadyError
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing, openapi_document
 from server.lifecycle import Lifecycle
+from server.wire.endpoint import JsonObject
 
 
 def openapi_router(

@@ -20,7 +20,6 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.frontend import JsonObject
 from server.http.openapi import DescribedRoute, failing
 from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
@@ -28,6 +27,7 @@ from server.request.record import record_of
 from server.responses.input_items import page_of_items, page_text
 from server.responses.service import ResponseService
 from server.routes.files import owner_of, page_of
+from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
 from server.errors import InvalidValueError, describe
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
@@ -29,6 +29,7 @@ from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
+from server.wire.endpoint import JsonObject
 
 _NUMBER = re.compile("[0-9]{1,12}")
 

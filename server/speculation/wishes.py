@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import InvalidValueError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 OFF = "speculative"
 PREDICTION = "prediction"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing_extensions import TypedDict
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
 from server.structured_outputs.gate import GrammarGate, refusal
 from server.structured_outputs.request_constraints import format_constraint, kind_constraint
+from server.wire.endpoint import JsonObject
 
 FIELDS = (*(kind.value for kind in Kind), "response_format")
 

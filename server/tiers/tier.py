@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
 from server.errors import InvalidValueError, PermissionDeniedError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "service_tier"
 AUTO = "auto"

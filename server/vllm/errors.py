@@ -39,9 +39,9 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.frontend import JsonObject
 from server.request.limits import MAX_TOKENS_FIELDS
 from server.vllm.sampling.exclusions import no_token_left
+from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from rbln_backend import api
+from server.admission import Capacity
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -31,14 +32,7 @@ from server.errors import (
     ServerError,
     describe,
 )
-from server.frontend import (
-    Capacity,
-    Endpoint,
-    JsonObject,
-    Profiler,
-    ReadRequest,
-    WireSchemas,
-)
+from server.frontend import ParsedRequest, Profiler, StorageOptions, WireSchemas
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
@@ -55,7 +49,7 @@ from server.vllm.errors import RefusedError, RequestContext, engine_failed, from
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
-from server.vllm.reading import BodyReader, ParsedRequest
+from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
 from server.vllm.rendering.counting import count_whole_prompts
 from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
@@ -70,6 +64,7 @@ from server.vllm.streams.spans import (
 )
 from server.vllm.streams.stamps import stamped_frames
 from server.vllm.tools.templates import settle_tools, template_tokenizer
+from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -77,7 +72,7 @@ if TYPE_CHECKING:
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
-    from server.vllm.gated_engine import GatedLLM
+    from server.vllm.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +95,15 @@ def import_serving() -> None:
 
 
 async def build_frontend(
-    engine: GatedLLM, args: Namespace, tasks: tuple[SupportedTask, ...], settings: ServerSettings
+    engine: EngineClient,
+    args: Namespace,
+    tasks: tuple[SupportedTask, ...],
+    settings: ServerSettings,
 ) -> VllmFrontend:
     """Build vLLM's serving classes around a running engine."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
-    from server.vllm.gated_engine import leave_tags_to_the_gate
+    from server.vllm.engine_client import leave_tags_to_the_gate
 
     text_chunks.install_chat()
     text_chunks.install_completion()
@@ -137,7 +135,7 @@ class VllmFrontend:
 
     def __init__(
         self,
-        engine: GatedLLM,
+        engine: EngineClient,
         state: State,
         tasks: tuple[SupportedTask, ...],
         settings: ServerSettings,
@@ -223,7 +221,7 @@ class VllmFrontend:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest | StorageOptions:
         """Return what a body asks for; see `server.frontend.Frontend`."""
         return await self._reader.read(endpoint, raw, before)
 
@@ -232,12 +230,11 @@ class VllmFrontend:
         return self._reader.take_counts()
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        parsed: ParsedRequest = given.parsed
         record = record_var.get()
-        if parsed.deprecated and record is not None:
+        if parsed.is_deprecated and record is not None:
             record.answer_headers.update(DEPRECATION)
         if record is not None:
             record.drafts = parsed.drafts
@@ -250,8 +247,10 @@ class VllmFrontend:
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
-            await self.grammars.check(parsed.constraints, on_kind)
-        large_var.set(given.large)
+            found = await self.grammars.check(parsed.constraints, on_kind)
+            if record is not None:
+                record.grammars = found
+        large_var.set(parsed.is_large)
         late_var.set(LateParts() if _has_logprobs(parsed.fields) else None)
         context = RequestContext(
             parsed.fields, parsed.error_field, self._limits.max_model_len, parsed.forbidding
@@ -259,9 +258,9 @@ class VllmFrontend:
         model: Any = parsed.model
         if record is not None and record.internal is not None and record.internal.response_id:
             model.request_id = record.internal.response_id
-        answering = self._answer(self._handlers[parsed.form], model, request, given.stamp)
+        answering = self._answer(self._handlers[parsed.form], model, request, stamp)
         try:
-            if given.large and endpoint in _WITHOUT_ENGINE:
+            if parsed.is_large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
                 answer = await asyncio.to_thread(asyncio.run, answering)
             else:
@@ -271,7 +270,7 @@ class VllmFrontend:
             raise self._translated(error, context) from error
         if isinstance(answer, bytes):
             return answer
-        stamped = stamped_frames(endpoint, answer, given.stamp)
+        stamped = stamped_frames(endpoint, answer, stamp)
         return self._frames(described_frames(record, endpoint, stamped), context)
 
     async def _answer(

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from server.frontend import JsonObject
 from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.responses.answer import compacted_json, response_json
 from server.vllm.serving import adapted
 from server.vllm.streams.stamps import put_on
+from server.wire.endpoint import JsonObject
 
 ToBody = Callable[[Any, JsonObject], bytes]
 """Returns the JSON body for an answer of vLLM's, with the fields that it shall have besides."""

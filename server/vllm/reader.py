@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
-from server.frontend import Endpoint, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.host.job_counts import JobCounts
 from server.host.job_pool import (
     JobCrashedError,
@@ -21,6 +21,7 @@ from server.host.job_pool import (
 from server.observability.logging import request_id_var
 from server.vllm.reading_process import answer_of, job_bytes, rendered_of
 from server.vllm.rendering.job import Rendered
+from server.wire.endpoint import Endpoint
 
 SMALL_BYTES = 32 * 1024
 SMALL_CONTAINERS = 160
@@ -34,7 +35,9 @@ _RETRY_S = 2.0
 class Reader(Protocol):
     """Reads a body on the spot."""
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
+    def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ParsedRequest | StorageOptions:
         """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
         ...
 
@@ -58,7 +61,7 @@ class RequestReader:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest | StorageOptions:
         """Return what a body asks for.
 
         Raises the `ServerError` of what is wrong with it; `OverloadedError` where too many large
@@ -70,13 +73,12 @@ class RequestReader:
         try:
             async with self._turn(len(raw) + len(before or b"")):
                 job = job_bytes(endpoint, raw, before, request_id_var.get())
-                given = answer_of(await self._exchange(job, "read"))
+                parsed = answer_of(await self._exchange(job, "read"))
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
             raise
         self._counts.note("ok", time.perf_counter() - began)
-        given.large = True
-        return given
+        return parsed
 
     @asynccontextmanager
     async def _turn(self, size: int) -> AsyncIterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from pydantic_core import SchemaValidator, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
-from server.frontend import Endpoint, JsonObject, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.request.body import parse_json_object
 from server.request.budget import check_budget
 from server.request.endpoints import FieldKind, answers_in, error_field, kind_of_field, request_form
@@ -38,8 +37,7 @@ from server.request.volatile_lines import settle_lines
 from server.responses.compaction import expand_compactions, summarise
 from server.responses.shown_request import shown_request
 from server.responses.storage_options import take_storage_options
-from server.speculation.wishes import DraftWishes, settle_drafts
-from server.structured_outputs.constraint import Constraint
+from server.speculation.wishes import settle_drafts
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.tiers.tier import take_tier
@@ -50,29 +48,9 @@ from server.vllm.rendering.variables import declared_by
 from server.vllm.rules import RequestRules
 from server.vllm.sampling.exclusions import FORBIDDING
 from server.vllm.tools.requests import allow_names
+from server.wire.endpoint import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class ParsedRequest:
-    """What the front end needs of a request that was read.
-
-    `fields` are those that hold one value each: no prompts, tools or grammars. `error_field` is the
-    field to name where the prompt is too long, `constraints` what the answer is to obey,
-    `forbidding` which fields forbid tokens, `deprecated` whether fields of the past were
-    translated, `ignored` what had no effect, `drafts` what it says of drafts.
-    """
-
-    form: str
-    model: BaseModel
-    fields: JsonObject
-    error_field: str | None
-    constraints: list[list[Constraint]]
-    forbidding: list[str]
-    deprecated: bool
-    ignored: list[str]
-    drafts: DraftWishes
 
 
 class BodyReader:
@@ -88,10 +66,17 @@ class BodyReader:
             if form in rules.offered
         }
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
-        """Return what a body asks for. Raises the `ServerError` of what is wrong with it.
+    def read(
+        self,
+        endpoint: Endpoint,
+        raw: bytes,
+        before: bytes | None = None,
+        *,
+        is_large: bool = False,
+    ) -> ParsedRequest | StorageOptions:
+        """Parse and check a body; see `server.frontend.Frontend.read`.
 
-        What `before` is, and what is returned without it: `server.frontend.Frontend.read`.
+        Raises the `ServerError` of the first check that fails.
         """
         rules = self._rules
         body = parse_json_object(raw, rules.max_json_depth)
@@ -105,7 +90,7 @@ class BodyReader:
             stamp = shown_request(body, rules.sampling)
         options = take_storage_options(endpoint, body, before)
         if options is not None and options.previous is not None and before is None:
-            return ReadRequest(answers=1, parsed=None, storage_options=options)
+            return options
         if options is not None:
             expand_compactions(body)
         check_budget(endpoint, body, rules.budget)
@@ -123,23 +108,21 @@ class BodyReader:
         self._check_values(endpoint, fields)
         check_choice(endpoint, fields)
         constraints = constraints_of(endpoint, fields) if rules.guided else []
-        parsed = ParsedRequest(
+        return ParsedRequest(
+            answers=answers_in(endpoint, fields),
+            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
             form=form,
             model=self._choosing_model(endpoint, form, fields),
-            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
             error_field=error_field(endpoint, fields),
             constraints=constraints,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
-            deprecated=bool(old),
+            is_deprecated=bool(old),
             ignored=sorted(ignored + undrafted),
             drafts=drafts,
-        )
-        return ReadRequest(
-            answers=answers_in(endpoint, fields),
-            parsed=parsed,
             tier=tier,
-            storage_options=options,
             stamp=stamp,
+            storage_options=options,
+            is_large=is_large,
         )
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from server.errors import BodyTooLargeError, InternalError, ServerError
-from server.frontend import Endpoint, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.host.job_pool import MEMORY_BYTES, limit_growth
 from server.observability.logging import configure, request_id_var
 from server.observability.vllm_log import bound_vllm_log
@@ -23,6 +23,7 @@ from server.settings import ServerSettings
 from server.vllm.reading import BodyReader
 from server.vllm.rendering.job import MARK, Rendered, render
 from server.vllm.rules import RequestRules
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,12 @@ def job_bytes(
     return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
-def answer_of(data: bytes) -> ReadRequest:
+def answer_of(data: bytes) -> ParsedRequest | StorageOptions:
     """Return what a job's body asks for. Raises the `ServerError` of what is wrong with it."""
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
-    assert isinstance(answer, ReadRequest)
+    assert isinstance(answer, ParsedRequest | StorageOptions)
     return answer
 
 
@@ -82,7 +83,7 @@ def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSetting
 
 
 def _answer(reader: BodyReader, job: bytes) -> bytes:
-    answer: ReadRequest | Rendered | ServerError
+    answer: ParsedRequest | StorageOptions | Rendered | ServerError
     try:
         answer = render(job) if job.startswith(MARK) else _read(reader, job)
     except MemoryError:
@@ -98,12 +99,13 @@ def _answer(reader: BodyReader, job: bytes) -> bytes:
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
 
 
-def _read(reader: BodyReader, job: bytes) -> ReadRequest:
+def _read(reader: BodyReader, job: bytes) -> ParsedRequest | StorageOptions:
     head, _, rest = job.partition(b"\n")
     endpoint, size, request_id = head.decode().split(" ", 2)
     before = None if size == "-1" else rest[: int(size)]
     request_id_var.set(request_id or None)
-    return reader.read(Endpoint[endpoint], rest[len(before or b"") :], before)
+    body = rest[len(before or b"") :]
+    return reader.read(Endpoint[endpoint], body, before, is_large=True)
 
 
 def _resident_bytes() -> int:

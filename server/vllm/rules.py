@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from server.frontend import JsonObject
 from server.request.budget import Budget
 from server.request.fields import UnknownPolicy
 from server.request.limits import REPORT_MODE, RequestLimits
@@ -19,6 +18,7 @@ from server.settings import ServerSettings
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
+from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
     from starlette.datastructures import State

@@ -19,9 +19,10 @@ from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
 from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
-from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.frontend import WireSchemas
 from server.tools.choice import ALLOWED_SCHEMA, FIELD
 from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 _REF = "#/components/schemas/{model}"
 _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {

@@ -50,7 +50,7 @@ def _raises_in_streams() -> type:
 class NoLengthCheck:
     """Mixin that skips the prompt length check of vLLM's Responses class.
 
-    `GatedLLM` makes the check for every endpoint, with one message.
+    `EngineClient` makes the check for every endpoint, with one message.
     """
 
     def _validate_generator_input(self, _engine_input: Any) -> None:

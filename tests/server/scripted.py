@@ -18,15 +18,9 @@ import pytest
 from pydantic_core import to_json
 from starlette.requests import Request
 
+from server.admission import Capacity
 from server.errors import ContextLengthError, InternalError
-from server.frontend import (
-    Capacity,
-    Endpoint,
-    JsonObject,
-    LaunchError,
-    ReadRequest,
-    WireSchemas,
-)
+from server.frontend import LaunchError, ParsedRequest, StorageOptions, WireSchemas
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
@@ -39,6 +33,7 @@ from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate
 from server.tiers.tier import take_tier
 from server.tools.support import ToolSupport
+from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.scripted_responses import events_of, response_of
 
 SHOWN = ToolSupport("template", "hermes", "it names them")
@@ -85,26 +80,28 @@ class ScriptedFrontend:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest | StorageOptions:
         body = parse_json_object(raw, self.max_json_depth)
         options = take_storage_options(endpoint, body, before)
+        if options is not None and options.previous is not None and before is None:
+            return options
         tier = take_tier(endpoint, body)
-        return ReadRequest(
-            answers=answers_in(endpoint, body), parsed=body, tier=tier, storage_options=options
+        return ParsedRequest(
+            answers=answers_in(endpoint, body), fields=body, tier=tier, storage_options=options
         )
 
     def take_reading(self) -> JobCounts:
         return JobCounts()
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        body = given.parsed
+        body = parsed.fields
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))
         if endpoint is Endpoint.RESPONSES and "do" not in body:
-            return await self._respond(body, given.stamp)
+            return await self._respond(body, stamp)
         if body.get("stream"):
             return self._stream(body["do"])
         if body["do"] == "wait":

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.frontend import JsonObject
 from server.tools.ending import is_whole
 from server.vllm.messages.events import message_id, stop_of, tool_use_id, usage_of
+from server.wire.endpoint import JsonObject
 
 
 def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:

@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from server.frontend import JsonObject, named_frame
 from server.http.streaming import PING
 from server.tools.ending import is_whole
+from server.wire.endpoint import JsonObject
+from server.wire.sse import named_frame
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"

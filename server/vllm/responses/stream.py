@@ -15,10 +15,11 @@ from typing import Any
 from pydantic_core import to_json
 
 from server.errors import ServerError
-from server.frontend import JsonObject, named_frame
 from server.request.record import RequestRecord
 from server.vllm.responses.answer import response_of
 from server.vllm.responses.items import OutputItem, TextItem, output_item
+from server.wire.endpoint import JsonObject
+from server.wire.sse import named_frame
 
 _SNAPSHOTS = ("response.created", "response.in_progress")
 

@@ -15,10 +15,10 @@ import pytest
 from pydantic import SecretStr
 
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
-from server.frontend import Endpoint
 from server.http.auth import Access, KeyRing
 from server.request.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
+from server.wire.endpoint import Endpoint
 from tests.server.scripted import ScriptedLauncher, running, said
 
 CHAT = "/v1/chat/completions"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from server.admission import Admission
+from server.admission import Admission, Capacity
 from server.errors import OverloadedError
-from server.frontend import Capacity, Endpoint
 from server.request.endpoints import answers_in
+from server.wire.endpoint import Endpoint
 
 
 class Clock:

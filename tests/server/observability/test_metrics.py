@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.reporting.description import BucketsInfo, DescriptionWriter
-from server.frontend import Endpoint
 from server.host.tasks import while_running
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.declarations import MAX_ADAPTERS_SHOWN, OUTCOMES
 from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.structured_outputs.request_constraints import GUIDES, constraints_of, kind_of
+from server.wire.endpoint import Endpoint
 from tests.server.adapter_folders import write_adapter
 from tests.server.scripted_adapters import ScriptedPort, registry
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from server.frontend import Endpoint
 from server.request.endpoints import FIELD_KINDS, PROMPTS, FieldKind, forms_of, kind_of_field
 from server.vllm.handlers import request_models
+from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
 
 pytestmark = pytest.mark.engine

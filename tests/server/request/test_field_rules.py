@@ -18,7 +18,6 @@ from openai.types.responses import (
 )
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint
 from server.request.field_rules import (
     FIELD_RULES,
     FieldAction,
@@ -27,6 +26,7 @@ from server.request.field_rules import (
 )
 from server.request.fields import apply_field_rules
 from server.vllm.handlers import request_models
+from server.wire.endpoint import Endpoint
 
 DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
     Endpoint.MESSAGES: (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError
-from server.frontend import Endpoint
 from server.request.thinking import ThinkingSupport, settle_thinking
+from server.wire.endpoint import Endpoint
 
 PLAIN = ThinkingSupport()
 SWITCHED = ThinkingSupport(switch="enable_thinking", parses=True)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, RequestError, UnsupportedFieldError
-from server.frontend import Endpoint
 from server.request.field_rules import extra_schemas
 from server.speculation.wishes import DraftWishes, settle_drafts
+from server.wire.endpoint import Endpoint
 
 TEXT = {"type": "content", "content": "a b"}
 PARTS = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, PermissionDeniedError
-from server.frontend import Endpoint
 from server.settings import SettingsError
 from server.tiers.tier import Tier, granted, take_tier, tiers_of
+from server.wire.endpoint import Endpoint
 from tests.server.http.test_auth import ring
 from tests.server.scripted import Running, running
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import RequestError
-from server.frontend import Endpoint
 from server.tools.choice import ToolChoice, check_choice
+from server.wire.endpoint import Endpoint
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 TOOLS = [{"type": "function", "name": name} for name in ("f", "g")]

@@ -6,12 +6,12 @@ import json
 import logging
 
 from server.errors import OverloadedError, ServerError, describe
-from server.frontend import Endpoint
 from server.http.last_words import error_frame
 from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
 from server.request.record import RequestRecord
 from server.request.route_table import route_of
+from server.wire.endpoint import Endpoint
 
 
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:
