@@ -139,7 +139,7 @@ def _add_operation(
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Let pages of other origins call, and read the errors that the gate answers with."""
+    """Allow pages of other origins to call the API and read the gate's errors."""
     if not settings.allowed_origins:
         return
     app.add_middleware(

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from server.admission import Capacity
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
-from server.speculation.wishes import DraftWishes
+from server.speculation.draft_options import DraftOptions
 from server.storage.quotas import Reservation
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
@@ -87,7 +87,7 @@ class ParsedRequest:
     """True if `guided_*` fields were translated."""
     ignored: list[str] = field(default_factory=list)
     """Paths of the fields without effect."""
-    drafts: DraftWishes = field(default_factory=DraftWishes)
+    drafts: DraftOptions = field(default_factory=DraftOptions)
     tier: str | None = None
     """Service tier that the body names, by OpenAI's name."""
     stamp: JsonObject = field(default_factory=dict)

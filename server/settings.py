@@ -84,7 +84,7 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
 
 
 def hand_on_log_level(settings: ServerSettings) -> None:
-    """Let the engine's processes log by `--log-level`, vLLM one level less, unless vLLM was told.
+    """Pass `--log-level` to the engine's processes; vLLM logs one level less by default.
 
     They inherit the environment; call it before vLLM is imported, which reads its level then.
     """

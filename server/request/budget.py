@@ -1,7 +1,7 @@
-"""How large each field of a request may be, whatever it holds: checked before anything is paid for.
+"""Size limits of each field, checked first, so that all later work is bounded.
 
-What a value means is `limits`' and the request models' concern; here lists are counted, texts
-measured and nesting walked through once, so that all later work is bounded. Pure functions.
+One walk counts items and values and measures texts. `server.request.limits` and the request models
+check what the values mean. Pure functions.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from server.request.endpoints import FieldKind, kind_of_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256
-"""Fields at the top of a body; request models have fewer than a hundred."""
+"""Most fields of a body; request models have fewer than a hundred."""
 MIN_TEXT_CHARS = 1 << 20
 CHARS_PER_TOKEN = 16
-"""A text of more characters for each token of the context does not fit, but in rare scripts."""
+"""Characters per token of the context: a longer text does not fit, except in rare scripts."""
 _VALUES_PER_MESSAGE = 16
-"""Objects, arrays, texts and numbers: a message with a handful of parts or calls has as many."""
+"""Objects, arrays, texts and numbers of a message with a few parts or calls."""
 _ANY = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a field may be: entries of itself, values in all of it, characters of one text."""
+    """Limits of a field: its items, the values nested in it, the characters of one text."""
 
     items: int = _ANY
     values: int = _ANY
@@ -37,7 +37,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The sizes of one server; `max_text_chars` None derives it from the context."""
+    """Size limits of one server; `max_text_chars` None derives it from the context."""
 
     max_messages: int
     max_prompts: int
@@ -48,14 +48,14 @@ class Budget:
 
     @property
     def text_chars(self) -> int:
-        """Characters that one text may have."""
+        """Most characters of one text."""
         derived = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self.max_model_len)
         return self.max_text_chars or derived
 
 
 @functools.lru_cache(maxsize=1)
 def _sizes(budget: Budget) -> Mapping[FieldKind, Size]:
-    """Return how large a field of each kind may be; made once for all bodies of a server."""
+    """Return the limits of each kind of field; cached for all bodies of a server."""
     text, messages, prompts = budget.text_chars, budget.max_messages, budget.max_prompts
     return {
         FieldKind.CONVERSATION: Size(
@@ -95,7 +95,7 @@ def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
 
 
 def _check_token_lists(name: str, value: list[object], most: int) -> list[object]:
-    """Return a list of prompts without those of token ids, which are no longer than `most`."""
+    """Check prompts of token ids against `most`; return the other prompts."""
     if _are_tokens(value):
         _check_length(name, value, most)
         return []
@@ -143,7 +143,7 @@ def _check_size(
 
 
 def _below(name: str, level: Sequence[object], kind: FieldKind, chars: int) -> list[Any]:
-    """Return what lies in the containers of a level; texts and keys of objects are measured."""
+    """Return the values in the containers of a level; texts and keys of objects are measured."""
     below: list[object] = []
     for item in level:
         if isinstance(item, str):

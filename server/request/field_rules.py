@@ -1,4 +1,4 @@
-"""What is done with each documented field of the four APIs: one table for each of them.
+"""Rules for each documented field of the four APIs: one table for each API.
 
 The names are those of Anthropic's and OpenAI's own clients (their typed parameters, compared by
 tests/server/request/test_field_rules.py); `server.request.fields` applies the tables, and
@@ -16,27 +16,26 @@ from server.wire.endpoint import Endpoint, JsonObject
 
 
 class FieldAction(enum.Enum):
-    """What becomes of a field."""
+    """Action of the server on a field."""
 
     OBEYED = "obeyed"
     """The request model has it."""
     GRANTED = "granted"
-    """What it asks for is done without being asked; it is taken off."""
+    """The server always does this; the field is removed."""
     IGNORED = "ignored"
-    """It is taken off and named in a header of the answer: the answer is right without it."""
+    """The field is removed and named in a header of the answer, which is correct without it."""
     REFUSED = "refused"
-    """An answer without it would be a wrong one."""
+    """An answer without it would be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """One field; `path` has `[]` where an item of an array is meant.
+    """Rule for one field; `path` has `[]` for the items of an array.
 
-    `same` are the values that ask for what is done anyway, besides null: they pass without a word.
-    `stays`: values that pass are the request model's, and left in the body. `when` narrows an item
-    to those objects that have these entries, `only` to these values. `schema` is that of an obeyed
-    field that the request model does not have, because it is worked on before. `code` is what
-    Anthropic's clients act on where it is refused.
+    `same` are the values, besides null, that mean the default: they are accepted. `stays`: accepted
+    values are left in the body for the request model. `when` limits the rule to objects with these
+    entries, `only` to these values. `schema` is the schema of an obeyed field that the request
+    model does not have. `code` is the error code that Anthropic's clients read.
     """
 
     path: str
@@ -141,7 +140,7 @@ _TURNS = (
     *_refused("messages[].function_call", why=_NO_CALLS),
     *_refused("messages[].audio", why="conversations are text"),
 )
-"""Fields of earlier answers that clients send back."""
+"""Fields of earlier answers that clients send again."""
 
 _COMMON = (
     *_TURNS,
@@ -162,7 +161,7 @@ _COMMON = (
         stays=True,
     ),
 )
-"""What every endpoint does that has no table of its own."""
+"""Rules of every endpoint without a table of its own."""
 
 _POOLED = (
     *_refused(
@@ -199,7 +198,7 @@ _MESSAGES = (
             {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
         ),
     ),
-    *_ignored("output_config.task_budget", why="the model is not told of it"),
+    *_ignored("output_config.task_budget", why="it is not passed to the model"),
     *_ignored("thinking.display", why="thinking is shown as it is", same=("summarized",)),
     *_ignored("thinking.budget_tokens", why=_NO_BUDGET),
     *_ignored("system[].citations", "messages[].content[].citations", why="none are made"),
@@ -248,7 +247,7 @@ _CHAT = (
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
-    *_ignored("verbosity", why="the model is not told of it", same=("medium",)),
+    *_ignored("verbosity", why="it is not passed to the model", same=("medium",)),
     *_ignored("moderation", why=_NO_MODERATION, same=({},)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("web_search_options", why=_NO_TOOLS_HERE),
@@ -266,7 +265,7 @@ _COMPLETION = (
     *_obeyed("stream", "stream_options"),
     _SPECULATIVE,
     *_refused("prompt_embeds", why="prompts are texts or token ids", same=([],)),
-    *_refused("suffix", why="the model is not asked to fill gaps", same=("",)),
+    *_refused("suffix", why="the model does not fill in gaps", same=("",)),
     *_refused("best_of", why="it is of the past, send n instead", same=(1,)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
@@ -296,7 +295,7 @@ _TOOLS = (
     FieldRule(
         "tools[]",
         FieldAction.IGNORED,
-        "a search that may not leave the server finds nothing; Codex sends it unless told not to",
+        "a search without external access finds nothing; Codex sends it by default",
         when={"type": "web_search", "external_web_access": False},
     ),
     *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
@@ -313,7 +312,7 @@ _SHOWN = (
     *("max_tool_calls", "moderation", "context_management", "client_metadata", "access_programs"),
     "image",
 )
-"""Fields about what an answer shows, and what becomes of it."""
+"""Fields about the contents of an answer and its storage."""
 _NOT_PROMPT = "it changes nothing of the prompt"
 _NO_OPTION = "a compaction has no such option"
 
@@ -355,7 +354,7 @@ _RESPONSES = (
     *_ignored("stream_options", why=_OBFUSCATION, same=({}, {"include_obfuscation": False})),
     *_granted("safety_identifier", why="shown in the answer, without effect"),
     *_ignored("client_metadata", "access_programs", why=_LABEL),
-    *_ignored("text.verbosity", why="the model is not told of it", same=("medium",)),
+    *_ignored("text.verbosity", why="it is not passed to the model", same=("medium",)),
     *_ignored("moderation", why=_NO_MODERATION, same=({},)),
     *_ignored("context_management", why="a prompt that becomes too long is a 400", same=([],)),
     *_ignored("image", why="there are no images", same=({},)),
@@ -375,7 +374,7 @@ FIELD_RULES: Mapping[Endpoint, tuple[FieldRule, ...]] = {
 
 
 def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
-    """Return the JSON schemas of fields that are taken whatever the request model has."""
+    """Return the JSON schemas of accepted fields that the request model does not have."""
     found: dict[str, JsonObject] = {}
     for row in FIELD_RULES[endpoint]:
         if "[" in row.path or "." in row.path:
@@ -390,7 +389,7 @@ def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
 
 
 def refused_fields(endpoint: Endpoint) -> frozenset[str]:
-    """Return the names of fields that are refused whenever they ask for something."""
+    """Return the names of refused fields."""
     return frozenset(
         row.path
         for row in FIELD_RULES[endpoint]

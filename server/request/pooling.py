@@ -1,7 +1,6 @@
-"""What a request for embeddings, scores or classes may ask for, checked before the engine sees it.
+"""Limits of requests for embeddings, scores and classes, checked before the engine gets them.
 
-As `limits`, for the endpoints of models that pool. Types that are wrong are left to the
-request models.
+Wrong types are left to the request models.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _ENCODINGS = ("float", "base64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingLimits:
-    """The limits of one server."""
+    """Limits of one server for pooling requests."""
 
     max_prompts: int
     vocab_size: int

@@ -1,7 +1,6 @@
-"""vLLM's and pydantic's errors as ours.
+"""Translate vLLM's and pydantic's errors to `ServerError`.
 
-Decided by class, status and parameter name, never by the text of a message. What reads
-bodies and the front end are the only users.
+The class, status and parameter name decide, never the text of a message.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _JSON_TYPES: Mapping[type, str] = {
 
 
 class RefusedError(Exception):
-    """What vLLM's serving classes say in words alone; `status` and `param` come with them."""
+    """An error response of vLLM's serving classes: message, status and parameter."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message)
@@ -68,7 +67,7 @@ class RefusedError(Exception):
 
 
 class BacklogError(MaxQueuedTokensError):
-    """Upstream's error with the numbers: prompt tokens that wait, and how many may."""
+    """vLLM's error with the waiting prompt tokens and their limit."""
 
     def __init__(self, waiting: int, limit: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated upstream

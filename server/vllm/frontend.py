@@ -1,8 +1,8 @@
-"""vLLM's front end behind our port; with its neighbours `vllm_*`, all that knows vLLM's.
+"""`server.frontend.Frontend` over vLLM's serving classes.
 
-vLLM's serving classes render prompts, drive the engine and shape the answers. Everything
-around them is ours: which fields are taken, limits, and errors, which all leave here
-as `ServerError`. What is used of vLLM is pinned by tests/server/vllm/test_contract.py.
+vLLM's serving classes render prompts, drive the engine and shape the answers. This server checks
+fields and limits, and raises every error as a `ServerError`. tests/server/vllm/test_contract.py
+compares the names used with vLLM's.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class VllmFrontend:
         render_elsewhere(online.renderer, templates, settings.read_workers)
 
     async def warm_up(self) -> None:
-        """Have a process ready for large bodies; without one the first of them starts it."""
+        """Start a process for large bodies; otherwise the first large body starts it."""
         try:
             await self._reading.start_one()
         except WorkerStartError as error:
@@ -181,7 +181,7 @@ class VllmFrontend:
 
     @property
     def capacity(self) -> Capacity:
-        """What the engine takes."""
+        """Capacity of the engine."""
         config = self._engine.vllm_config
         scheduler = config.scheduler_config
         queued = scheduler.max_num_queued_tokens
@@ -194,11 +194,11 @@ class VllmFrontend:
 
     @property
     def tracing(self) -> Tracing | None:
-        """What makes spans of requests, where vLLM sends its own somewhere."""
+        """Factory of request spans, if vLLM exports spans too."""
         return self._tracing
 
     def schemas(self) -> WireSchemas:
-        """Return what the offered endpoints take and answer."""
+        """Return the schemas of the offered endpoints."""
         from server.vllm.schemas import wire_schemas
 
         offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
@@ -222,11 +222,11 @@ class VllmFrontend:
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
     ) -> ParsedRequest | StorageOptions:
-        """Return what a body asks for; see `server.frontend.Frontend`."""
+        """Parse a body; see `server.frontend.Frontend`."""
         return await self._reader.read(endpoint, raw, before)
 
     def take_reading(self) -> JobCounts:
-        """Return what was done with large bodies; see `server.frontend.Frontend`."""
+        """Return the counts of large bodies; see `server.frontend.Frontend`."""
         return self._reader.take_counts()
 
     async def handle(
@@ -266,7 +266,7 @@ class VllmFrontend:
             else:
                 answer = await answering
         except Exception as error:
-            # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
+            # The boundary to vLLM: all its exceptions are translated.
             raise self._translated(error, context) from error
         if isinstance(answer, bytes):
             return answer
@@ -320,14 +320,14 @@ class VllmFrontend:
     def _translated(self, error: Exception, context: RequestContext) -> ServerError:
         record = record_var.get()
         if record is not None and record.failure is not None:
-            # vLLM's classes know only that there was an error.
+            # vLLM's classes do not pass the cause on.
             return record.failure
         guided = record is not None and record.guide is not None
         ours = from_exception(error, replace(context, guided=guided))
         if isinstance(ours, ContextLengthError) and ours.param is None:
             ours.param = context.prompt
         if isinstance(ours, InternalError) and self._engine.errored:
-            # vLLM reports a dead engine as a fault of each request that met it.
+            # vLLM reports a dead engine as an error of each request.
             return engine_failed()
         return ours
 

@@ -37,7 +37,7 @@ from server.request.volatile_lines import settle_lines
 from server.responses.compaction import expand_compactions, summarise
 from server.responses.shown_request import shown_request
 from server.responses.storage_options import take_storage_options
-from server.speculation.wishes import settle_drafts
+from server.speculation.draft_options import settle_drafts
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.tiers.tier import take_tier

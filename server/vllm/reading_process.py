@@ -1,6 +1,6 @@
-"""The process that reads large bodies: it may take long, grow or be killed without harm to anyone.
+"""Process that parses large bodies; it can be slow, grow or be killed without harm to the server.
 
-What it sends back is unpickled: both ends are this service's own.
+Its replies are unpickled: both ends belong to this service.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 
 _NICENESS = 10
 _KEPT_BYTES = 64 << 20
-"""What the process may keep of its growth; beyond it, freed memory is given back at once."""
+"""Growth of the process beyond which freed memory is returned to the system at once."""
 
 
 def job_bytes(
     endpoint: Endpoint, raw: bytes, before: bytes | None, request_id: str | None
 ) -> bytes:
-    """Return a job: which endpoint's body this is, what goes before it, and the body."""
+    """Return a job: endpoint, earlier items of the conversation, and body."""
     size = -1 if before is None else len(before)
     return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
 def answer_of(data: bytes) -> ParsedRequest | StorageOptions:
-    """Return what a job's body asks for. Raises the `ServerError` of what is wrong with it."""
+    """Return the reply of a job. Raises the `ServerError` that it holds."""
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
@@ -50,7 +50,7 @@ def answer_of(data: bytes) -> ParsedRequest | StorageOptions:
 
 
 def rendered_of(data: bytes) -> Rendered:
-    """Return what a job's template made. Raises the `ServerError` of what is wrong with it."""
+    """Return the rendered prompt of a job. Raises the `ServerError` that it holds."""
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
@@ -93,7 +93,7 @@ def _answer(reader: BodyReader, job: bytes) -> bytes:
     except ServerError as error:
         answer = error
     except Exception:
-        # The boundary of the process: one request's fault must not end it.
+        # The boundary of the process: one request must not end it.
         logger.exception("A request could not be read")
         answer = InternalError("Internal error; the server's log has it under the request id.")
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)

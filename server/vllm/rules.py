@@ -1,4 +1,4 @@
-"""What one server takes of requests: every limit and choice that reading a body depends on."""
+"""Rules of one server for request bodies: every limit and option that parsing depends on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
-    """What one server takes.
+    """Rules of one server.
 
-    `offered` are the forms of requests that the served model answers; `does` says in words what it
-    does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
-    how Anthropic's system messages become those of a chat; `thinking` is what the model has for
-    wishes about thinking, `volatile_lines` which lines of system prompts are settled.
-    `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
-    `own_templates`: requests may bring another. `tools` is how the model is shown tools. `sampling`
-    has the model's own defaults.
+    `offered` are the forms that the served model answers; `does` describes its task for errors.
+    `guided`: answers may be constrained. `merge_inline_system`: Anthropic's system messages in a
+    conversation are merged. `volatile_lines` are the rules for lines of system prompts.
+    `speculates`: the engine verifies drafts. `variables` are those of the model's templates;
+    `own_templates`: requests may send a template. `sampling` has the model's default parameters.
     """
 
     budget: Budget
@@ -66,7 +64,7 @@ def make_request_rules(
     offered: frozenset[str],
     tools: ToolSupport,
 ) -> RequestRules:
-    """Return what this server takes of the forms `offered`; `state` has vLLM's serving classes."""
+    """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
     max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
     return RequestRules(
@@ -116,7 +114,7 @@ def make_request_rules(
 
 
 def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
-    """What the model does, for those who ask for something else."""
+    """Return the model's task in words, for errors."""
     if "generate" in tasks:
         return "generates text; one that pools is served with --runner pooling"
     task = model.get_pooling_task(tasks)
@@ -126,8 +124,8 @@ def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
 
 
 def _dimensions(model: ModelConfig) -> Sequence[int]:
-    every = range(1, model.embedding_size + 1)
-    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()
+    sizes = range(1, model.embedding_size + 1)
+    return (model.matryoshka_dimensions or sizes) if model.is_matryoshka else ()
 
 
 def _extra_args(config: VllmConfig) -> frozenset[str] | None:

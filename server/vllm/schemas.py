@@ -58,8 +58,8 @@ def wire_schemas(
 ) -> WireSchemas:
     """Return the schemas of the endpoints, each with the forms of its request.
 
-    `extra_fields` are taken by an endpoint besides the model's own but for those of `without`;
-    `closed`: and no others.
+    `extra_fields` are accepted in addition to the model's fields, of which those of `without` are
+    removed. `closed`: other fields are rejected.
     """
     answers = {endpoint: _ANSWERS[endpoint] for endpoint in forms}
     models = [(model, "validation") for form in forms.values() for model in form]

@@ -84,7 +84,9 @@ def test_tools_are_refused_where_nothing_shows_them() -> None:
     with pytest.raises(UnsupportedFieldError, match="'tools' is not supported") as caught:
         reader.read(Endpoint.CHAT, json.dumps(body).encode())
     assert caught.value.status == 400
-    assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode())
+    assert isinstance(
+        reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()), ParsedRequest
+    )
 
 
 @pytest.fixture(scope="module")

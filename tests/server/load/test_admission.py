@@ -58,7 +58,7 @@ def test_a_permit_grows_to_what_the_body_asks_for() -> None:
     one, other = admission.acquire(), admission.acquire()
     one.grow(3)
     assert admission.in_flight == 4
-    with pytest.raises(OverloadedError, match="4 answers run or wait and 2 more are asked for"):
+    with pytest.raises(OverloadedError, match="4 answers run or wait and 2 more are requested"):
         other.grow(2)
     assert admission.in_flight == 4
     other.release()

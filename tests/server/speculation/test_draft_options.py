@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import InvalidValueError, RequestError, UnsupportedFieldError
 from server.request.field_rules import extra_schemas
-from server.speculation.wishes import DraftWishes, settle_drafts
+from server.speculation.draft_options import DraftOptions, settle_drafts
 from server.wire.endpoint import Endpoint
 
 TEXT = {"type": "content", "content": "a b"}
@@ -21,26 +21,26 @@ PARTS = {
 @pytest.mark.parametrize(
     ("body", "speculates", "wishes", "ignored"),
     [
-        ({}, True, DraftWishes(), []),
-        ({"prediction": TEXT}, True, DraftWishes(prediction="a b"), []),
-        ({"prediction": PARTS, "n": 1}, True, DraftWishes(prediction="a b"), []),
-        ({"prediction": None, "speculative": None}, True, DraftWishes(), []),
-        ({"speculative": False}, True, DraftWishes(off=True), []),
-        ({"speculative": True}, True, DraftWishes(), []),
+        ({}, True, DraftOptions(), []),
+        ({"prediction": TEXT}, True, DraftOptions(prediction="a b"), []),
+        ({"prediction": PARTS, "n": 1}, True, DraftOptions(prediction="a b"), []),
+        ({"prediction": None, "speculative": None}, True, DraftOptions(), []),
+        ({"speculative": False}, True, DraftOptions(off=True), []),
+        ({"speculative": True}, True, DraftOptions(), []),
         # A hint that nobody takes.
-        ({"prediction": TEXT}, False, DraftWishes(), ["prediction"]),
-        ({"speculative": False}, False, DraftWishes(off=True), []),
-        ({"speculative": True}, False, DraftWishes(), ["speculative"]),
+        ({"prediction": TEXT}, False, DraftOptions(), ["prediction"]),
+        ({"speculative": False}, False, DraftOptions(off=True), []),
+        ({"speculative": True}, False, DraftOptions(), ["speculative"]),
         (
             {"prediction": TEXT, "speculative": False},
             True,
-            DraftWishes(off=True),
+            DraftOptions(off=True),
             ["prediction"],
         ),
     ],
 )
 def test_a_chat_says_what_it_wants(
-    body: dict[str, Any], speculates: bool, wishes: DraftWishes, ignored: list[str]
+    body: dict[str, Any], speculates: bool, wishes: DraftOptions, ignored: list[str]
 ) -> None:
     body = {"model": "m", **body}
     assert settle_drafts(Endpoint.CHAT, body, speculates=speculates) == (wishes, ignored)
@@ -57,10 +57,10 @@ def test_every_answer_can_be_had_without_drafts(endpoint: Endpoint) -> None:
 
 def test_elsewhere_the_fields_stay_unknown() -> None:
     body = {"prediction": TEXT}
-    assert settle_drafts(Endpoint.COMPLETION, body, speculates=True) == (DraftWishes(), [])
+    assert settle_drafts(Endpoint.COMPLETION, body, speculates=True) == (DraftOptions(), [])
     assert body == {"prediction": TEXT}
     body = {"speculative": False}
-    assert settle_drafts(Endpoint.EMBEDDINGS, body, speculates=True) == (DraftWishes(), [])
+    assert settle_drafts(Endpoint.EMBEDDINGS, body, speculates=True) == (DraftOptions(), [])
     assert body == {"speculative": False}
 
 

@@ -1,4 +1,4 @@
-"""The fields of a body that are about drafts: none of them changes the answer. Pure functions."""
+"""Draft fields of a body; none of them changes the answer. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SPEAKING = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.ME
 
 
 @dataclass(frozen=True, slots=True)
-class DraftWishes:
-    """`off`: no drafts for this request; `prediction`: the text that its answer is expected to be.
+class DraftOptions:
+    """Draft options of a request.
 
-    The default is that of a request that says nothing.
+    `off` disables drafts. `prediction` is the expected text of the answer, empty for none.
     """
 
     off: bool = False
@@ -26,14 +26,14 @@ class DraftWishes:
 
 def settle_drafts(
     endpoint: Endpoint, body: JsonObject, *, speculates: bool
-) -> tuple[DraftWishes, list[str]]:
-    """Take off `body` what it says of drafts; return it, and the fields without an effect.
+) -> tuple[DraftOptions, list[str]]:
+    """Remove the draft fields from `body`; return the options, and the fields without effect.
 
-    `speculates`: the server checks drafts. Raises `InvalidValueError` or `UnsupportedFieldError`.
+    `speculates`: the server verifies drafts. Raises `InvalidValueError` or `UnsupportedFieldError`.
     """
     if endpoint not in _SPEAKING:
-        return DraftWishes(), []
-    asked = _asked(body.pop(OFF, None))
+        return DraftOptions(), []
+    wanted = _flag(body.pop(OFF, None))
     predicted = body.pop(PREDICTION, None) if endpoint is Endpoint.CHAT else None
     text = "" if predicted is None else _text(predicted)
     if predicted is not None and body.get("n") not in (None, 1):
@@ -42,14 +42,14 @@ def settle_drafts(
             "one answer each.",
             param=PREDICTION,
         )
-    off = asked is False
+    off = wanted is False
     ignored = [PREDICTION] if predicted is not None and (off or not speculates) else []
-    if asked and not speculates:
+    if wanted and not speculates:
         ignored.append(OFF)
-    return DraftWishes(off, "" if ignored else text), ignored
+    return DraftOptions(off, "" if ignored else text), ignored
 
 
-def _asked(given: object) -> bool | None:
+def _flag(given: object) -> bool | None:
     if given is None or isinstance(given, bool):
         return given
     raise InvalidValueError(f"'{OFF}' must be a boolean, got {describe(given)}.", param=OFF)
