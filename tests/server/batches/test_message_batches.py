@@ -160,35 +160,6 @@ async def test_pages_go_both_ways(tmp_path: Path) -> None:
             assert (error["code"], error["param"]) == (code, param)
 
 
-@pytest.mark.parametrize(
-    ("requests", "code", "param"),
-    [
-        ([], "invalid_value", "requests"),
-        ([request(n) for n in range(11)], "invalid_value", "requests"),
-        ([request(1), 5], "invalid_type", "requests[1]"),
-        ("requests", "invalid_type", "requests"),
-        ([request(1), {"custom_id": "a"}], "missing_field", "requests[1].params"),
-        ([request(1) | {"custom_id": 5}], "invalid_type", "requests[0].custom_id"),
-        ([request(1) | {"method": "POST"}], "unknown_field", "requests[0].method"),
-        ([request(1) | {"params": []}], "invalid_type", "requests[0].params"),
-        ([request(1) | {"custom_id": ""}], "invalid_value", "requests[0].custom_id"),
-        ([request(1), request(2), request(1)], "invalid_value", "requests[2].custom_id"),
-        ([request(1, model=5)], "invalid_value", "requests[0].params.model"),
-    ],
-)
-async def test_wrong_requests_make_no_batch(
-    tmp_path: Path, requests: list[Any], code: str, param: str
-) -> None:
-    settings = {"data_dir": tmp_path / "data", "max_batch_lines": 10}
-    async with running(tmp_path, **settings) as service:
-        answer = await service.client.post(PATH, json={"requests": requests})
-        assert (answer.status_code, answer.json()["type"]) == (400, "error")
-        error = answer.json()["error"]
-        assert (error["code"], error["param"]) == (code, param)
-        assert (await service.client.get(PATH)).json()["data"] == []
-        assert (await service.client.get("/v1/files")).json()["data"] == []
-
-
 async def test_a_batch_belongs_to_its_key(tmp_path: Path) -> None:
     settings = {"api_key": ["one=1", "two=2"], "max_batches_per_key": 1}
     async with (
