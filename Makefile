@@ -49,8 +49,8 @@ lint: dev ## ruff, mypy --strict and the import contracts
 	$(python) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks.compare
-	$(quiet) $(python) -m benchmarks.compare --save $(ARGS)
+bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks compare
+	$(quiet) $(python) -m benchmarks compare --save $(ARGS)
 
 dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
 	$(python) -m deploy.grafana.generate

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.agent_sessions import Session, clock
-from benchmarks.agents import Run, Turn, markdown
-from benchmarks.machine import describe_machine
+from benchmarks.over_http.agent_sessions import Session, clock
+from benchmarks.over_http.agents import Run, Turn, markdown
+from benchmarks.runner.machine import describe_machine
 
 
 def turn(number: int, cached: int, seconds: float) -> Turn:

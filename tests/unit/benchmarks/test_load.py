@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from benchmarks.load import CUT, Load, Outcome, run
+from benchmarks.clients.load import CUT, Load, Outcome, run
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 _TOKEN = b'data: {"choices":[{"text":" bake"}]}\n\n'

@@ -10,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gguf_model import gguf_name, interleave_heads, tensors, widen
-from benchmarks.text_checkpoint import SPECIAL_TOKENS, make_tokenizer, prompt_text, vocabulary
+from benchmarks.models.gguf_model import gguf_name, interleave_heads, tensors, widen
+from benchmarks.models.text_checkpoint import (
+    SPECIAL_TOKENS,
+    make_tokenizer,
+    prompt_text,
+    vocabulary,
+)
 
 
 def _rotate_halves(x: np.ndarray, angles: np.ndarray) -> np.ndarray:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.machine import describe_machine
-from benchmarks.speculation import Run, Turn, markdown
-from benchmarks.speculation_tasks import TASKS
+from benchmarks.over_http.speculation import Run, Turn, markdown
+from benchmarks.over_http.speculation_tasks import TASKS
+from benchmarks.runner.machine import describe_machine
 
 
 def turn(side: str, round_number: int, decode_s: float, *, same: bool = True) -> Turn:
