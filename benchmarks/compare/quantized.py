@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks quantized", description=__doc__)
-    parser.add_argument(
-        "--model", default="1.2b", help="of models/shapes.py (default: 1.2b)"
-    )
+    parser.add_argument("--model", default="1.2b", help="of models/shapes.py (default: 1.2b)")
     parser.add_argument(
         "--width", nargs="+", choices=FORMS, default=["w8-channel", "w4-group128"], help="of ours"
     )

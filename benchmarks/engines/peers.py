@@ -72,8 +72,8 @@ def peer_versions() -> dict[str, str]:
     return {name: pins[name] for name in ("llama-cpp-python", "gguf")}
 
 
-def main(_argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Build the environment."""
-    argparse.ArgumentParser(description="Build the environment of the peers.").parse_args()
+    argparse.ArgumentParser(description="Build the environment of the peers.").parse_args(argv)
     print(peers_python())
     return 0

@@ -139,7 +139,7 @@ class Compiler(Protocol):
 
     name: str
     hardware: str
-    """What runs the programs, as users know it: an instruction set or an NPU's name."""
+    """User-facing name of the hardware: an instruction set or an NPU's name."""
     capabilities: Capabilities
     compiles_when_loading: bool
     """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""

@@ -35,7 +35,7 @@ class Job:
     """Token ids whose hidden states are wanted after every layer, and how many of them, the last
     ones, go through the decode graph one by one."""
     num_hidden_layers: int | None = None
-    """How many of the model's layers are kept, the first ones; None for all."""
+    """Number of the model's first layers that are kept; None for all."""
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:

@@ -117,7 +117,7 @@ class _Sides:
             self._tell(line)
         child = ChildJob(
             label=f"{job.side} side",
-            module="rbln_backend.parity.sides",
+            module="rbln_backend.parity.runners",
             variables=environ,
             timeout=self._options.timeout,
         )

@@ -42,7 +42,7 @@ class ExpertFormat(ABC):
 
     quantized: Weights
     is_transposed: ClassVar[bool] = False
-    """Whether tensors have inputs before outputs."""
+    """True if tensors have inputs before outputs."""
 
     @property
     def scope(self) -> str:

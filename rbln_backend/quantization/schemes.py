@@ -17,7 +17,7 @@ AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
 GGUF = "gguf_blocks"
 """Of checkpoints that are made here of GGUF files."""
 METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, GGUF)
-"""What vLLM calls the checkpoints' formats."""
+"""vLLM's names of the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"
 BYTE_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")

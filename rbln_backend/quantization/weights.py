@@ -19,11 +19,11 @@ class Weights:
     """Weights along the input that share a scale, or CHANNEL."""
     symmetric: bool = True
     is_ordered: bool = False
-    """Whether groups follow an order of their own (``g_idx``)."""
+    """True if groups have their own input order (``g_idx``)."""
     kind: str = "int"
     """"int", or "float" for e4m3 and e2m1."""
     published: str = ""
-    """What the checkpoint calls itself, where it wants activations to be quantised, too."""
+    """Name of a published form that also quantizes activations, else empty."""
 
     def __str__(self) -> str:
         group = "channel" if self.group_size == CHANNEL else f"group {self.group_size}"

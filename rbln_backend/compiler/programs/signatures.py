@@ -21,8 +21,8 @@ MAX_TEXT = 256
 MAX_ITEMS = 1 << 16
 
 Kind = str | int
-"""What a value is: ``tensor``, ``number``, ``nothing``, ``tensors`` (any number of them), or how
-many tensors a tuple holds."""
+"""Kind of a value: ``tensor``, ``number``, ``nothing``, ``tensors`` (any number of them), or the
+number of tensors in a tuple."""
 
 
 @dataclass(frozen=True, slots=True)

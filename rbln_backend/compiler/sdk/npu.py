@@ -14,7 +14,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 
 RUNTIME_BYTES = 256 * _MIB
-"""What a compiled graph reserves on each chiplet, as the vendor estimates it."""
+"""Bytes that a compiled graph reserves on each chiplet, by the vendor's estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Npu:
 
     name: str
     memory_bytes: int
-    """What programs can use of its memory."""
+    """Bytes of its memory that programs can use."""
     chiplets: int
     """Parts that each hold a share of every tensor and a runtime of every graph."""
     appends_windows: bool

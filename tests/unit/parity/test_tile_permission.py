@@ -11,7 +11,7 @@ import pytest
 # 0x1021 and 0x1022 give the state components that the machine has and that this process may use.
 _ASK = """
 import ctypes
-from rbln_backend.parity.sides.tile_permission import ask_for_tiles
+from rbln_backend.parity.runners.tile_permission import ask_for_tiles
 
 def components(operation):
     mask = ctypes.c_uint64()

@@ -10,9 +10,9 @@ import torch
 from vllm import SamplingParams
 
 from rbln_backend.parity.job import FloatArray, Layers, Side
-from rbln_backend.parity.sides.engines import OfflineEngine
-from rbln_backend.parity.sides.forced_tokens import FORCED_TOKENS
-from rbln_backend.parity.sides.layers import tapped
+from rbln_backend.parity.runners.engines import OfflineEngine
+from rbln_backend.parity.runners.forced_tokens import FORCED_TOKENS
+from rbln_backend.parity.runners.layers import tapped
 
 
 def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decoded: int) -> Layers:

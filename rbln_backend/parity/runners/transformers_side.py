@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from rbln_backend.parity.job import Answer, Job, Layers, SideResult
-from rbln_backend.parity.sides.layers import tapped
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint
-from rbln_backend.parity.sides.profile import profiled
+from rbln_backend.parity.runners.layers import tapped
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint
+from rbln_backend.parity.runners.profile import profiled
 from rbln_backend.reporting.child_process import Report
 
 

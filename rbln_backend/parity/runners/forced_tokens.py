@@ -24,6 +24,7 @@ class ForcedTokens(AdapterLogitsProcessor):
     def new_req_logits_processor(
         self, params: SamplingParams
     ) -> Callable[[list[int], Tensor], Tensor] | None:
+        """Return the processor of a request's logits [V]; None without forced tokens."""
         forced: list[int] | None = (params.extra_args or {}).get(FORCED_TOKENS)
         if forced is None:
             return None

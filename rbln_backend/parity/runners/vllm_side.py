@@ -16,10 +16,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from rbln_backend.parity.job import Answer, FloatArray, IntArray, Job, SideResult
-from rbln_backend.parity.sides.engines import Engine, OfflineEngine, start_engine
-from rbln_backend.parity.sides.forced_tokens import FORCED_TOKENS
-from rbln_backend.parity.sides.probe import probe
-from rbln_backend.parity.sides.profile import profiled
+from rbln_backend.parity.runners.engines import Engine, OfflineEngine, start_engine
+from rbln_backend.parity.runners.forced_tokens import FORCED_TOKENS
+from rbln_backend.parity.runners.probe import probe
+from rbln_backend.parity.runners.profile import profiled
 from rbln_backend.reporting.child_process import Report
 
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from safetensors.torch import load_file, save_file
 
 from rbln_backend.parity.checkpoint_folder import downloaded_folder
-from rbln_backend.parity.sides.plain_formats import Tensors, unpacked
+from rbln_backend.parity.runners.plain_formats import Tensors, unpacked
 
 _ADAPTED = "base_model.model."
 # Fields of adapter_config.json that would make other sums than scale * B A.

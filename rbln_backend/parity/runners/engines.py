@@ -13,7 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rbln_backend.parity.job import Job
-from rbln_backend.parity.sides.forced_tokens import ForcedTokens
+from rbln_backend.parity.runners.forced_tokens import ForcedTokens
 
 
 class Engine(Protocol):
