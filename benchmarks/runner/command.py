@@ -161,7 +161,11 @@ def machine_lines(machine: Machine, load_before: float) -> list[str]:
 def heading(title: str, run: RunHeader) -> list[str]:
     """Return the first lines of a report: title, command and machine."""
     return [
-        *heading(f"{title}", run),
+        f"# {title}, {run.started}",
+        "",
+        f"`{run.command}`",
+        "",
+        *machine_lines(run.machine, run.load_before),
     ]
 
 
