@@ -54,7 +54,7 @@ def result_rows() -> Iterable[tuple[str, ...]]:
         raise ValueError(f"docs/results_page.py: there is no result {sorted(absent)}")
     for stem, path in reports.items():
         text = path.read_text(encoding="utf-8")
-        command = re.search(r"`python -m (benchmarks\.[^`]*)`", text)
+        command = re.search(r"`python -m (benchmarks[. ][^`]*)`", text)
         processor = next(words for name, words in _PROCESSORS.items() if name in stem)
         yield (
             f"[{stem.partition('core-')[2]}, {stem[:10]}](../benchmarks/results/{path.name})",
