@@ -223,11 +223,11 @@ _MESSAGES = (
         stays=True,
     ),
     *_refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
-    *_refused("container", why="this server runs no code and has no files", same=({},)),
+    *_refused("container", why="this server runs no code", same=({},)),
     FieldRule(
         "thread",
         FieldAction.REFUSED,
-        "this server keeps no conversations",
+        "threads are not supported; the client sends the whole conversation",
         # Anthropic's client then sends the whole conversation, as it did before threads.
         code="thread_unsupported_request",
     ),

@@ -62,8 +62,8 @@ _ELSEWHERE = {
 _PENDING = {
     f"docs/{name}.md"
     for name in (
-        *("batches", "compile_cache", "configuration", "conformance", "gguf", "http_api", "lora"),
-        *("npu", "parallelism", "parity", "quantization", "responses", "server_info"),
+        *("compile_cache", "configuration", "conformance", "gguf", "http_api", "lora"),
+        *("npu", "parallelism", "parity", "quantization", "server_info"),
         *("speculation", "tuning"),
     )
 }
