@@ -24,7 +24,6 @@ PENDING_FOLDERS = {
     "rbln_backend/lora",
     "rbln_backend/parallel",
     "rbln_backend/reporting",
-    "rbln_backend/scheduler",
     "rbln_backend/speculation",
     "rbln_backend/vllm_compat",
     "rbln_backend/worker",

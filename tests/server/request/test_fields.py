@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import (
     ContextLengthError,
     InvalidSchemaError,
@@ -202,10 +202,10 @@ def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
 
 def test_priorities_stay_between_the_service_tiers() -> None:
     limits = dataclasses.replace(LIMITS, has_priorities=True)
-    for value in (FOREMOST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
+    for value in (FIRST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
         check_limits({"priority": value}, limits)
         check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
-    for value in (FOREMOST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
+    for value in (FIRST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
         with pytest.raises(InvalidValueError):
             check_limits({"priority": value}, limits)
         with pytest.raises(InvalidValueError):

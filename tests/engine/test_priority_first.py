@@ -1,11 +1,11 @@
-"""The foremost are admitted before all others that wait, and say the same tokens."""
+"""Priority requests are admitted before all other waiting requests, with the same tokens."""
 
 from __future__ import annotations
 
 import pytest
 from vllm import SamplingParams
 
-from rbln_backend.config import FOREMOST_PRIORITY
+from rbln_backend.config import FIRST_PRIORITY
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate
@@ -50,7 +50,7 @@ def test_they_pass_all_who_wait(engines: Engines) -> None:
     for number in range(4):
         queue.add(f"came-{number}", prompts[number])
     for number in (4, 5):
-        queue.add(f"first-{number}", prompts[number], FOREMOST_PRIORITY)
+        queue.add(f"first-{number}", prompts[number], FIRST_PRIORITY)
     queue.to_the_end()
     # Nobody had begun; among themselves they keep their order, and so do the others.
     assert queue.begun == ["first-4", "first-5", "came-0", "came-1", "came-2", "came-3"]
