@@ -6,12 +6,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint, read_weights
 from safetensors.torch import save_file
 
 from benchmarks.models.shapes import CACHE_ROOT
 from rbln_backend.checkpoints.catalogue import CATALOGUE
 from rbln_backend.checkpoints.download import download
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint, read_weights
 
 
 def gguf_file(model: str) -> Path:
