@@ -60,7 +60,6 @@ class RequestLimits:
     """Limits of one server for generation requests; lengths are in tokens."""
 
     max_n: int
-    max_messages: int
     max_prompts: int
     max_stop: int
     max_logit_bias: int
@@ -95,7 +94,7 @@ def check_limits(body: JsonObject, limits: RequestLimits) -> None:
                 param=name,
             )
     _check_tools(body.get("tools"))
-    _check_messages(body.get("messages"), limits)
+    _check_messages(body.get("messages"))
     _check_prompt(body, limits)
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
     _check_truncation(body, limits.max_model_len)
@@ -256,14 +255,11 @@ def _check_tools(tools: object) -> None:
                 )
 
 
-def _check_messages(messages: object, limits: RequestLimits) -> None:
+def _check_messages(messages: object) -> None:
     if not isinstance(messages, list):
         return
-    if not 1 <= len(messages) <= limits.max_messages:
-        raise InvalidValueError(
-            f"'messages' must have 1 to {limits.max_messages} items, got {len(messages)}.",
-            param="messages",
-        )
+    if not messages:
+        raise InvalidValueError("'messages' must have at least 1 item, got 0.", param="messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             continue

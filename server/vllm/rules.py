@@ -79,7 +79,6 @@ def make_request_rules(
         limits=RequestLimits(
             # More answers than sequences would wait for each other.
             max_n=min(settings.max_n, scheduler.max_num_seqs),
-            max_messages=settings.max_messages,
             max_prompts=settings.max_prompts,
             max_stop=settings.max_stop,
             max_logit_bias=settings.max_logit_bias,

@@ -50,7 +50,6 @@ RULES = RequestRules(
     ),
     limits=RequestLimits(
         max_n=8,
-        max_messages=2048,
         max_prompts=256,
         max_stop=4,
         max_logit_bias=1024,

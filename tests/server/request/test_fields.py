@@ -27,7 +27,6 @@ from server.wire.endpoint import Endpoint
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")
 LIMITS = RequestLimits(
     max_n=4,
-    max_messages=2,
     max_prompts=3,
     max_stop=2,
     max_logit_bias=3,
@@ -101,7 +100,6 @@ def test_stream_options_need_a_stream() -> None:
         ({"max_tokens": 101}, ContextLengthError, "max_tokens"),
         ({"max_completion_tokens": 10**30}, ContextLengthError, "max_completion_tokens"),
         ({"messages": []}, InvalidValueError, "messages"),
-        ({"messages": [MESSAGE] * 3}, InvalidValueError, "messages"),
         ({"messages": [MESSAGE, {"content": "x"}]}, MissingFieldError, "messages[1].role"),
         ({"messages": [{"role": "user"}]}, MissingFieldError, "messages[0].content"),
         ({"prompt": ""}, InvalidValueError, "prompt"),
