@@ -25,9 +25,9 @@ from server.errors import (
     describe,
 )
 from server.frontend import Frontend
-from server.host.tasks import while_running
+from server.host.tasks import background_task
 from server.http.auth import Access
-from server.http.middleware import EdgeMiddleware, GateMiddleware
+from server.http.middleware import GateMiddleware, RequestMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
@@ -79,8 +79,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        recorded = while_running(history.follow())
+        lag = background_task(follow_event_loop(metrics.observe_loop_lag))
+        recorded = background_task(history.follow())
         async with access.following_files(), lag, recorded, storage.working(app), background():
             yield
 
@@ -113,7 +113,7 @@ def create_app(
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     _allow_origins(app, settings)
     app.add_middleware(
-        EdgeMiddleware,
+        RequestMiddleware,
         lifecycle=lifecycle,
         metrics=metrics,
         tracing=lambda: frontend().tracing if lifecycle.started else None,

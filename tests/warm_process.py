@@ -251,13 +251,13 @@ def _serve() -> None:
 
     import setproctitle
 
-    from server.host.importing import uncollected
+    from server.host.importing import without_garbage_collection
     from server.vllm.importing import import_vllm
     from tests.model_classes import inspect_here
 
     # It finds the place of the title by the environment, which commands replace.
     setproctitle.getproctitle()
-    with uncollected():
+    with without_garbage_collection():
         import_vllm()
         for name in _PRELOADED:
             import_module(name)

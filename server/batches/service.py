@@ -23,7 +23,7 @@ from server.batches.results import ResultFiles
 from server.batches.runner import BatchRunner, LineCounts
 from server.batches.spare_rows import DecodeTimes, SpareRows
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
-from server.host.tasks import while_running
+from server.host.tasks import background_task
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
 from server.storage.files import INPUT, FileStore, Page
@@ -104,7 +104,10 @@ class BatchService:
         # Before the first request, since an upload in progress has no row either.
         await self.files.remove_unknown()
         await self._results.recover(await self._database.read(table.unfinished))
-        async with while_running(self._runner.run(app)), while_running(self._housekeeping.run()):
+        async with (
+            background_task(self._runner.run(app)),
+            background_task(self._housekeeping.run()),
+        ):
             yield
 
     async def create(self, request: BatchRequest) -> Batch:

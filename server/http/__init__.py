@@ -1,1 +1,1 @@
-"""Connections: the listener, its limits, and what is said before there is a request."""
+"""The HTTP layer: listener, TLS, connection limits, authentication, middlewares and streams."""

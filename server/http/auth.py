@@ -1,8 +1,8 @@
-"""Who may call what: API keys, admin keys, and callers on this host.
+"""Authentication by API keys and admin keys, and the exception for programs on this host.
 
-Only digests of keys are kept. Invariants: a request is judged by its head alone, before anything
-of its body is read; every configured key is compared, in constant time, whichever one fits; a key
-file that cannot be read as a whole, or holds no key, changes nothing.
+Only digests of keys are stored. Invariants: a request is authorized by its head alone, before its
+body is read; every configured key is compared in constant time; a key file that cannot be read
+completely, or holds no key, changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.types import Scope as AsgiScope
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
-from server.host.tasks import aside, while_running
+from server.host.tasks import background_task, in_thread
 from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
 from server.storage.owners import NO_KEY, owner_of_digest
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _LIMITED = re.compile(rf"({_NAME.pattern})\[([a-z+]+)\]")
-"""A name with the service tiers that its key may use."""
+"""A name and the service tiers that its key may use, such as `nightly[flex]`."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _BEARER = b"bearer "
 _KEY_HEADERS = (b"x-api-key", b"api-key")
-_MAX_OFFERS = 3
-"""A request names its key in one header, or by mistake in each of them."""
+_MAX_CANDIDATES = 3
+"""A request sends its key in one header; a client may send it in all three."""
 _MAX_FILE_BYTES = 1024 * 1024
 _CHANGES = (Scope.ADAPTERS, Scope.ADMIN)
 _UNGUARDED = (
@@ -48,16 +48,13 @@ _UNGUARDED = (
     "--allow-unguarded-changes opens more."
 )
 _LOCAL = ("127.", "::1", "::ffff:127.")
-_THROUGH = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
-"""Starts of headers that show that another host, or a page in a browser, is behind the request."""
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
+"""Prefixes of headers that show that a proxy or a page in a browser sent the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the name that metrics and logs show, the SHA-256 of the key itself, its tiers.
-
-    `owner` is the owner of what requests with this key store.
-    """
+    """One key: its name in metrics and logs, its SHA-256, its tiers and the owner of its data."""
 
     name: str
     digest: bytes
@@ -67,10 +64,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of a request's key.
+    """The authenticated caller of a request.
 
-    `key` is the key's name, None without one; `owner` is the owner of what the request stores;
-    an admin may see and do everything; `tiers` are the service tiers that it may use.
+    `key` is the key's name or None; `owner` is the owner of the data that the request stores;
+    `tiers` are the allowed service tiers.
     """
 
     key: str | None
@@ -80,28 +77,28 @@ class Caller:
 
 
 class KeyRing:
-    """The keys of one kind, those of the settings and those of a file that may change."""
+    """The keys of one kind: those of the settings, and those of a file that is reloaded."""
 
     def __init__(
-        self, kind: str, given: Sequence[SecretStr], file: Path | None, salt: bytes
+        self, kind: str, secrets: Sequence[SecretStr], file: Path | None, salt: bytes
     ) -> None:
-        """`kind` names unnamed keys, `salt` is that of their owners.
+        """Parse keys; unnamed ones are called `kind-N`, and `salt` hashes their owners.
 
-        Raises `SettingsError` when the file is wrong.
+        Raises `SettingsError` when the file is invalid.
         """
         self._given = [
             _key(secret.get_secret_value(), kind, number, salt)
-            for number, secret in enumerate(given, 1)
+            for number, secret in enumerate(secrets, 1)
         ]
         self._file = file
         self._watch = FileWatch([file] if file is not None else [])
-        self._keys = [*self._given, *self._of_file()]
+        self._keys = [*self._given, *self._read_file()]
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def find(self, digests: Iterable[bytes]) -> Key | None:
-        """Return the key with one of the digests, None when no key has."""
+        """Return the key that has one of the digests, or None."""
         found: Key | None = None
         for digest in digests:
             for key in self._keys:
@@ -110,27 +107,27 @@ class KeyRing:
         return found
 
     def name_of(self, owner: str) -> str | None:
-        """Return the name of a key whose data has this owner, None when there is no such key."""
+        """Return the name of the key with this owner, or None."""
         return next((key.name for key in self._keys if key.owner == owner), None)
 
     def owners(self) -> dict[str, str]:
-        """Return the owners of the keys by name; of one name twice, the first key's."""
+        """Return owners by key name; the first key wins where two have one name."""
         return {key.name: key.owner for key in reversed(self._keys)}
 
     async def follow(self) -> None:
-        """Take the file's keys in again whenever it changes; never returns."""
+        """Reload the key file whenever it changes; never returns."""
         if self._file is not None:
             await self._watch.follow(self._reload)
 
     async def _reload(self) -> None:
         try:
-            self._keys = [*self._given, *await aside(self._of_file)]
+            self._keys = [*self._given, *await in_thread(self._read_file)]
         except SettingsError as error:
-            logger.error("The keys stay as they were: %s", error)
+            logger.error("Kept the previous keys: %s", error)
         else:
-            logger.info("Read the keys of %s again: %d", self._file, len(self._keys))
+            logger.info("Reloaded %s: %d keys", self._file, len(self._keys))
 
-    def _of_file(self) -> list[Key]:
+    def _read_file(self) -> list[Key]:
         if self._file is None:
             return []
         try:
@@ -149,10 +146,10 @@ class KeyRing:
 
 
 class Access:
-    """Decides from a request's head whether its route is open to it."""
+    """Authorizes requests by their head."""
 
     def __init__(self, settings: ServerSettings, salt: bytes = b"") -> None:
-        """`salt` is that of the stored owners. Raises `SettingsError` when a key file is wrong."""
+        """Load the keys; `salt` hashes owners. Raises `SettingsError` for an invalid key file."""
         self._api = KeyRing("api", settings.api_key, settings.api_key_file, salt)
         self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file, salt)
         self._open_metrics = settings.open_metrics
@@ -161,20 +158,20 @@ class Access:
 
     @asynccontextmanager
     async def following_files(self) -> AsyncIterator[None]:
-        """Keep up with the key files for the length of the block."""
-        async with while_running(self._api.follow()), while_running(self._admin.follow()):
+        """Reload changed key files while the block runs."""
+        async with background_task(self._api.follow()), background_task(self._admin.follow()):
             yield
 
     def admit(self, route: Route, scope: AsgiScope) -> Caller:
-        """Return who asks.
+        """Return the caller of a request.
 
-        Raises `AuthenticationError` without a key or with a wrong one, `PermissionDeniedError`
-        with a key, or from a place, that does not open the route.
+        Raises `AuthenticationError` for a missing or unknown key, `PermissionDeniedError` for a key
+        or a client address that may not use the route.
         """
         needed = scope_of(route, scope["method"])
         if needed in NEVER_GUARDED:
             return Caller(None, is_admin=False)
-        digests = [hashlib.sha256(offer).digest() for offer in _offers(scope["headers"])]
+        digests = [hashlib.sha256(key).digest() for key in _sent_keys(scope["headers"])]
         if (admin := self._admin.find(digests)) is not None:
             return Caller(admin.name, is_admin=True, tiers=admin.tiers, owner=admin.owner)
         api, local = self._api.find(digests), _is_local(scope)
@@ -182,7 +179,7 @@ class Access:
         caller = Caller(None, trusted)
         if api is not None:
             caller = Caller(api.name, trusted, api.tiers, api.owner)
-        if api is None and self._wants_key(needed):
+        if api is None and self._requires_key(needed):
             raise _unauthenticated(bool(digests))
         if needed in _CHANGES and not caller.is_admin:
             if self._admin:
@@ -192,18 +189,18 @@ class Access:
         return caller
 
     def name_of(self, owner: str) -> str | None:
-        """Return the name that metrics show for what an owner stored, None for that of no key."""
+        """Return the key name that metrics show for an owner, None for the owner without a key."""
         if owner == NO_KEY:
             return None
         found = self._api.name_of(owner) or self._admin.name_of(owner)
-        # A named key that was removed owns by its name, which holds no colon.
+        # The owner of a named key is its name, which contains no colon.
         return found or ("removed" if ":" in owner else owner)
 
     def owners(self) -> dict[str, str]:
-        """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2` and so on."""
+        """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2`, ...."""
         return self._admin.owners() | self._api.owners()
 
-    def _wants_key(self, needed: Scope) -> bool:
+    def _requires_key(self, needed: Scope) -> bool:
         if needed in _CHANGES and self._admin:
             return True
         if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
@@ -211,17 +208,17 @@ class Access:
         return bool(self._api)
 
 
-def _unauthenticated(offered: bool) -> AuthenticationError:
+def _unauthenticated(sent: bool) -> AuthenticationError:
     message = (
         "The API key is not valid."
-        if offered
+        if sent
         else "An API key is needed: send it as `Authorization: Bearer KEY`."
     )
     return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
 def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
-    """Return a key as `KEY` or `name=KEY`; base64 that ends in `=` is no name."""
+    """Parse `KEY` or `name=KEY`; base64 that ends in `=` is a key without a name."""
     text = text.strip()
     name, equals, rest = text.partition("=")
     named = _named(name)
@@ -229,13 +226,13 @@ def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
         where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
         if not rest:
             raise SettingsError(f"{where}: the key of the name {name!r} is empty")
-        return _limited(where, named, _digest(rest))
+        return _named_key(where, named, _digest(rest))
     digest = _digest(text)
     return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest))
 
 
 def _is_base64(text: str) -> bool:
-    """Whether what ends in one `=` is rather a random key than a name without its key."""
+    """Return whether text that ends in one `=` is a base64 key, not a name without a key."""
     return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
 
 
@@ -245,22 +242,22 @@ def _key_of_line(file: Path, number: int, line: str) -> Key:
     if not rest or named is None:
         raise SettingsError(
             f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
-            "the name of letters, digits and `._-`, behind it perhaps its tiers, as in `[flex]`"
+            "the name of letters, digits and `._-`, optionally followed by tiers such as `[flex]`"
         )
     if rest.startswith(_DIGEST) and not _HEX.fullmatch(rest.removeprefix(_DIGEST).lower()):
-        raise SettingsError(f"key file {file}, line {number}: sha256: wants 64 hex digits")
-    return _limited(f"key file {file}, line {number}", named, _digest(rest))
+        raise SettingsError(f"key file {file}, line {number}: sha256: must have 64 hex digits")
+    return _named_key(f"key file {file}, line {number}", named, _digest(rest))
 
 
 def _named(text: str) -> tuple[str, str | None] | None:
-    """Return a key's name and the tiers written behind it, None where it is no name."""
+    """Return a key's name and the tiers after it, None if `text` is not a name."""
     if _NAME.fullmatch(text):
         return text, None
     found = _LIMITED.fullmatch(text)
     return None if found is None else (found[1], found[2])
 
 
-def _limited(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
+def _named_key(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
     name, tiers = named
     try:
         return Key(name, digest, name, EVERY_TIER if tiers is None else tiers_of(tiers))
@@ -277,20 +274,20 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _offers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the keys that a request's headers offer."""
-    offers: list[bytes] = []
+def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the keys in a request's headers."""
+    keys: list[bytes] = []
     for name, value in headers:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-            offers.append(value[len(_BEARER) :].strip())
+            keys.append(value[len(_BEARER) :].strip())
         elif name in _KEY_HEADERS:
-            offers.append(value.strip())
-    return [offer for offer in offers if offer][:_MAX_OFFERS]
+            keys.append(value.strip())
+    return [key for key in keys if key][:_MAX_CANDIDATES]
 
 
 def _is_local(scope: AsgiScope) -> bool:
-    """Whether a request comes from a program on this host, as far as one can tell."""
+    """Return whether the client address is loopback and no header shows a proxy or a browser."""
     client = scope.get("client")
     if client is None or not str(client[0]).startswith(_LOCAL):
         return False
-    return not any(name.startswith(_THROUGH) for name, _ in scope["headers"])
+    return not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])

@@ -1,4 +1,4 @@
-"""How many connections there are, in all and from one client, and how many there may be."""
+"""Counts open connections, in total and per client, and enforces their limits."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _OTHER_FILES = 256
-"""Files that the process keeps open besides connections, generously."""
-_MAX_TOLD = 64
-"""Refused connections that are told why at once; those beyond them are closed without a word."""
+"""File descriptors reserved for everything but connections."""
+_MAX_REPORTED = 64
+"""Refused connections at once that get an error response; further ones are closed."""
 _RETRY_S = 1.0
 
 
 class Connections:
-    """Counts connections and says which are too many. Used from the event loop only."""
+    """Counts connections and refuses those above a limit. Used from the event loop only."""
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
-        """Raises the limit of open files as far as it may be and has to be."""
-        self.limit = _room(settings.max_connections)
+        """Raise the process's limit of open files as far as needed and permitted."""
+        self.limit = _connection_limit(settings.max_connections)
         self.limit_of_client = settings.max_connections_per_client or max(1, self.limit * 3 // 4)
         self._metrics = metrics
         self._open = 0
-        self._told = 0
+        self._refused = 0
         self._of_client: Counter[str] = Counter()
 
-    def enter(self, address: tuple[str, int] | None) -> Place:
-        """Count a connection from `address`, or none of TCP; its place says whether it may stay."""
+    def enter(self, address: tuple[str, int] | None) -> ConnectionSlot:
+        """Count a connection from `address`; its slot holds the error if it is refused."""
         client = client_of(address[0]) if address is not None else ""
         error = self._too_many(client)
         if error is not None:
             self._metrics.observe_connection_end(error.code)
-            self._told += 1
-            return Place(self, client, error, tell=self._told <= _MAX_TOLD)
+            self._refused += 1
+            return ConnectionSlot(self, client, error, reports=self._refused <= _MAX_REPORTED)
         self._open += 1
         self._of_client[client] += 1
         self._metrics.observe_open_connections(self._open)
-        return Place(self, client, None, tell=True)
+        return ConnectionSlot(self, client, None, reports=True)
 
-    def leave(self, place: Place) -> None:
-        """Forget a connection that has ended."""
-        if place.refusal is not None:
-            self._told -= 1
+    def leave(self, slot: ConnectionSlot) -> None:
+        """Release the slot of a connection that has ended."""
+        if slot.refusal is not None:
+            self._refused -= 1
             return
         self._open -= 1
-        self._of_client[place.client] -= 1
-        if not self._of_client[place.client]:
-            del self._of_client[place.client]
+        self._of_client[slot.client] -= 1
+        if not self._of_client[slot.client]:
+            del self._of_client[slot.client]
         self._metrics.observe_open_connections(self._open)
 
     def count(self, reason: str) -> None:
@@ -63,45 +63,52 @@ class Connections:
     def _too_many(self, client: str) -> ServerError | None:
         if self._open >= self.limit:
             return TooManyConnectionsError(
-                f"The server has {self.limit} connections open, the most that it takes "
-                "(--max-connections).",
+                f"The server has {self.limit} open connections, its limit (--max-connections).",
                 retry_after_s=_RETRY_S,
             )
         if self._of_client[client] >= self.limit_of_client:
             return ClientConnectionsError(
-                f"Your address has {self.limit_of_client} connections open, the most that one "
-                "may have (--max-connections-per-client).",
+                f"Your address has {self.limit_of_client} open connections, the limit for one "
+                "client (--max-connections-per-client).",
                 retry_after_s=_RETRY_S,
             )
         return None
 
 
-class Place:
-    """One connection among all; `refusal` says why it may not stay, `tell` whether to say so."""
+class ConnectionSlot:
+    """The slot of one connection; `refusal` is set if it exceeds a limit.
 
-    __slots__ = ("_connections", "client", "refusal", "tell")
+    `reports` says whether the refusal is sent before the connection is closed.
+    """
+
+    __slots__ = ("_connections", "client", "refusal", "reports")
 
     def __init__(
-        self, connections: Connections, client: str, refusal: ServerError | None, *, tell: bool
+        self,
+        connections: Connections,
+        client: str,
+        refusal: ServerError | None,
+        *,
+        reports: bool,
     ) -> None:
         self._connections = connections
         self.client = client
         self.refusal = refusal
-        self.tell = tell
+        self.reports = reports
 
     def leave(self) -> None:
-        """Give the place back; to be called once."""
+        """Release the slot; call it once."""
         self._connections.leave(self)
 
     def count(self, reason: str) -> None:
-        """Note which limit has ended this connection."""
+        """Count the limit that ended this connection."""
         self._connections.count(reason)
 
 
 def client_of(host: str) -> str:
-    """Return what counts as one client: an IPv4 address, or the network of an IPv6 address.
+    """Return the unit of the per-client limit: an IPv4 address or an IPv6 /64 network.
 
-    Whoever has one IPv6 address has the whole /64 of it.
+    A host with one IPv6 address usually owns its whole /64.
     """
     if ":" not in host:
         return host
@@ -111,10 +118,10 @@ def client_of(host: str) -> str:
     return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-def _room(wanted: int) -> int:
-    """Return how many connections the limit of open files allows, `wanted` at most.
+def _connection_limit(wanted: int) -> int:
+    """Return the number of connections that the limit of open files allows, at most `wanted`.
 
-    The limit itself is raised where that is needed and allowed.
+    Raises the soft limit first where needed and permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_FILES
@@ -123,9 +130,9 @@ def _room(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
-    room = max(soft - _OTHER_FILES, soft // 2)
+    allowed = max(soft - _OTHER_FILES, soft // 2)
     logger.warning(
         "at most %d connections instead of %d (--max-connections): the process may open %d files",
-        *(room, wanted, soft),
+        *(allowed, wanted, soft),
     )
-    return room
+    return allowed

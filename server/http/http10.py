@@ -1,7 +1,6 @@
-"""HTTP/1.0, for clients and proxies that still speak it: no chunks, and one request each.
+"""HTTP/1.0 for old clients and proxies: one request per connection, no chunked encoding.
 
-`server.http.connection` has read the request's head by then, so that only the body, the answer and
-the end are left.
+`server.http.connection` has already read and checked the request's head.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from server.errors import InvalidHttpError
-from server.http.connections import Place
-from server.http.refusal import refusal
-from server.http.transport import PatientTransport
+from server.http.connections import ConnectionSlot
+from server.http.error_responses import raw_error_response
+from server.http.transport import LingeringTransport
 from server.settings import ServerSettings
 
 
 class Http10Connection(H11Protocol):
-    """A connection of which the first request is one of HTTP/1.0; its answer is the last."""
+    """A connection with one HTTP/1.0 request, closed after the response."""
 
     def __init__(
         self,
@@ -30,51 +29,51 @@ class Http10Connection(H11Protocol):
         state: ServerState,
         app_state: dict[str, Any],
         settings: ServerSettings,
-        place: Place,
+        slot: ConnectionSlot,
     ) -> None:
         super().__init__(config, state, app_state)
         self._settings = settings
-        self._place = place
-        self._out: PatientTransport
+        self._slot = slot
+        self._out: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection over."""
+        """Take over the connection."""
         super().connection_made(transport)
-        self._out = PatientTransport(transport, self._settings, self._place, self._peer_sends)
+        self._out = LingeringTransport(transport, self._settings, self._slot, self._peer_sends)
         self.transport = self._out
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection and end its request."""
+        """Release the connection's slot."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._out.lost()
 
     def data_received(self, data: bytes) -> None:
-        """Take what came, unless the connection is past that."""
+        """Parse received bytes; drop them if the connection is closing."""
         if self._out.leaving:
             self._out.drop(len(data))
         else:
             super().data_received(data)
 
     def pause_writing(self) -> None:
-        """Have the application wait for the client, but not for ever."""
+        """Pause the application until the client reads, bounded by the write timeout."""
         super().pause_writing()
         self._out.watch_writing()
 
     def resume_writing(self) -> None:
-        """Let the application go on."""
+        """Resume the application."""
         super().resume_writing()
         self._out.stop_watching()
 
     def shutdown(self) -> None:
-        """End the connection as soon as no answer is due on it; the process is about to end."""
+        """Close the connection after the current response; the process is about to exit."""
         if self._out.leaving:
             self._out.abort()
         else:
             super().shutdown()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, unless the answer has begun; `msg` is uvicorn's."""
+        """Send our error for invalid HTTP, or cut a response that has begun; ignores `msg`."""
         error = InvalidHttpError("The request is not valid HTTP.")
         if self.conn.our_state is h11.SEND_BODY:
             self._out.cut(error.code)
@@ -82,8 +81,8 @@ class Http10Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._place.count(error.code)
-        self._out.write(refusal(error, self.server_state.default_headers))
+        self._slot.count(error.code)
+        self._out.write(raw_error_response(error, self.server_state.default_headers))
         self._out.linger()
 
     def _peer_sends(self) -> bool:

@@ -1,4 +1,4 @@
-"""Uvicorn over our own connections."""
+"""Uvicorn's server on `server.http.connection`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.settings import ServerSettings
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handling, since the service decides when to end."""
+    """Uvicorn without signal handlers: the service decides when to stop."""
 
     def __init__(
         self, config: uvicorn.Config, settings: ServerSettings, connections: Connections
@@ -27,7 +27,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -57,19 +57,19 @@ class HttpServer(uvicorn.Server):
 
 
 def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvicorn.Config:
-    """Return uvicorn's configuration; logging and access lines are ours."""
+    """Return uvicorn's configuration without its logging and access log."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
         server_header=False,
         ws="none",
-        # Who asks is who is connected; what a proxy says of others is believed for nothing.
+        # The client is the peer of the socket; proxy headers are not trusted.
         proxy_headers=False,
         timeout_keep_alive=settings.keep_alive_s,
-        # The drain is over by then; what is left gets cancelled.
+        # The drain is over by then; remaining requests are cancelled.
         timeout_graceful_shutdown=1,
-        # A head is complete and checked before h11 gets it.
+        # The head is complete and checked before h11 parses it.
         h11_max_incomplete_event_size=2 * settings.max_header_bytes,
         ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )

@@ -1,9 +1,8 @@
-"""What happens around every request: its id, its outcome; who may ask, and when.
+"""Middlewares of every request: request id, log line, metrics, span, access and readiness.
 
-Pure ASGI on purpose: Starlette's BaseHTTPMiddleware hides a client's disconnect from the
-handler, and then a request is not aborted. Invariants: every answer carries X-Request-Id; a
-request for the engine is refused unless the service is ready; each request is counted exactly
-once, with a bounded set of labels.
+Pure ASGI: Starlette's BaseHTTPMiddleware hides a client's disconnect from the handler, so that a
+request would not be aborted. Invariants: every response carries X-Request-Id; a request for the
+engine is refused unless the service is ready; each request is counted once, with bounded labels.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.admission import Admission
 from server.errors import ContentEncodingError, InternalError, ServerError, describe
 from server.http.auth import Access
-from server.http.last_words import send_error
+from server.http.error_responses import send_error
 from server.http.spans import METHODS, begin_span, end_span
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Polled by machines; their lines would drown the others.
+# Polled routes, logged at debug level.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
 
-class EdgeMiddleware:
-    """The outermost layer: request ids, and one line, one count and one span for each request."""
+class RequestMiddleware:
+    """The outermost layer: request ids, and one log line, count and span per request."""
 
     def __init__(
         self,
@@ -72,20 +71,18 @@ class EdgeMiddleware:
         state = scope.setdefault("state", {})
         record.internal = state.get(INTERNAL)
         state["record"] = record
-        # Until the task ends, which is this request's alone.
+        # The task serves this request alone.
         request_id_var.set(request_id)
         record_var.set(record)
         tracing = self._tracing() if record.route.gated else None
         if tracing is not None:
             begin_span(tracing, scope, record, request_id)
         try:
-            await self._app(scope, receive, self._stamped(send, record))
+            await self._app(scope, receive, self._with_headers(send, record))
         finally:
-            # A stack, last in first out: one of them that fails keeps no permit or count from the
-            # others.
+            # A stack runs every callback, last in first out, even if one of them raises.
             with ExitStack() as ending:
-                # They hold the engine's side of the request, which is looked up by weak references
-                # to it: what a record keeps would stay for ever.
+                # Meters refer to the engine's request state, which must be freed.
                 ending.callback(record.close_meters)
                 if tracing is not None:
                     ending.callback(end_span, tracing, record)
@@ -93,18 +90,18 @@ class EdgeMiddleware:
                 for end in reversed(record.on_end):
                     ending.callback(end)
 
-    def _stamped(self, send: Send, record: RequestRecord) -> Send:
-        """Return a `send` that notes the status and adds our headers."""
+    def _with_headers(self, send: Send, record: RequestRecord) -> Send:
+        """Return a `send` that records the status and adds our headers."""
         names = (HEADER, ANTHROPIC_HEADER) if record.anthropic else (HEADER,)
         ids = [(name, record.request_id.encode("ascii")) for name in names]
 
-        async def stamped(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 headers = [*message.get("headers", ()), *ids]
                 headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
                 if not self._lifecycle.accepting and record.route.scope not in _QUIET:
-                    # Clients should come back over a new connection, to another server.
+                    # Makes clients reconnect, to another server.
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers
             else:
@@ -112,14 +109,14 @@ class EdgeMiddleware:
                 record.complete = not message.get("more_body", False)
             await send(message)
 
-        return stamped
+        return send_with_headers
 
     def _finish(self, record: RequestRecord) -> None:
         seconds = time.perf_counter() - record.started
         outcome = record.final_outcome()
         code = record.status or CLIENT_GONE
         route = record.route.template
-        # What the service asks itself is no HTTP request, and in nobody's percentiles.
+        # Internal requests are no HTTP requests and do not count in their metrics.
         if record.internal is None:
             self._metrics.observe_request(
                 route=route,
@@ -163,7 +160,7 @@ class EdgeMiddleware:
 
 
 class GateMiddleware:
-    """Lets a request through to its route, or answers why not; errors become answers here."""
+    """Checks access, readiness and admission, and turns exceptions into error responses."""
 
     def __init__(
         self, app: ASGIApp, lifecycle: Lifecycle, admission: Admission, access: Access
@@ -184,7 +181,7 @@ class GateMiddleware:
         except ServerError as error:
             await send_error(error, send, record)
         except Exception:
-            # The boundary of a request: a fault here must not take the process down.
+            # The boundary of a request: an error must not end the process.
             logger.exception("%s %s failed", record.method, record.route.template)
             await send_error(InternalError("Internal error."), send, record)
 
@@ -205,19 +202,19 @@ class GateMiddleware:
         if (refusal := self._lifecycle.refusal()) is not None:
             raise refusal
         if record.route.admitted and record.internal is None:
-            # Before the request is routed, read or parsed: most of an overload ends here.
+            # Before the body is read: most of an overload is rejected here.
             self._admission.check()
         with self._lifecycle.track():
             await self._app(scope, receive, send)
 
 
 def _check_encoding(scope: Scope) -> None:
-    """Raise `ContentEncodingError` for a body that would have to be decompressed."""
+    """Raise `ContentEncodingError` for a compressed body."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise ContentEncodingError(
                 f"The Content-Encoding {describe(value.decode('latin-1'))} is not supported; send "
                 "the body as it is.",
-                # RFC 9110: what a request's body may be.
+                # RFC 9110: the content codings that are accepted.
                 headers={"accept-encoding": "identity"},
             )

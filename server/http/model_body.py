@@ -1,4 +1,4 @@
-"""The bodies of our own routes: fields that are known, of the right types, or an error of ours."""
+"""Validation of request bodies against pydantic models, with our error classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(model: type[Body], body: JsonObject, unknown_fields: UnknownPolicy) -> Body:
-    """Return the body as a model; raises the `RequestError` of the first field that is wrong."""
+    """Return the body as a model; raises `RequestError` for the first invalid field."""
     known = known_fields(body, model.model_fields, unknown_fields)
     try:
         return model.model_validate(known, strict=True)

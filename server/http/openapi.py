@@ -1,7 +1,7 @@
-"""The OpenAPI document: FastAPI's, of our routes and of the endpoints of the served model.
+"""The OpenAPI document of our routes and of the endpoints of the served model.
 
-A route says what it takes, what it answers and how it can fail; a `DescribedRoute` adds what all
-routes of its scope have in common.
+A route declares its body, responses and errors; `DescribedRoute` adds the security schemes and
+errors that all routes of its scope share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BODY_FAILURES = (
     *(errors.MissingFieldError, errors.UnknownFieldError, errors.UnsupportedOperationError),
     *(errors.MediaTypeError, errors.BodyTooLargeError, errors.BodyTimeoutError),
 )
-"""How a request with a body can fail, whatever the route."""
+"""Errors of every request with a body."""
 _GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFailedError)
 _INFERENCE_FAILURES = (
     *BODY_FAILURES,
@@ -42,7 +42,7 @@ _INFERENCE_FAILURES = (
 _REFERENCE = "#/components/schemas/{model}"
 _RETRY = {
     "Retry-After": {
-        "description": "Seconds until another try is worth it; `retry-after-ms` has milliseconds.",
+        "description": "Seconds until a retry may succeed; `retry-after-ms` has milliseconds.",
         "schema": {"type": "string"},
     }
 }
@@ -51,7 +51,7 @@ _KEYS = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 _SECURITY: JsonObject = {"security": [*({name: []} for name in _KEYS), {}]}
-_WORDS: Mapping[Endpoint, str] = {
+_SUMMARIES: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "Answer a conversation.",
     Endpoint.COMPLETION: "Continue a text.",
     Endpoint.RESPONSES: "Answer as OpenAI's Responses API does; stored with --data-dir.",
@@ -65,7 +65,7 @@ _WORDS: Mapping[Endpoint, str] = {
 
 
 def failing(*failures: type[ServerError]) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for the errors that a route may answer with."""
+    """Return FastAPI's `responses` for the errors of a route."""
     codes: dict[int | str, list[str]] = {}
     for failure in failures:
         codes.setdefault(failure.status, []).append(f"`{failure.code}`")
@@ -83,10 +83,7 @@ def taking(schema: JsonObject, *, required: bool = True) -> dict[str, Any]:
 
 
 class DescribedRoute(APIRoute):
-    """A route of one method, described by its handler's docstring, its types and its scope.
-
-    All routes of a scope need the same keys, and have some errors in common.
-    """
+    """A route of one method, documented by its handler's docstring, its types and its scope."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         route, (method,) = route_of(path), options["methods"]
@@ -129,7 +126,7 @@ def openapi_document(
     )
     for path in document["paths"].values():
         for operation in path.values():
-            # Parameters are checked by the handlers, whose errors are ours.
+            # The handlers check parameters and raise our errors.
             operation["responses"].pop("422", None)
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
@@ -147,16 +144,16 @@ def _error_schemas() -> dict[str, JsonObject]:
 
 
 def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
-    """Return a route to describe: the one that answers is there before the engine is."""
+    """Return a route for the document only; the served one exists before the engine does."""
     content: JsonObject = {JSON_TYPE: {"schema": engine.answers[endpoint]}}
     if endpoint in engine.streaming:
         content["text/event-stream"] = {}
     stored = (errors.StorageFullError,) if endpoint is Endpoint.RESPONSES else ()
     return DescribedRoute(
         endpoint.value,
-        _nothing,
+        _undefined,
         methods=["POST"],
-        summary=_WORDS.get(endpoint, "For models that pool."),
+        summary=_SUMMARIES.get(endpoint, "For models that pool."),
         response_class=Response,
         response_description="The answer.",
         responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *stored)},
@@ -164,4 +161,4 @@ def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
     )
 
 
-def _nothing() -> None: ...
+def _undefined() -> None: ...

@@ -1,4 +1,4 @@
-"""The span of one request: its HTTP side at the start, its outcome and tokens at the end."""
+"""The span of one request: HTTP attributes at its start, outcome and tokens at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from server.observability.tracing import Tracing
 
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
-"""The methods that have a name of their own in metrics and spans."""
+"""The methods that metrics and spans name; others share one label."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -42,7 +42,7 @@ def begin_span(tracing: Tracing, scope: Scope, record: RequestRecord, request_id
 
 
 def end_span(tracing: Tracing, record: RequestRecord) -> None:
-    """End the span of a request; the tokens are those that the engine has worked on so far."""
+    """End the span of a request with the tokens that the engine has processed so far."""
     span, record.span = record.span, None
     if span is None:
         return
@@ -56,7 +56,7 @@ def end_span(tracing: Tracing, record: RequestRecord) -> None:
         attributes["rbln_serve.key"] = record.key
     if record.status and record.internal is None:
         attributes["http.response.status_code"] = record.status
-    # The status that the error stands for: a stream that fails has sent another one.
+    # The status of the error: a stream that failed has already sent 200.
     status = record.status if record.error is None else record.error.status
     if record.error is not None:
         attributes["error.type"] = record.error.code
@@ -85,7 +85,7 @@ def _http_attributes(scope: Scope, record: RequestRecord) -> dict[str, Attribute
 
 
 def _server_attributes(scope: Scope, host: str) -> dict[str, AttributeValue]:
-    """Return the address that the client used, by the header Host, else the socket's."""
+    """Return the address in the Host header, else the socket's."""
     try:
         named = urlsplit(f"//{host}")
         address, port = named.hostname, named.port

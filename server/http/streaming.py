@@ -1,9 +1,8 @@
-"""Answers over a live connection: SSE, and work that ends when the client goes away.
+"""Server-sent events, and work that is cancelled when the client disconnects.
 
-Invariants: a client's disconnect cancels the work within one event-loop turn, so that the
-engine aborts the request; an error that is known before the first content frame raises, so
-that it gets its own status; a stream that fails later raises as well, and `server.http.last_words`
-ends it.
+Invariants: a disconnect cancels the work within one iteration of the event loop, so that the
+engine aborts the request; an error before the first content frame raises, so that it gets its own
+status; an error later raises as well, and `server.http.error_responses` ends the stream.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ T = TypeVar("T")
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Tells nginx and its like not to collect a stream before passing it on.
+    # Turns off response buffering in nginx.
     (b"x-accel-buffering", b"no"),
 ]
 COMMENT = ": keep-alive\n\n"
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
-"""What Anthropic's API sends where others have a comment."""
+"""The keep-alive frame of Anthropic's API, where the others send a comment."""
 _END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
@@ -42,10 +41,10 @@ class StreamEndedError(Exception):
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline | None = None
 ) -> T:
-    """Run `work` to its end; cancel it and raise `ClientGoneError` when the client goes.
+    """Run `work`; cancel it and raise `ClientGoneError` if the client disconnects first.
 
-    The request's body must have been read: everything that arrives now is a disconnect. Raises
-    the deadline's `DeadlineError` when that is over first.
+    The request's body must have been read: the next message is a disconnect. Raises
+    `DeadlineError` when the deadline expires first.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(receive))
@@ -63,7 +62,7 @@ async def until_disconnect(
         task.cancel()
         await asyncio.wait({task, gone})
         if not task.cancelled():
-            # Marks the error of work that lost the race as seen.
+            # Marks the exception of cancelled work as retrieved.
             task.exception()
 
 
@@ -77,8 +76,8 @@ async def commit(
 ) -> HeldStream:
     """Wait for the first frame that is not prelude, then return the whole stream.
 
-    Raises what the generator raises until then. After `timeout_s` seconds the stream is
-    returned as it is: a request that waits long for its turn still gets its headers.
+    Raises the generator's exceptions until then. After `timeout_s` seconds it returns the stream
+    anyway, so that a request that waits in the queue gets its headers.
     """
     held: list[str] = []
     deadline = time.monotonic() + timeout_s
@@ -108,12 +107,12 @@ async def _next(frames: AsyncGenerator[str, None]) -> str:
     try:
         return await anext(frames)
     except StopAsyncIteration:
-        # A task cannot end with StopAsyncIteration by itself.
+        # A task cannot raise StopAsyncIteration.
         raise StreamEndedError from None
 
 
 class HeldStream:
-    """The frames that were held back, then the rest; closing it closes the source."""
+    """The buffered first frames, then the rest of the source."""
 
     def __init__(
         self, held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
@@ -140,16 +139,16 @@ class HeldStream:
             self._pending = None
 
     async def aclose(self) -> None:
-        """Close the source, also when nothing was read yet."""
+        """Close the source."""
         if self._pending is not None:
-            # A generator cannot be closed while a task is still inside it.
+            # A generator cannot be closed while a task runs it.
             self._pending.cancel()
             await asyncio.wait({self._pending})
         await self._frames.aclose()
 
 
 class SseResponse(Response):
-    """An answer that sends SSE frames as they come."""
+    """A response that sends SSE frames as they are produced."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class SseResponse(Response):
         keep_alive_s: float = 0.0,
         beat: str = COMMENT,
     ) -> None:
-        """`keep_alive_s` seconds of silence are broken by the frame `beat`; 0: never."""
+        """Send the frame `beat` after `keep_alive_s` seconds without a frame; 0: never."""
         super().__init__()
         self._frames = frames
         self._record = record
@@ -166,7 +165,7 @@ class SseResponse(Response):
         self._beat = beat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a disconnect closes its source. What it raises is told afterwards."""
+        """Send the stream; a disconnect closes its source."""
         async with aclosing(self._frames):
             try:
                 await until_disconnect(receive, self._pump(send), self._record.deadline)
@@ -175,7 +174,7 @@ class SseResponse(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        comments = asyncio.ensure_future(self._break_silence(send)) if self._keep_alive_s else None
+        comments = asyncio.ensure_future(self._keep_alive(send)) if self._keep_alive_s else None
         try:
             async for frame in self._frames:
                 self._record.sent_frames += 1
@@ -186,12 +185,12 @@ class SseResponse(Response):
                 await asyncio.wait({comments})
         await send(_END)
 
-    async def _break_silence(self, send: Send) -> None:
-        """Send a frame whenever nothing was sent between two looks, half the time apart."""
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a keep-alive frame whenever half a period passed without a frame."""
         while True:
-            seen = self._record.sent_frames
+            before = self._record.sent_frames
             await asyncio.sleep(self._keep_alive_s / 2)
-            if self._record.sent_frames == seen:
+            if self._record.sent_frames == before:
                 await send(_chunk(self._beat))
 
 

@@ -1,4 +1,4 @@
-"""TLS: one context for the listener, kept up to date with the files it was made from."""
+"""The listener's TLS context, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
-from server.host.tasks import aside, while_running
+from server.host.tasks import background_task, in_thread
 from server.settings import ServerSettings, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What the files held at one time; `authorities` is None where there are none."""
+    """Contents of the files; `authorities` is None without --ssl-ca-certs."""
 
     certificate: bytes
     key: bytes
@@ -35,10 +35,10 @@ class _Contents:
 
 
 class Tls:
-    """The TLS context of `settings`, and its renewal."""
+    """The TLS context of `settings` and its reload."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Raises `SettingsError` naming the file or the flag that is wrong."""
+        """Build the context. Raises `SettingsError` naming the invalid file or flag."""
         self._settings = settings
         files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         self._watch = FileWatch([file for file in files if file is not None])
@@ -46,11 +46,11 @@ class Tls:
 
     @asynccontextmanager
     async def following_files(self) -> AsyncIterator[None]:
-        """Take renewed certificates in for the length of the block, where that is asked for."""
+        """Reload changed certificates while the block runs, with --enable-ssl-refresh."""
         if not self._settings.enable_ssl_refresh:
             yield
             return
-        async with while_running(self._watch.follow(self._renew)):
+        async with background_task(self._watch.follow(self._reload)):
             yield
 
     def _read(self) -> _Contents:
@@ -67,7 +67,7 @@ class Tls:
 
     def _build(self, contents: _Contents) -> ssl.SSLContext:
         settings = self._settings
-        # The library's own idea of what is safe: TLS 1.2 and up, no weak ciphers.
+        # Python's defaults: TLS 1.2 and later, no weak ciphers.
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.verify_mode = _CLIENT_CERTIFICATES[settings.ssl_cert_reqs]
         try:
@@ -85,29 +85,30 @@ class Tls:
     def _load(self, context: ssl.SSLContext, contents: _Contents) -> None:
         secret = self._settings.ssl_keyfile_password
         with ExitStack() as stack:
-            certificate = stack.enter_context(_at_a_path(contents.certificate))
-            key = stack.enter_context(_at_a_path(contents.key))
-            # A callable, so that OpenSSL never asks the terminal for a password that is not given.
+            certificate = stack.enter_context(_memory_file(contents.certificate))
+            key = stack.enter_context(_memory_file(contents.key))
+            # A callable keeps OpenSSL from prompting for a password on the terminal.
             context.load_cert_chain(
                 certificate, key, lambda: "" if secret is None else secret.get_secret_value()
             )
             if contents.authorities is not None:
-                context.load_verify_locations(stack.enter_context(_at_a_path(contents.authorities)))
+                authorities = stack.enter_context(_memory_file(contents.authorities))
+                context.load_verify_locations(authorities)
 
-    async def _renew(self) -> None:
-        """Load the files into the live context, once a fresh one has shown that they fit.
+    async def _reload(self) -> None:
+        """Load the files into the live context after a new context has accepted them.
 
-        OpenSSL drops the old key as soon as it sees a certificate that does not belong to it.
+        OpenSSL drops the old key as soon as it loads a certificate that does not match it.
         """
         try:
-            contents = await aside(self._read)
+            contents = await in_thread(self._read)
             self._build(contents)
-            # From memory, within this turn of the loop: no handshake sees a half of it.
+            # From memory and without an await: no handshake sees a partial update.
             self._load(self.context, contents)
         except (SettingsError, OSError) as error:
-            logger.error("The TLS certificate stays as it was: %s", error)
+            logger.error("Kept the previous TLS certificate: %s", error)
         else:
-            logger.info("Loaded the TLS certificate again")
+            logger.info("Reloaded the TLS certificate")
 
 
 def _read(flag: str, path: Path) -> bytes:
@@ -118,8 +119,8 @@ def _read(flag: str, path: Path) -> bytes:
 
 
 @contextmanager
-def _at_a_path(content: bytes) -> Iterator[str]:
-    """Yield a path in memory where `content` can be read: OpenSSL takes certificates by path."""
+def _memory_file(content: bytes) -> Iterator[str]:
+    """Yield the path of an in-memory file with `content`: OpenSSL loads certificates by path."""
     with os.fdopen(os.memfd_create("tls"), "wb") as file:
         file.write(content)
         file.flush()

@@ -1,10 +1,9 @@
-"""A connection's way out: its answers are not lost, and no peer keeps it open for ever.
+"""A transport with a lingering close and a write timeout.
 
-Closing a socket while the peer still sends makes the kernel send a reset, which takes an answer
-along that the peer has not read yet. So a connection whose peer has not finished lingers: its side
-is ended, and what still comes is dropped for a while. Invariants: a connection that is leaving is
-gone after `linger_s`, or after `linger_bytes` more have come; one whose peer takes nothing of
-what it is to get is gone after `write_timeout_s`.
+Closing a socket while the peer still sends makes the kernel send a reset, which can discard a
+response that the peer has not read. So the connection lingers: it sends EOF and drops further
+input. Invariants: a lingering connection is closed after `linger_s` seconds or `linger_bytes`
+bytes; a connection whose peer stops reading is closed after `write_timeout_s`.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from server.http.connections import Place
+from server.http.connections import ConnectionSlot
 from server.settings import ServerSettings
 
 
-class PatientTransport(asyncio.Transport):
-    """What uvicorn's protocols get for a transport: theirs, with another way of closing."""
+class LingeringTransport(asyncio.Transport):
+    """Wraps the transport of a uvicorn protocol and changes how it is closed."""
 
     def __init__(
         self,
         transport: asyncio.Transport,
         settings: ServerSettings,
-        place: Place,
+        slot: ConnectionSlot,
         peer_sends: Callable[[], bool],
     ) -> None:
-        """`peer_sends` tells, when the connection is closed, whether more of a request comes."""
+        """Wrap `transport`; `peer_sends` returns whether a request is not yet complete."""
         super().__init__()
-        # The one method that is called for every frame of a stream, without a detour.
+        # Called for every frame of a stream, so it is not wrapped.
         self.write = transport.write  # type: ignore[method-assign]
-        self.place = place
-        # Whether everything that still comes is to be dropped.
+        self.slot = slot
+        # Whether further input is dropped.
         self.leaving = False
         self._transport = transport
         self._settings = settings
@@ -44,23 +43,23 @@ class PatientTransport(asyncio.Transport):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return what the transport knows of the connection."""
+        """Return the wrapped transport's information."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Take nothing from the peer."""
+        """Stop reading from the peer."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Take what the peer sends again."""
+        """Continue reading from the peer."""
         self._transport.resume_reading()
 
     def is_closing(self) -> bool:
-        """Whether no more requests are taken."""
+        """Return whether no further requests are accepted."""
         return self.leaving or self._transport.is_closing()
 
     def close(self) -> None:
-        """End the connection once everything is sent, and the peer is done or had its time."""
+        """Close the connection once everything is sent, lingering if the peer still sends."""
         if self.is_closing():
             return
         if self._peer_sends():
@@ -70,65 +69,66 @@ class PatientTransport(asyncio.Transport):
             self._flush()
 
     def linger(self) -> None:
-        """End our side of the connection and drop, within bounds, what still comes."""
+        """Send EOF and drop further input until a limit is reached."""
         if self.is_closing():
             return
         self.leaving = True
-        # TLS cannot end one side alone.
+        # TLS has no half-close.
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._transport.resume_reading()
         self._linger_timer = self._loop.call_later(self._settings.linger_s, self.abort)
 
     def drop(self, size: int) -> None:
-        """Take note of so many bytes that came while leaving."""
+        """Count `size` dropped bytes; abort above `linger_bytes`."""
         self._dropped += size
         if self._dropped > self._settings.linger_bytes:
             self.abort()
 
     def cut(self, reason: str) -> None:
-        """End the connection at once, and count why."""
+        """Abort the connection and count the reason."""
         if not self._transport.is_closing():
-            self.place.count(reason)
+            self.slot.count(reason)
         self.abort()
 
     def abort(self) -> None:
-        """End the connection at once; what was not sent is lost."""
+        """Close the connection immediately; unsent data is lost."""
         self.leaving = True
         self._transport.abort()
 
     def watch_writing(self) -> None:
-        """From now on the peer has to take something every `write_timeout_s`."""
+        """Start the write timeout: the peer must read something every `write_timeout_s`."""
         if self._write_timer is None:
-            self._look_again()
+            self._start_write_timer()
 
     def stop_watching(self) -> None:
-        """The peer has taken what there was."""
+        """Stop the write timeout."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
     def lost(self) -> None:
-        """The connection is gone: no timer is left behind."""
+        """Cancel all timers and release the slot of a closed connection."""
         self.stop_watching()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
-        self.place.leave()
+        self.slot.leave()
 
     def _flush(self) -> None:
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self.watch_writing()
 
-    def _look_again(self) -> None:
+    def _start_write_timer(self) -> None:
         self._unsent = self._transport.get_write_buffer_size()
-        self._write_timer = self._loop.call_later(self._settings.write_timeout_s, self._look)
+        timeout_s = self._settings.write_timeout_s
+        self._write_timer = self._loop.call_later(timeout_s, self._on_write_timeout)
 
-    def _look(self) -> None:
+    def _on_write_timeout(self) -> None:
         self._write_timer = None
-        # While a peer is waited for nothing is added, so that less is left if it takes anything.
+        # The application is paused, so the buffer shrinks if the peer reads anything.
         if self._transport.get_write_buffer_size() < self._unsent:
-            self._look_again()
+            self._start_write_timer()
         else:
-            self.place.count("write_timeout")
+            self.slot.count("write_timeout")
             self.abort()

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from server.admission import Admission
 from server.batches.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.errors import StorageFullError, StorageUnavailableError
-from server.host.tasks import while_running
+from server.host.tasks import background_task
 from server.lifecycle import Lifecycle, ServicePhase
 from server.request.record import InternalRequest
 from server.responses import table
@@ -139,7 +139,7 @@ class ResponseRunner:
     async def _run_begun(self, response: Response, log: EventLog) -> None:
         identity = response.id
         try:
-            async with while_running(self._flushing(identity, log)):
+            async with background_task(self._flushing(identity, log)):
                 answer = await self._send(response, log)
             changes = _outcome(response, log, answer)
         except Exception:

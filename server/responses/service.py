@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from server.admission import Admission
 from server.errors import InvalidValueError
 from server.frontend import StorageOptions
-from server.host.tasks import to_its_end, while_running
+from server.host.tasks import background_task, run_to_completion
 from server.lifecycle import Lifecycle
 from server.request.record import RequestRecord
 from server.responses import conversations, table
@@ -58,7 +58,7 @@ class ResponseService:
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
         """Run background responses through `app` for the length of the block."""
         housekeeping = JobLoop("responses", self._refresh)
-        async with while_running(self._runner.run(app)), while_running(housekeeping.run()):
+        async with background_task(self._runner.run(app)), background_task(housekeeping.run()):
             yield
 
     def reservation(self, owner: str) -> Reservation:
@@ -102,7 +102,7 @@ class ResponseService:
         """
         make = partial(queued_response, shown=shown, keep_s=self._keep_s)
         response = await asyncio.to_thread(make, owner, options, raw, tier)
-        await to_its_end(self._queue(response, options))
+        await run_to_completion(self._queue(response, options))
         return response
 
     async def _queue(self, response: Response, options: StorageOptions) -> None:

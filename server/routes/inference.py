@@ -1,4 +1,4 @@
-"""The endpoints that need the engine: body in, JSON or SSE out, abort when the client goes."""
+"""The inference endpoints: JSON or SSE responses, aborted when the client disconnects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from server.tiers.tier import FIELD, Tier, granted
 from server.wire.endpoint import Endpoint, JsonObject
 
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
-"""Frames sent before the engine has said anything: comments, the Responses API's first two."""
+"""Frames sent before the engine's first output: comments, the Responses API's first two."""
 
 
 def add_inference_routes(
@@ -45,10 +45,10 @@ def _handler(
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
     async def respond(raw: bytes, request: Request) -> Response:
-        # From here to the last byte of the answer, whatever it will be. A small body is read at
-        # once, so that nobody gets in between one permit and all that it asks for.
+        # Held until the last byte of the response. A small body is parsed without an await, so that
+        # no other request is admitted before the permit grows to all of its sequences.
         record = record_of(request.scope)
-        # Lines of batches take what is left, and nobody's permit.
+        # Batch lines use spare capacity and need no permit.
         takes = record.internal is None or record.internal.permitted
         permit = admission.acquire() if takes else None
         if permit is not None:

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: vLLM's two routes, and those that list, show and delete them."""
+"""LoRA adapters over HTTP: vLLM's two routes, and ours to list, show and delete adapters."""
 
 from __future__ import annotations
 
@@ -129,15 +129,15 @@ def _registry(frontend: Frontend) -> AdapterRegistry:
 
 
 def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route that takes such a body and answers with a line of text."""
+    """Return the description of a route with this body and a text response."""
     taken = taking(body.model_json_schema())
     responses = failing(*_FAILURES)
     return {"response_class": PlainTextResponse, "responses": responses, "openapi_extra": taken}
 
 
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
-    told = adapter.to_dict()
-    return told if record_of(request.scope).is_admin else shown.adapter(told)
+    found = adapter.to_dict()
+    return found if record_of(request.scope).is_admin else shown.adapter(found)
 
 
 @contextmanager

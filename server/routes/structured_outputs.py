@@ -1,4 +1,4 @@
-"""`/v1/structured_outputs/validate`: whether a grammar would be taken, and why not."""
+"""`/v1/structured_outputs/validate`: checks a grammar without generating text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def structured_outputs_router(
         openapi_extra=taking(_BODY),
     )
     async def answer(request: Request) -> JSONResponse:
-        """Try a grammar of a structured output without generating anything."""
+        """Check the grammar of a structured output without generating text."""
         body = await read_json_object(request, settings)
         if (grammars := frontend().grammars) is None:
             raise UnsupportedOperationError("The served model does not generate text.")

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, NotRequired, Protocol
 from typing_extensions import TypedDict
 
 from server.errors import BodyTooLargeError, NotFoundError, describe
-from server.host.tasks import to_its_end
+from server.host.tasks import run_to_completion
 from server.storage.disk_errors import disk_errors
 from server.storage.quotas import Reservation, usage_of
 from server.storage.store import Store
@@ -142,7 +142,7 @@ class FileStore:
                 *(now, now + kept if kept else None),
             )
             # A cancellation between the two steps would leave a row or a content alone.
-            await to_its_end(self._commit(part, file, reservation))
+            await run_to_completion(self._commit(part, file, reservation))
         finally:
             reservation.release()
             # The next start removes a part that cannot be removed now.

@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from server.errors import ServerError
 from server.frontend import LaunchError
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 from server.lora.adapter import Adapter
 from server.lora.fit import BaseModel
 from server.lora.port import EngineAdapter, Target
@@ -150,7 +150,7 @@ async def open_adapters(
     names = [engine.model_config.model, *served, *settings.lora_base_names]
     base = BaseModel.of(names, await port.targets(), config.max_lora_rank)
     limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
-    state_file = await aside(partial(_state_file, settings))
+    state_file = await in_thread(partial(_state_file, settings))
     adapters = AdapterRegistry(port, base, limits, state_file)
     await _load_static(adapters, static or ())
     await adapters.restore()

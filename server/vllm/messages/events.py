@@ -23,7 +23,7 @@ _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
 _CALL_IDS, _TOOL_USE_ID = ("chatcmpl-tool-", "call_"), "toolu_"
 
 Prefix = Callable[[], tuple[int, int]]
-"""Tells how many tokens of the prompt were read from the prefix cache, and written to it."""
+"""Returns the numbers of prompt tokens read from the prefix cache and written to it."""
 
 
 def message_id(chat_id: str) -> str:
@@ -54,7 +54,7 @@ def stop_of(
 ) -> tuple[str, str | None]:
     """Return why a message stopped, and at which of its stop sequences.
 
-    `complete`: the last call's input is whole. `room_left`: fewer tokens came than were asked for.
+    `complete`: the last call's input is complete. `room_left`: fewer tokens than `max_tokens`.
     """
     if finish == "length":
         return ("model_context_window_exceeded" if room_left else "max_tokens"), None

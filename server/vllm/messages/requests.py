@@ -1,6 +1,7 @@
-"""Anthropic's requests as chats, which is how vLLM serves them, made where they are read.
+"""Converts Anthropic's requests to chat requests, which vLLM serves.
 
-To convert one validates it a second time, part by part, which must not happen on the event loop.
+The conversion validates a request a second time, so it runs where the body is parsed, not on the
+event loop.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseMod
 
 
 def _is_begun(message: Any) -> bool:
-    """Whether a conversation ends with the beginning of its answer."""
+    """Return whether a conversation ends with the beginning of its answer."""
     return (
         message["role"] == "assistant"
         and isinstance(message.get("content"), str)

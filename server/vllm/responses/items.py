@@ -69,7 +69,7 @@ class TextItem:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message."""
+        """True for a message, False for reasoning."""
         return self._is_message
 
     def use_logprobs(self, logprobs: list[JsonObject]) -> None:

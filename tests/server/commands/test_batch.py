@@ -97,7 +97,8 @@ def test_lines_of_no_endpoint_are_told(tmp_path: Path) -> None:
     process = started(tmp_path, tmp_path)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "the first line asks '/v1/none', which is none of /v1/chat/completions" in told
+    assert "url of the first line: must be one of /v1/chat/completions" in told
+    assert "got '/v1/none'" in told
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_missing_file_is_asked_of_no_hub(tmp_path: Path) -> None:
 
 def test_a_name_that_the_hub_does_not_give(verdict: Verdict, folder: Any) -> None:
     reason = verdict("some-org/some-model")["reason"]
-    assert "'some-org/some-model' is no directory here" in reason
+    assert "'some-org/some-model' is no directory" in reason
 
 
 def test_without_our_platform(folder: Any) -> None:

@@ -237,11 +237,11 @@ async def test_a_key_file_is_read_again_and_a_bad_one_changes_nothing(
         for bad in ("", "nonsense"):
             caplog.clear()
             file.write_text(bad)
-            await said(caplog, "The keys stay as they were")
+            await said(caplog, "Kept the previous keys")
             assert [await code(key) for key in ("new", "old")] == [200, 401]
         caplog.clear()
         file.unlink()
-        await said(caplog, "The keys stay as they were")
+        await said(caplog, "Kept the previous keys")
         assert await code("new") == 200
         # Swapped in one go, as orchestrators do.
         (tmp_path / "fresh").write_text("carol=third\n")
@@ -274,9 +274,9 @@ async def test_a_key_file_that_becomes_a_pipe_holds_nobody_up(
 
 _HANG = """
 import asyncio, threading, time
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 async def main():
-    asyncio.ensure_future(aside(threading.Event().wait))
+    asyncio.ensure_future(in_thread(threading.Event().wait))
     await asyncio.sleep(0.1)
 asyncio.run(main())
 """

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from server.observability.tracing import Tracing
-from server.settings import hand_on_service_name
+from server.settings import export_service_name
 from tests.server.scripted import Running, ScriptedLauncher, running
 
 CHAT = "/v1/chat/completions"
@@ -179,6 +179,6 @@ def test_a_service_name_that_was_given_stays(
         monkeypatch.delenv(variable, raising=False)
         if variable in given:
             monkeypatch.setenv(variable, given[variable])
-    hand_on_service_name()
+    export_service_name()
     assert os.environ.get("OTEL_SERVICE_NAME") == name
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)

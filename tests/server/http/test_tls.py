@@ -81,13 +81,13 @@ async def test_a_renewed_certificate_is_used_and_half_a_one_is_not(
         assert await seen_name(service, authority) == "first"
         new_cert, new_key = authority.sign(tmp_path / "b", "second")
         shutil.copy(new_cert, cert)
-        await said(caplog, "The TLS certificate stays as it was")
+        await said(caplog, "Kept the previous TLS certificate")
         # The certificate's key is not there yet.
         assert await seen_name(service, authority) == "first"
         os.mkfifo(tmp_path / "pipe")
         caplog.clear()
         (tmp_path / "pipe").replace(key)
-        await said(caplog, "The TLS certificate stays as it was")
+        await said(caplog, "Kept the previous TLS certificate")
         assert await seen_name(service, authority) == "first"
         key.unlink()
         shutil.copy(new_key, key)

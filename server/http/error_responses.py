@@ -1,24 +1,28 @@
-"""How an answer ends that fails: with its own status, or where a stream has begun with a frame."""
+"""Error responses: over ASGI, as the last frame of a started stream, or as raw HTTP bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import uuid
+from collections.abc import Iterable
 from contextlib import suppress
+from http import HTTPStatus
 
 from starlette.types import Send
 
 from server.errors import ServerError
 from server.request.record import RequestRecord
+from server.request.request_id import HEADER
 from server.wire.endpoint import Endpoint
 from server.wire.sse import named_frame
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
-_MOST_S = 0.5
+_MAX_SEND_S = 0.5
 
 
 async def send_error(error: ServerError, send: Send, record: RequestRecord) -> None:
-    """Say in the endpoint's manner why there is no answer, or no more of it; note the outcome."""
+    """Send the error in the endpoint's format, unless the response is complete; set the outcome."""
     if record.complete:
         return
     record.note(error)
@@ -28,9 +32,9 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
     elif record.stream and endpoint is not None:
         make = record.failure_frames
         frames = error_frame(error, endpoint, record) if make is None else make(error)
-        # A client that does not read any more does not get to hold the connection, either.
+        # A client that stopped reading must not hold the connection.
         with suppress(TimeoutError):
-            async with asyncio.timeout(_MOST_S):
+            async with asyncio.timeout(_MAX_SEND_S):
                 last = {"type": "http.response.body", "body": frames.encode(), "more_body": False}
                 await send(last)
 
@@ -45,9 +49,29 @@ async def _send_envelope(error: ServerError, record: RequestRecord, send: Send) 
 
 
 def error_frame(error: ServerError, endpoint: Endpoint, record: RequestRecord) -> str:
-    """Return the frames that end the failed stream of a request, in the endpoint's form."""
+    """Return the SSE frames that end a failed stream, in the endpoint's format."""
     if endpoint is Endpoint.RESPONSES:
         return named_frame("error", json.dumps(error.response_event(record.sent_frames)))
     if endpoint.anthropic:
         return named_frame("error", error.anthropic_body(record.request_id))
     return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"
+
+
+def raw_error_response(error: ServerError, default_headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return a complete HTTP/1.1 error response with a new request id and `connection: close`.
+
+    For errors found before a request reaches the application.
+    """
+    body = error.body()
+    status = HTTPStatus(error.status)
+    headers = [
+        *default_headers,
+        *((name.encode(), value.encode()) for name, value in error.headers.items()),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (HEADER, uuid.uuid4().hex.encode("ascii")),
+        (b"connection", b"close"),
+    ]
+    lines = [b"HTTP/1.1 %d %s" % (status, status.phrase.encode())]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"", body])
