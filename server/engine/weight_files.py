@@ -117,7 +117,7 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise ValueError("it has no safetensors header")
+            raise ValueError("it does not begin with a safetensors header")
         if length > size - _LENGTH_BYTES:
             raise ValueError(f"its {size:,} bytes are too few for its header of {length:,}")
         header = json.loads(file.read(length))
