@@ -329,13 +329,13 @@ async def test_an_answer_of_a_drain_ends_its_connection(tmp_path: Path) -> None:
 def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:
     import resource
 
-    from server.http.connections import _room
+    from server.http.connections import _connection_limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
-        assert _room(1000) == 1000
+        assert _connection_limit(1000) == 1000
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1256, hard)
-        assert _room(hard) == hard - 256
+        assert _connection_limit(hard) == hard - 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
