@@ -55,9 +55,7 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class RblnScheduler(NarrowedScheduler):
-    """Each step is one prefill chunk or one decode batch, never both.
-
-    Rules (``constraints.py``), in order:
+    """Each step is one prefill chunk or one decode batch, by these rules in order:
 
     * a request in the middle of its prefill continues before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
