@@ -59,7 +59,7 @@ class EngineAdapters:
     async def targets(self) -> Mapping[str, Target]:
         """Return what adapters may change; every worker has the same."""
         told = await self._workers("lora_targets")
-        return {name: Target.told(*target) for name, target in told[0].items()}
+        return {name: Target.of_lists(*target) for name, target in told[0].items()}
 
     async def stage(self, adapter: EngineAdapter) -> None:
         """Let every worker begin to read the adapter."""

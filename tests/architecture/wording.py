@@ -26,10 +26,8 @@ PENDING_FOLDERS = {
     "rbln_backend/compiler/sdk",
     "rbln_backend/emulator",
     "rbln_backend/gguf",
-    "rbln_backend/grammar",
     "rbln_backend/host",
     "rbln_backend/kv_cache",
-    "rbln_backend/lora",
     "rbln_backend/moe",
     "rbln_backend/parallel",
     "rbln_backend/parity",
@@ -54,7 +52,6 @@ PENDING_FOLDERS = {
     "server/engine",
     "server/host",
     "server/http",
-    "server/lora",
     "server/observability",
     "server/request",
     "server/responses",
@@ -76,7 +73,6 @@ PENDING_FOLDERS = {
 }
 # Class names that still exist twice.
 PENDING_CLASSES = {
-    "Adapter",
     "Answer",
     "Choice",
     "Document",
@@ -108,7 +104,6 @@ PENDING_SHAPES = {
     "rbln_backend/compiler/sdk",
     "rbln_backend/emulator",
     "rbln_backend/gguf",
-    "rbln_backend/lora",
     "rbln_backend/moe",
     "rbln_backend/parallel",
     "rbln_backend/parity/sides",
