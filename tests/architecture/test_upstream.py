@@ -17,8 +17,10 @@ from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend.vllm_compat import patches
 from tests.architecture.source_tree import ROOT
 
-# Settings, which a platform is asked to settle; messages of one step; the runner's own tables.
+# Settings, which a platform is asked to settle; a request's parameters; messages of one step; the
+# runner's own tables.
 WRITTEN_TO = (
+    "vllm.sampling_params.SamplingParams.",
     "vllm.config.",
     "vllm.engine.arg_utils.",
     "vllm.v1.core.sched.output.",
