@@ -149,7 +149,7 @@ def test_a_second_signal_ends_it_at_once_and_streams_with_a_word(server: RealSer
             time.sleep(0.001)
         server.terminate()
         # A second on an idle host; without the second signal it waits for 25 s.
-        assert server.process.wait(15) == 0
+        assert server.process.wait(10) == 0
         stream.join(10)
         text = "".join(out)
         assert '"code": "draining"' in text

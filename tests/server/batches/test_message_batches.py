@@ -86,8 +86,7 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
     asked = [request(n, "answer" if n < 5 else "wait") for n in range(30)]
     async with running(tmp_path, data_dir=tmp_path / "data") as service, client_of(service) as it:
         batch = await it.create(requests=asked)
-        while await service.metric('rbln_batch_lines_total{result="completed"}') < 5:
-            await asyncio.sleep(0.02)
+        await ended_lines(service, completed=5)
         with pytest.raises(anthropic.BadRequestError, match="has not ended"):
             await it.delete(batch.id)
         answer = await service.client.get(f"{PATH}/{batch.id}/results")
