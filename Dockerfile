@@ -53,7 +53,7 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=2h --retries=3 \
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/rbln-serve/container_start.sh"]
 CMD ["/opt/default-model", "--served-model-name", "default-model"]
 ARG BASE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 # Known to whoever builds alone (`make image` fills in the first two); what nobody says stays empty.
 ARG REVISION=
 ARG CREATED=

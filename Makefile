@@ -21,10 +21,10 @@ fetched := smollm2
 # Tests and tools never report usage or ask a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test lint bench dashboards chart docs models published names upstream lock sbom image clean
+.PHONY: help install dev serve test test-fast lint bench dashboards chart docs models published names upstream lock sbom image clean
 
 help: ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
@@ -40,14 +40,17 @@ test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytes
 	$(scripts)/install_test_tools.sh
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
+test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
+	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)
+
 lint: dev ## ruff, mypy --strict and the import contracts
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks.compare
-	$(quiet) $(python) -m benchmarks.compare --save $(ARGS)
+bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks compare
+	$(quiet) $(python) -m benchmarks compare --save $(ARGS)
 
 dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
 	$(python) -m deploy.grafana.generate

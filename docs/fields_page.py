@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from server.frontend import Endpoint
-from server.request.treatments import TREATMENTS, Treated, Treatment
+from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.wire.endpoint import Endpoint
 
 FIELD_HEADER = ("Fields", "", "Why, or how")
 _TITLES = {
@@ -23,9 +23,9 @@ _REST = (Endpoint.EMBEDDINGS, "All others")
 def field_tables() -> Iterable[tuple[str, Sequence[tuple[str, ...]]]]:
     """Yield each table's heading and rows."""
     for endpoint, title in (*_TITLES.items(), _REST):
-        groups: dict[tuple[Treatment, str, str], list[str]] = {}
-        for row in TREATMENTS[endpoint]:
-            groups.setdefault((row.treatment, row.why, _exception(row)), []).append(row.path)
+        groups: dict[tuple[FieldAction, str, str], list[str]] = {}
+        for row in FIELD_RULES[endpoint]:
+            groups.setdefault((row.action, row.why, _exception(row)), []).append(row.path)
         rows = [
             (", ".join(f"`{path}`" for path in paths), treatment.value, f"{why}{exception}")
             for (treatment, why, exception), paths in sorted(groups.items(), key=_order)
@@ -33,11 +33,11 @@ def field_tables() -> Iterable[tuple[str, Sequence[tuple[str, ...]]]]:
         yield f"### {title}", rows
 
 
-def _order(group: tuple[tuple[Treatment, str, str], list[str]]) -> int:
-    return list(Treatment).index(group[0][0])
+def _order(group: tuple[tuple[FieldAction, str, str], list[str]]) -> int:
+    return list(FieldAction).index(group[0][0])
 
 
-def _exception(row: Treated) -> str:
+def _exception(row: FieldRule) -> str:
     """Say which values pass without a word, or to which items a row is narrowed."""
     if row.when:
         return f"; where it is `{json.dumps(dict(row.when))}`"

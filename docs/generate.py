@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md, metrics.md, models.md, observability.md, server_info.md.
+"""Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
+server_info.md and vllm_serve.md.
 
 Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
 
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+from errors_page import ERROR_HEADER, ERRORS_BEGIN, between, error_rows
 from fields_page import FIELD_HEADER, field_tables
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
 from observability_page import (
@@ -32,6 +34,8 @@ from observability_page import (
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
+from results_page import RESULT_HEADER, result_rows
+from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
@@ -47,7 +51,7 @@ from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
 ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/route_table.py. -->"
-FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/treatments.py. -->"
+FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/field_rules.py. -->"
 WRITTEN_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 
@@ -77,8 +81,10 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
         DOCS / "observability.md": observability_page(),
+        DOCS / "results.md": results_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
+        DOCS / "vllm_serve.md": vllm_serve_page(),
     }
 
 
@@ -87,6 +93,7 @@ def configuration_page() -> str:
     return _page(
         "# Configuration",
         NOTICE,
+        "Look up a setting, its default and its variable. "
         "Three things are configured: the engine by vLLM's own flags, the backend by `RblnConfig`, "
         "and the HTTP server by `ServerSettings`. A wrong name or value is refused at start, with "
         "the nearest known name or the allowed values.",
@@ -117,7 +124,8 @@ def metrics_page() -> str:
     return _page(
         "# Metrics",
         NOTICE,
-        "`/metrics` serves three families: vLLM's own `vllm:*`, untouched and documented by vLLM; "
+        "Look up what a metric counts. `/metrics` serves three families: "
+        "vLLM's own `vllm:*`, untouched and documented by vLLM; "
         "the server's; and the engine's, collected from all worker processes. Units are base "
         "units. Labels hold values of small closed sets, never a request id or a prompt.",
         "## Server",
@@ -144,10 +152,12 @@ def models_page() -> str:
     return _page(
         "# Models",
         NOTICE,
-        "Models run through vLLM's own model code, captured as one graph; no family has code of "
-        "its own here. `rbln-serve check MODEL` says in seconds whether a given model can run, and "
-        "how, from its configuration and tokenizer alone; `rbln-serve serve` refuses the same "
-        "models for the same reasons before it reads a weight.",
+        "Find out whether a model runs. "
+        "Models run through vLLM's own model code, captured as one graph. Families have no code of "
+        "their own here, except the text models of multimodal checkpoints "
+        "(`rbln_backend/text_models/`). `rbln-serve check MODEL` reports within seconds whether a "
+        "model can run, from its configuration and tokenizer alone; `rbln-serve serve` refuses the "
+        "same models for the same reasons before it reads a weight.",
         "## Families that were compared with transformers",
         "A tiny member of each family with random weights (`tests/checkpoint_families.py`) "
         "continues prompts of one token to four windows greedily by 64 tokens in float32: each "
@@ -205,19 +215,15 @@ def security_page() -> str:
 
 
 def http_api_page() -> str:
-    """Return the page of the HTTP interface: written by hand, but for the tables of fields."""
+    """Return the page of the HTTP interface: written by hand, but for errors and fields."""
     tables = (f"{head}\n\n{_table(FIELD_HEADER, rows)}" for head, rows in field_tables())
-    return _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
+    text = _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
+    return between(text, ERRORS_BEGIN, WRITTEN_END, _table(ERROR_HEADER, error_rows()))
 
 
 def _with_written(name: str, begin: str, written: str) -> str:
     """Return a page that is written by hand with what lies between its two marks anew."""
-    text = (DOCS / name).read_text(encoding="utf-8")
-    before, found, rest = text.partition(f"{begin}\n")
-    _, end, after = rest.partition(WRITTEN_END)
-    if not (found and end):
-        raise ValueError(f"{name} lacks {begin} or {WRITTEN_END}")
-    return f"{before}{found}{written}\n{end}{after}"
+    return between((DOCS / name).read_text(encoding="utf-8"), begin, WRITTEN_END, written)
 
 
 def _route_rows() -> Iterable[tuple[str, ...]]:
@@ -237,8 +243,9 @@ def server_info_page() -> str:
     return _page(
         "# `GET /v1/server_info`",
         NOTICE,
-        "What runs and how, in one JSON object. It answers from the first moment on, while the "
-        "engine starts and after it died: a section that the engine has not told of is null, "
+        "Query what a server runs and how, as one JSON object. "
+        "It answers from the first moment on, while the engine starts and after it died: a "
+        "section that the engine has not reported yet is null, "
         "`runtime` also on a device that is not emulated. Fields are added, not renamed; "
         "secrets are not among them.",
         "## Top level",
@@ -252,6 +259,42 @@ def server_info_page() -> str:
         "`samples`, the oldest first. `?after=NUMBER` leaves out samples up to that number. Counts "
         "divided by `seconds` are rates over the interval.",
         _table(header, _section_rows(Sample)),
+    )
+
+
+def results_page() -> str:
+    """Return the page of result files."""
+    return _page(
+        "# Measurements and where they are quoted",
+        NOTICE,
+        "Look up which file of `benchmarks/results` backs a figure, and repeat it with the command "
+        "([benchmarks](../benchmarks/README.md)). Beside each report lie its raw numbers (`.json` "
+        "or `.jsonl`). *Disturbed* counts samples during which other processes used more than a "
+        "tenth of a core: such times are no measurement, and only ratios within a round count. "
+        "Reports written before that count existed leave it empty. Nothing here was measured on "
+        "an NPU.",
+        _table(RESULT_HEADER, result_rows()),
+        "Figures of other pages that no file here backs are marked there as *no result file*.",
+    )
+
+
+def vllm_serve_page() -> str:
+    """Return the page of what `vllm serve` has and this server lacks."""
+    return _page(
+        "# Moving from `vllm serve`",
+        NOTICE,
+        "Replace `vllm serve MODEL` by `rbln-serve serve MODEL`: the flags of the engine, of chat "
+        "templates, tools and LoRA keep their names and meanings. This page lists what is absent. "
+        "A refused flag ends the start with exit code 2, an absent route answers 404 "
+        "`route_not_found`.",
+        "## Absent routes",
+        _table(ROUTE_HEADER, absent_route_rows()),
+        "## Refused flags",
+        _table(FLAG_HEADER, refused_flag_rows()),
+        "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "
+        "in [configuration.md](configuration.md#server). What the engine refuses, such as "
+        "`--enforce-eager`, is in [documents.md](documents.md) and "
+        "[models.md](models.md#what-is-refused).",
     )
 
 

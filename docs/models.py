@@ -26,7 +26,7 @@ from typing import Any
 from generate import DOCS, pages
 from models_page import RESULTS, load_results
 
-from benchmarks.machine import describe_machine
+from benchmarks.runner.machine import describe_machine
 from tests.checkpoint_families import FAMILIES, SIZES
 
 NUM_TOKENS = 64

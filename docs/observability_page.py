@@ -22,7 +22,7 @@ TRACES = (
     "`--otlp-traces-endpoint URL` sends OpenTelemetry spans, for a first look to a Jaeger on the "
     "same host:",
     """\
-```sh
+```sh no-run: needs Prometheus and Docker
 docker run -d -p 4317:4317 -p 16686:16686 jaegertracing/jaeger:2.1.0    # its page: port 16686
 rbln-serve serve MODEL --otlp-traces-endpoint http://localhost:4317
 ```""",
@@ -87,7 +87,7 @@ _SPAN_ROWS = (
 )
 
 SET_UP = """\
-```sh
+```sh no-run: needs Docker
 prometheus --config.file=deploy/prometheus/prometheus.yml      # edit the targets first
 docker run -p 3000:3000 \\
   -v ./deploy/grafana/provisioning:/etc/grafana/provisioning:ro \\
@@ -113,8 +113,8 @@ PARAGRAPHS = (
     "and evaluates every expression of dashboards, rules, alerts and runbooks: each parses, names "
     "only metrics and labels that exist, and every panel returns data, but for those that a table "
     "of the test excuses with a reason. Every alert fires and stays silent in a scenario of "
-    "`tests/operators/alerts.test.yml`; some fire live. Nobody has looked at the dashboards in a "
-    "running Grafana yet.",
+    "`tests/operators/alerts.test.yml`; some fire live. The dashboards were not viewed in a "
+    "running Grafana.",
     "**Pictures.** The pictures below are no screenshots: matplotlib drew them (see "
     "`docs/pictures.py`) from what the panels' own queries returned of a tiny model on the "
     "emulated device on a busy machine with two cores; they show what there is to see, not what is "

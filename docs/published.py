@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from published_page import RESULTS, load_verdicts
 
 from rbln_backend.settings import child_environ
 from tests.checkpoint_tokenizer import tokenizer_files, train_tokenizer
-from tests.server.commands.warm_cli import WarmCli
+from tests.warm_process import WarmProcess
 
 CONFIGS = DOCS / "published_configs.json"
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "rbln"}
@@ -58,7 +59,7 @@ def ask(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return a verdict for each model, as it is stored."""
     with tempfile.TemporaryDirectory(prefix="rbln-published-") as root:
         environ = child_environ(settings=False, **_QUIET, VLLM_CACHE_ROOT=root)
-        with WarmCli(environ) as cli:
+        with closing(WarmProcess(environ)) as cli:
             return {
                 name: _verdict(cli, environ, Path(root) / f"model-{number}", model)
                 for number, (name, model) in enumerate(models.items())
@@ -66,7 +67,7 @@ def ask(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _verdict(
-    cli: WarmCli, environ: Mapping[str, str], folder: Path, model: Mapping[str, Any]
+    cli: WarmProcess, environ: Mapping[str, str], folder: Path, model: Mapping[str, Any]
 ) -> dict[str, Any]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(model["config"]), encoding="utf-8")

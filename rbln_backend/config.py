@@ -21,11 +21,11 @@ from pydantic_core import PydanticCustomError
 from rbln_backend.host.cores import parse_cores
 
 BACKGROUND_PRIORITY = 1 << 30
-"""Requests of this priority, or a lower one (in vLLM a larger number), take what others leave: the
+"""Requests of this priority, or a lower one (in vLLM a larger number), use only spare capacity: the
 scheduler's background, under any policy."""
-FOREMOST_PRIORITY = -(1 << 30)
-"""Requests of this priority, or a higher one (a smaller number), are admitted before all others
-that wait, under any policy."""
+FIRST_PRIORITY = -(1 << 30)
+"""Requests of this priority, or a higher one (a smaller number), are admitted before all other
+waiting requests, under any policy."""
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 

@@ -12,7 +12,7 @@
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
     `-- ArtifactError                          a stored artifact cannot be used
         |-- CorruptArtifactError               its bytes differ from what its manifest promises
-        |-- UntrustedFileError (PermissionError)  code that somebody else could have written
+        |-- UntrustedFileError (PermissionError)  code that another user could have written
         `-- BundleError                        a bundle cannot be read, or is not what it should be
 
 The built-in second bases let callers that know nothing of this package (vLLM, argparse)

@@ -174,7 +174,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from rbln_backend.compiler.device import find_npu
+        from rbln_backend.compiler.device import device_capabilities
 
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
@@ -183,11 +183,12 @@ class RblnPlatform(Platform):
         keep_rows_whole(vllm_config.parallel_config)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
-        npu = find_npu(rbln)
-        _set_shapes(vllm_config, npu)
-        rbln = _settle_prompts(vllm_config, _set_reuse_unit(vllm_config, rbln, npu), npu)
-        if npu is not None:
-            rbln = _settle_npu(vllm_config, rbln, npu)
+        device = device_capabilities(rbln)
+        _set_shapes(vllm_config, device.npu)
+        rbln = _set_reuse_unit(vllm_config, rbln, device.npu)
+        rbln = _settle_prompts(vllm_config, rbln, can_join=device.joint_prompts)
+        if device.npu is not None:
+            rbln = _settle_npu(vllm_config, rbln, device.npu)
         model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
@@ -247,13 +248,13 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     lora, model = vllm_config.lora_config, model_config(vllm_config)
     if lora is None or model is None:
         return
-    from rbln_backend.compiler.device import choose_device
+    from rbln_backend.compiler.device import device_capabilities
 
     asked = [name for name in lora.target_modules or () if name in _NOT_ADAPTED]
     wanted = lora.lora_dtype
     refuse_first(
         {
-            LORA_ON_NPU: choose_device(rbln) == "rebel",
+            LORA_ON_NPU: not device_capabilities(rbln).adapters,
             LORA_TARGET: bool(asked),
             LORA_EXPERT_FORMATS: lora.enable_moe_shared_loras or lora.enable_mixed_moe_lora_format,
             LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
@@ -347,13 +348,13 @@ def _emulated_step_tokens(vllm_config: VllmConfig) -> int:
     return step_tokens_of(model.get_num_experts(), model.get_num_experts_per_tok())
 
 
-def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:
-    """Settle how many prompts a prefill step may hold. The documented rule of an NPU is one."""
+def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool) -> RblnConfig:
+    """Settle the largest number of prompts in a prefill step: 1 unless the device can join them."""
     from rbln_backend.parallel.stages import largest_decode
 
     model = model_config(vllm_config)
     pools = model is not None and model.runner_type == "pooling"
-    is_one = npu is not None or rbln.use_custom_kernel or pools
+    is_one = not can_join or rbln.use_custom_kernel or pools
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
     prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
     # Prompts of one token each are a decode step.

@@ -72,7 +72,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Drafts from texts, checked by the ranks that compute the whole of a request's token."""
-    from rbln_backend.compiler.device import choose_device
+    from rbln_backend.compiler.device import device_capabilities
 
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
@@ -81,7 +81,7 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise SPECULATION_METHOD.refusal(f"method {speculation.method!r}")
     refuse_first(
         {
-            SPECULATION_ON_NPU: choose_device(rbln) == "rebel" or rbln.use_custom_kernel,
+            SPECULATION_ON_NPU: rbln.use_custom_kernel or not device_capabilities(rbln).drafts,
             SPECULATION_POOLING: model is not None and model.runner_type == "pooling",
             SPECULATION_RANKS: parallel.pipeline_parallel_size > 1
             or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),

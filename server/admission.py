@@ -1,10 +1,9 @@
-"""How much work the service takes: permits for answers, and when a client should come back.
+"""Admission of work: permits for answers, and the time after which rejected clients retry.
 
-A permit is asked for once a request's body is here and before it is parsed; it grows to the number
-of answers that the body asks for, and is given back after the last byte. One of the tier flex steps
-back then: it takes nobody's place. Used from the event loop only. Invariant: `in_flight` is the sum
-of the weights of all other permits that are held, `flex_in_flight` of those, and neither is more
-than `limit`.
+A request acquires a permit before its body is parsed. The permit grows to the number of the body's
+answers and is released after the last byte. Permits of the tier flex are counted apart. Used from
+the event loop only. Invariant: `in_flight` is the sum of the weights of all permits but those of
+flex, `flex_in_flight` of those, and neither exceeds `limit`.
 """
 
 from __future__ import annotations
@@ -13,23 +12,35 @@ import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from server.errors import OverloadedError
-from server.frontend import Capacity
 
 MIN_WAITING = 32
-"""Answers that may wait, at least, where `max_in_flight` is derived."""
+"""Least number of waiting answers where `max_in_flight` is derived."""
 
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
 _SPREAD = 1.5
 _NEWEST_SHARE = 0.1
-"""Of the mean time that permits are held, how much the newest one counts."""
+"""Weight of the newest permit in the mean time that permits are held."""
 _REFUSED_OVER_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Capacity of an engine: sequences per step, and waiting prompt tokens (None: no limit).
+
+    `decode_buckets` are the rows of its decode graphs, ascending; empty for pooling models.
+    """
+
+    max_num_seqs: int
+    max_queued_tokens: int | None
+    decode_buckets: tuple[int, ...] = ()
+
+
 class Admission:
-    """Hands out permits up to a limit."""
+    """Issues permits up to a limit."""
 
     def __init__(
         self, max_in_flight: int | None, clock: Callable[[], float] = time.monotonic
@@ -47,14 +58,14 @@ class Admission:
         self._refused = _Recent(_REFUSED_OVER_S)
 
     def open(self, capacity: Capacity) -> None:
-        """Take work for an engine of this capacity from now on."""
+        """Start issuing permits for an engine of this capacity."""
         runs = capacity.max_num_seqs
         self.limit = self._wanted or runs + max(runs, MIN_WAITING)
         self.max_queued_tokens = capacity.max_queued_tokens
         self.rows = capacity.decode_buckets or (runs,)
 
     def check(self) -> None:
-        """Raise `OverloadedError` if no permit is free: the cheap question, asked first."""
+        """Raise `OverloadedError` if no permit is free; cheaper than `acquire`."""
         if self.in_flight >= self.limit:
             raise self._refusal(1)
 
@@ -111,7 +122,7 @@ class Admission:
 
     def _refusal(self, weight: int, taken: int | None = None, of: str = "") -> OverloadedError:
         self._refused.add(weight, self._clock())
-        more = "" if weight == 1 else f" and {weight} more are asked for"
+        more = "" if weight == 1 else f" and {weight} more are requested"
         taken = self.in_flight if taken is None else taken
         return OverloadedError(
             f"The server is busy: {taken} answers{of} run or wait{more}, and at most "

@@ -18,8 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
-from server.edge.auth import Access
-from server.edge.middleware import EdgeMiddleware, GateMiddleware
 from server.errors import (
     MethodNotAllowedError,
     RequestError,
@@ -27,7 +25,9 @@ from server.errors import (
     describe,
 )
 from server.frontend import Frontend
-from server.host.tasks import while_running
+from server.host.tasks import background_task
+from server.http.auth import Access
+from server.http.middleware import GateMiddleware, RequestMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
@@ -37,8 +37,8 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.responses.keeper import Keeper
-from server.responses.kept import Kept
+from server.responses.response_store import ResponseStore
+from server.responses.storage_services import StorageServices
 from server.routes.admin import admin_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
@@ -79,41 +79,41 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        lag = while_running(follow_event_loop(metrics.observe_loop_lag))
-        recorded = while_running(history.follow())
-        async with access.following_files(), lag, recorded, kept.working(app), background():
+        lag = background_task(follow_event_loop(metrics.observe_loop_lag))
+        recorded = background_task(history.follow())
+        async with access.following_files(), lag, recorded, storage.working(app), background():
             yield
 
-    kept = Kept(settings, lifecycle, admission, metrics.decode_times)
-    access = Access(settings, kept.owner_salt)
-    kept.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
+    storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
+    access = Access(settings, storage.owner_salt)
+    storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     advice = BucketAdvice(run_dir)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(
-        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, kept)
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage)
     )
     app.include_router(
         server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend)
     )
     app.include_router(history_router(history))
     app.include_router(models_router(frontend, shown))
-    _add_stored_work(app, kept, settings)
+    _add_stored_work(app, storage, settings)
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
     _add_operation(app, settings, lifecycle, frontend)
-    keeper = Keeper(frontend, kept.responses)
-    add_inference_routes(app, frontend, keeper, settings, admission)
+    response_store = ResponseStore(frontend, storage.responses)
+    add_inference_routes(app, frontend, response_store, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     _allow_origins(app, settings)
     app.add_middleware(
-        EdgeMiddleware,
+        RequestMiddleware,
         lifecycle=lifecycle,
         metrics=metrics,
         tracing=lambda: frontend().tracing if lifecycle.started else None,
@@ -121,11 +121,11 @@ def create_app(
     return app
 
 
-def _add_stored_work(app: FastAPI, kept: Kept, settings: ServerSettings) -> None:
+def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:
     """Add the routes of files, batches and stored responses."""
     for router in (files_router, batches_router, message_batches_router):
-        app.include_router(router(kept.require_batches, settings))
-    app.include_router(responses_router(kept.require_responses))
+        app.include_router(router(storage.require_batches, settings))
+    app.include_router(responses_router(storage.require_responses))
 
 
 def _add_operation(
@@ -139,7 +139,7 @@ def _add_operation(
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Let pages of other origins call, and read the errors that the gate answers with."""
+    """Allow pages of other origins to call the API and read the gate's errors."""
     if not settings.allowed_origins:
         return
     app.add_middleware(

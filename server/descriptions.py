@@ -1,4 +1,4 @@
-"""Short renderings of what a client sent, for messages and logs."""
+"""Short renderings of client values, for messages and logs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ def describe(value: object, limit: int = 80) -> str:
         kind = "object" if isinstance(value, dict) else "array"
         if len(value) > 4 or not _is_small(value):
             return f"an {kind} of {len(value)} items"
-    # Cut first: the rendering of a text of megabytes takes its time.
+    # Cut first: rendering a text of megabytes is slow.
     return clip(repr(value[:limit] if isinstance(value, str) else value), limit)
 
 
 def _is_small(value: object) -> bool:
-    """Whether what lies in a value is little enough to be rendered."""
+    """Return True if a container is small enough to be rendered."""
     level = [value]
     for _ in range(4):
         below: list[object] = []

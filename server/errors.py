@@ -1,44 +1,8 @@
-"""What a client can be told, as exceptions, and the one table of what each looks like.
+"""Exceptions with a message for the client, each with its HTTP status, code and metric label.
 
-    ServerError
-    +-- RequestError                 the request itself is wrong
-    |   +-- InvalidJsonError         the body is not a JSON object
-    |   +-- MediaTypeError           the body is not declared as JSON
-    |   +-- ContentEncodingError     the body is compressed
-    |   +-- BodyTooLargeError
-    |   +-- MissingFieldError, InvalidTypeError, InvalidValueError, UnknownFieldError
-    |   +-- UnsupportedFieldError    a known field that this service does not act on
-    |   +-- ContextLengthError
-    |   +-- InvalidSchemaError       a JSON schema that cannot guide an answer
-    |   +-- InvalidGrammarError      a regex, choice, grammar or structural tag that cannot
-    |   +-- InvalidAdapterError      a LoRA adapter that does not fit, or may not be read
-    |   +-- AdapterExistsError, NoAdapterSlotError
-    |   +-- AuthenticationError      no key, or a wrong one
-    |   +-- PermissionDeniedError    a key that does not open this
-    |   +-- BodyTimeoutError         the body did not arrive in time
-    |   +-- InvalidHttpError         what came is not a request of HTTP/1.1
-    |   +-- HeadersTooLargeError
-    |   +-- HeaderTimeoutError       the head did not arrive in time
-    |   +-- WebSocketError           a WebSocket is asked for
-    |   +-- RouteNotFoundError, MethodNotAllowedError, ModelNotFoundError, NotFoundError
-    |   +-- UnsupportedOperationError
-    |   +-- StorageFullError         a quota of what is stored, or the disk
-    +-- NotEnabledError              this server was started without it
-    +-- OverloadedError              try again later, or elsewhere
-    +-- ClientConnectionsError       too many connections from one address
-    +-- TooManyConnectionsError      too many connections in all
-    +-- QueueTimeoutError            waited too long for its turn
-    +-- StorageUnavailableError      the disk of what is stored fails
-    +-- NotTriedError                the machine is too busy to try a grammar
-    +-- DeadlineError                the answer did not arrive in time
-    +-- NotReadyError                still starting
-    +-- DrainingError                going away
-    +-- ReaderFailedError            the process that reads large requests is gone
-    +-- EngineFailedError            the engine process is gone
-    +-- InternalError                a fault of ours
-
-Responses and SSE frames are both made from `TABLE`, and its `outcome` is the metric label.
-Invariant (tests/server/vllm/test_errors.py): every class of the tree has a row.
+`RequestError` and its subclasses mean that the request is wrong. The other subclasses of
+`ServerError` describe the server: overloaded, starting, draining or failed.
+Invariant: every subclass sets a `code` of its own (tests/server/vllm/test_errors.py).
 """
 
 from __future__ import annotations
@@ -46,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, NotRequired
+from typing import ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -55,18 +18,8 @@ from server.descriptions import clip
 from server.descriptions import describe as describe
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorRow:
-    """How one class of error is reported; `outcome` is the label of the request metrics."""
-
-    status: int
-    type: str
-    code: str
-    outcome: str
-
-
 class ErrorObject(TypedDict):
-    """What OpenAI's clients look at."""
+    """OpenAI's error object."""
 
     message: str
     type: str
@@ -75,7 +28,7 @@ class ErrorObject(TypedDict):
 
 
 class ErrorEnvelope(TypedDict):
-    """The body of every error; all but `error` is there for clients of Anthropic's API alone."""
+    """Body of every error; `type` and `request_id` are set for Anthropic's API only."""
 
     error: ErrorObject
     type: NotRequired[Literal["error"]]
@@ -89,20 +42,39 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By status, where Anthropic's API has a type of its own; the other types are the same there."""
+"""Error types of Anthropic's API by status, where they differ from OpenAI's."""
+_INVALID, _LIMIT, _AWAY = "invalid_request_error", "rate_limit_error", "service_unavailable"
 _MAX_MESSAGE = 2000
 _MAX_PARAM = 200
 
 
 class ServerError(Exception):
-    """An error with a message for the client; `param` names the field in question.
+    """An error with a message for the client; `param` is the path of the field in question.
 
-    `headers` go with the answer; `retry_after_s` adds two, in whole seconds and milliseconds.
-    OpenAI's clients read the latter first. `rejection` is the metrics' label of a limit.
-    `anthropic_code` is a code of Anthropic's API that its clients act on.
+    `status`, `error_type` and `code` are those of the response, `outcome` is the label of the
+    request metrics. `headers` are sent with the response; `retry_after_s` adds `retry-after` in
+    seconds and `retry-after-ms`, which OpenAI's clients read first. `rejection` is the metric label
+    of the limit that was reached. `anthropic_code` is an error code that Anthropic's clients read.
     """
 
+    status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "server_error"
+    code: ClassVar[str] = "internal_error"
+    outcome: ClassVar[str] = "server_error"
     rejection: str | None = None
+
+    def __init_subclass__(
+        cls,
+        *,
+        code: str,
+        status: int | None = None,
+        error_type: str | None = None,
+        outcome: str | None = None,
+    ) -> None:
+        cls.code = code
+        cls.status = cls.status if status is None else status
+        cls.error_type = error_type or cls.error_type
+        cls.outcome = outcome or cls.outcome
 
     def __init__(
         self,
@@ -115,7 +87,7 @@ class ServerError(Exception):
     ) -> None:
         super().__init__(message)
         self.anthropic_code = anthropic_code
-        # What a client sent may be in both; it must not come back at its full length.
+        # Both may contain text of the client, whose length is not bounded.
         self.message = clip(message, _MAX_MESSAGE)
         self.param = None if param is None else clip(param, _MAX_PARAM)
         self.headers = dict(headers or {})
@@ -123,21 +95,18 @@ class ServerError(Exception):
             self.retry_in(retry_after_s)
 
     def retry_in(self, seconds: float) -> None:
-        """Say in the message and two headers after how many seconds to try again."""
+        """Add the seconds after which to retry to the message and to two headers."""
         self.message = f"{self.message} Retry after {math.ceil(seconds)} s."
         self.headers["retry-after"] = str(math.ceil(seconds))
         self.headers["retry-after-ms"] = str(round(seconds * 1000))
 
-    @property
-    def row(self) -> ErrorRow:
-        """The table's row for this class."""
-        return TABLE[type(self)]
-
     def envelope(self) -> ErrorEnvelope:
         """Return OpenAI's error object; `code` is always a string."""
-        row = self.row
-        error = ErrorObject(message=self.message, type=row.type, param=self.param, code=row.code)
-        return {"error": error}
+        return {
+            "error": ErrorObject(
+                message=self.message, type=self.error_type, param=self.param, code=self.code
+            )
+        }
 
     def body(self) -> bytes:
         """Return the JSON body in OpenAI's form."""
@@ -146,7 +115,7 @@ class ServerError(Exception):
     def anthropic_body(self, request_id: str | None = None) -> bytes:
         """Return the JSON body in the form of Anthropic's API, with its own `type`."""
         error: dict[str, object] = {**self.envelope()["error"]}
-        error["type"] = _ANTHROPIC_TYPES.get(self.row.status, error["type"])
+        error["type"] = _ANTHROPIC_TYPES.get(self.status, error["type"])
         if self.anthropic_code is not None:
             error["details"] = {"error_code": self.anthropic_code}
         identity = {} if request_id is None else {"request_id": request_id}
@@ -155,135 +124,145 @@ class ServerError(Exception):
     def response_event(self, number: int) -> dict[str, object]:
         """Return the error as an event of the Responses API with the sequence number `number`.
 
-        OpenAI documents the fields beside the type; its server and Open Responses nest them.
+        OpenAI documents the fields next to `type`; its server also nests them in `error`.
         """
         error = self.envelope()["error"]
         beside = {"code": error["code"], "message": error["message"], "param": error["param"]}
         return {"type": "error", **beside, "error": error, "sequence_number": number}
 
 
-class RequestError(ServerError):
+class RequestError(
+    ServerError, status=400, error_type=_INVALID, code="invalid_request", outcome="client_error"
+):
     """The request is wrong; sending it again does not help."""
 
 
-class InvalidJsonError(RequestError):
+class InvalidJsonError(RequestError, code="invalid_json"):
     """The body is not a JSON object."""
 
 
-class MediaTypeError(RequestError):
+class MediaTypeError(RequestError, status=415, code="unsupported_media_type"):
     """The body is declared as something else than JSON."""
 
 
-class ContentEncodingError(RequestError):
-    """The body is compressed, and bodies are read as they are."""
+class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):
+    """The body is compressed; only uncompressed bodies are accepted."""
 
 
-class BodyTooLargeError(RequestError):
+class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
     """The body is larger than the limit."""
 
 
-class MissingFieldError(RequestError):
+class MissingFieldError(RequestError, code="missing_field"):
     """A required field is absent."""
 
 
-class InvalidTypeError(RequestError):
+class InvalidTypeError(RequestError, code="invalid_type"):
     """A field holds a value of the wrong JSON type."""
 
 
-class InvalidValueError(RequestError):
+class InvalidValueError(RequestError, code="invalid_value"):
     """A field holds a value that is not allowed."""
 
 
-class UnknownFieldError(RequestError):
-    """A field that this service does not know."""
+class UnknownFieldError(RequestError, code="unknown_field"):
+    """A field that no request model has."""
 
 
-class UnsupportedFieldError(RequestError):
-    """A field of the API that this service knows and does not act on."""
+class UnsupportedFieldError(RequestError, code="unsupported_field"):
+    """A documented field of the API that this server does not support."""
 
 
-class ContextLengthError(RequestError):
+class ContextLengthError(RequestError, code="context_length_exceeded"):
     """Prompt and answer do not fit into the model's context."""
 
 
-class InvalidSchemaError(RequestError):
+class InvalidSchemaError(RequestError, code="invalid_json_schema"):
     """A JSON schema that is too large, cyclic, not supported, or slow to compile."""
 
 
-class InvalidGrammarError(RequestError):
-    """Another constraint of an answer that is too large, wrong, or slow to compile."""
+class InvalidGrammarError(RequestError, code="invalid_grammar"):
+    """A regex, choice, grammar or structural tag that is too large, wrong or slow to compile."""
 
 
-class InvalidAdapterError(RequestError):
-    """A LoRA adapter that does not fit the served model, or lies where none may be read."""
+class InvalidAdapterError(RequestError, code="invalid_adapter"):
+    """A LoRA adapter that does not fit the served model, or lies outside --lora-root."""
 
 
-class AdapterExistsError(RequestError):
+class AdapterExistsError(RequestError, code="adapter_exists"):
     """A LoRA adapter of this name is loaded."""
 
 
-class NoAdapterSlotError(RequestError):
-    """All slots for LoRA adapters are taken."""
+class NoAdapterSlotError(RequestError, status=409, code="no_adapter_slot"):
+    """All slots for LoRA adapters are in use."""
 
 
-class AuthenticationError(RequestError):
-    """The request has no key, or one that is not known."""
+class AuthenticationError(
+    RequestError, status=401, error_type="authentication_error", code="invalid_api_key"
+):
+    """The request has no API key, or an unknown one."""
 
 
-class PermissionDeniedError(RequestError):
-    """The request's key does not open this route."""
+class PermissionDeniedError(
+    RequestError, status=403, error_type="permission_error", code="permission_denied"
+):
+    """The request's API key is not allowed on this route."""
 
 
-class BodyTimeoutError(RequestError):
+class BodyTimeoutError(RequestError, status=408, code="body_timeout"):
     """The client took too long to send the body."""
 
 
-class InvalidHttpError(RequestError):
-    """What the connection carries is not a request of HTTP/1.1."""
+class InvalidHttpError(RequestError, code="invalid_http"):
+    """The bytes received are not an HTTP/1.1 request."""
 
 
-class HeadersTooLargeError(RequestError):
+class HeadersTooLargeError(RequestError, status=431, code="headers_too_large"):
     """The request's line and headers are larger than the limit."""
 
 
-class HeaderTimeoutError(RequestError):
+class HeaderTimeoutError(RequestError, status=408, code="header_timeout"):
     """The client took too long to send the headers."""
 
 
-class WebSocketError(RequestError):
-    """A WebSocket is asked for, and there are none."""
+class WebSocketError(RequestError, code="websocket_unsupported"):
+    """The request asks for a WebSocket upgrade, which is not supported."""
 
 
-class RouteNotFoundError(RequestError):
+class RouteNotFoundError(RequestError, status=404, code="route_not_found"):
     """No such path."""
 
 
-class MethodNotAllowedError(RequestError):
-    """The path exists, for other methods."""
+class MethodNotAllowedError(RequestError, status=405, code="method_not_allowed"):
+    """The path exists, but not for this method."""
 
 
-class ModelNotFoundError(RequestError):
+class ModelNotFoundError(RequestError, status=404, code="model_not_found"):
     """The requested model is not served here."""
 
 
-class NotFoundError(RequestError):
+class NotFoundError(RequestError, status=404, code="not_found"):
     """The requested object does not exist."""
 
 
-class UnsupportedOperationError(RequestError):
+class UnsupportedOperationError(RequestError, code="unsupported_operation"):
     """The served model or engine cannot do this."""
 
 
-class StorageFullError(RequestError):
-    """There is no room for what is to be stored."""
+class StorageFullError(RequestError, status=507, code="storage_full"):
+    """A storage quota, or the disk, is full."""
 
 
-class NotEnabledError(ServerError):
-    """This server was started without what the route is for."""
+class NotEnabledError(
+    ServerError, status=501, error_type=_INVALID, code="not_enabled", outcome="client_error"
+):
+    """The option that this route needs was not given at start."""
 
 
-class OverloadedError(ServerError):
-    """More work waits than is allowed to; `rejection` is one of `REJECTIONS`."""
+class OverloadedError(
+    ServerError, status=429, error_type=_LIMIT, code="overloaded", outcome="rejected"
+):
+    """A limit of running and waiting work is reached; `rejection` is one of `REJECTIONS`."""
 
     def __init__(
         self,
@@ -297,103 +276,73 @@ class OverloadedError(ServerError):
         self.rejection = rejection
 
 
-class ClientConnectionsError(ServerError):
-    """One address has as many connections as it may."""
+class ClientConnectionsError(
+    ServerError,
+    status=429,
+    error_type=_LIMIT,
+    code="too_many_client_connections",
+    outcome="rejected",
+):
+    """A client address has reached its limit of connections."""
 
 
-class TooManyConnectionsError(ServerError):
-    """There are as many connections as there may be."""
+class TooManyConnectionsError(
+    ServerError, status=503, error_type=_AWAY, code="too_many_connections", outcome="rejected"
+):
+    """The server has reached its limit of connections."""
 
 
-class QueueTimeoutError(ServerError):
-    """The request waited for its turn for longer than it may."""
+class QueueTimeoutError(
+    ServerError, status=503, error_type=_AWAY, code="queue_timeout", outcome="timeout"
+):
+    """The request waited in the queue for longer than --max-queue-s."""
 
     rejection = "queue_timeout"
 
 
-class DeadlineError(ServerError):
-    """The time that the request had is over."""
+class DeadlineError(
+    ServerError, status=504, error_type="timeout_error", code="deadline_exceeded", outcome="timeout"
+):
+    """The request's deadline passed before the answer was complete."""
 
 
-class StorageUnavailableError(ServerError):
-    """The data directory cannot be read or written now."""
+class StorageUnavailableError(
+    ServerError, status=503, error_type=_AWAY, code="storage_unavailable"
+):
+    """The data directory cannot be read or written."""
 
 
-class NotTriedError(ServerError):
-    """The machine was too busy to try a grammar; another time it will not be."""
+class NotTriedError(
+    ServerError, status=503, error_type=_AWAY, code="grammar_not_tried", outcome="timeout"
+):
+    """A grammar could not be compiled in time because the machine is busy."""
 
 
-class NotReadyError(ServerError):
+class NotReadyError(
+    ServerError, status=503, error_type=_AWAY, code="not_ready", outcome="rejected"
+):
     """The service is still starting."""
 
 
-class DrainingError(ServerError):
-    """The service finishes its requests and takes no new ones."""
+class DrainingError(ServerError, status=503, error_type=_AWAY, code="draining", outcome="rejected"):
+    """The service is shutting down or drained; it accepts no requests, and cuts late ones off."""
 
 
-class ReaderFailedError(ServerError):
-    """The process that reads large requests ended at work; the next request starts another."""
+class ReaderFailedError(ServerError, status=503, error_type=_AWAY, code="reader_failed"):
+    """The process that parses large requests exited; the next request starts another."""
 
 
-class EngineFailedError(ServerError):
-    """The engine process is gone; the service is about to exit."""
+class EngineFailedError(ServerError, status=503, error_type=_AWAY, code="engine_failed"):
+    """The engine process has exited; the service is about to exit."""
 
 
-class InternalError(ServerError):
-    """A fault of ours; the log has the details under the request id."""
+class InternalError(ServerError, code="internal_error"):
+    """A fault of the server; its log has the details under the request id."""
 
 
 REJECTIONS = (
     *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
     *("queue_timeout", "background", "conversations"),
 )
-"""What work is refused for: permits, vLLM's two limits, the grammar gate's queue, that
-of large bodies, vLLM without saying which, time in queue, responses in the background."""
-
-_INVALID, _LIMIT, _AWAY = "invalid_request_error", "rate_limit_error", "service_unavailable"
-
-TABLE: dict[type[ServerError], ErrorRow] = {
-    ServerError: ErrorRow(500, "server_error", "internal_error", "server_error"),
-    RequestError: ErrorRow(400, _INVALID, "invalid_request", "client_error"),
-    InvalidJsonError: ErrorRow(400, _INVALID, "invalid_json", "client_error"),
-    MediaTypeError: ErrorRow(415, _INVALID, "unsupported_media_type", "client_error"),
-    ContentEncodingError: ErrorRow(415, _INVALID, "unsupported_content_encoding", "client_error"),
-    BodyTooLargeError: ErrorRow(413, _INVALID, "body_too_large", "client_error"),
-    MissingFieldError: ErrorRow(400, _INVALID, "missing_field", "client_error"),
-    InvalidTypeError: ErrorRow(400, _INVALID, "invalid_type", "client_error"),
-    InvalidValueError: ErrorRow(400, _INVALID, "invalid_value", "client_error"),
-    UnknownFieldError: ErrorRow(400, _INVALID, "unknown_field", "client_error"),
-    UnsupportedFieldError: ErrorRow(400, _INVALID, "unsupported_field", "client_error"),
-    ContextLengthError: ErrorRow(400, _INVALID, "context_length_exceeded", "client_error"),
-    InvalidSchemaError: ErrorRow(400, _INVALID, "invalid_json_schema", "client_error"),
-    InvalidGrammarError: ErrorRow(400, _INVALID, "invalid_grammar", "client_error"),
-    InvalidAdapterError: ErrorRow(400, _INVALID, "invalid_adapter", "client_error"),
-    AdapterExistsError: ErrorRow(400, _INVALID, "adapter_exists", "client_error"),
-    NoAdapterSlotError: ErrorRow(409, _INVALID, "no_adapter_slot", "client_error"),
-    AuthenticationError: ErrorRow(401, "authentication_error", "invalid_api_key", "client_error"),
-    PermissionDeniedError: ErrorRow(403, "permission_error", "permission_denied", "client_error"),
-    BodyTimeoutError: ErrorRow(408, _INVALID, "body_timeout", "client_error"),
-    InvalidHttpError: ErrorRow(400, _INVALID, "invalid_http", "client_error"),
-    HeadersTooLargeError: ErrorRow(431, _INVALID, "headers_too_large", "client_error"),
-    HeaderTimeoutError: ErrorRow(408, _INVALID, "header_timeout", "client_error"),
-    WebSocketError: ErrorRow(400, _INVALID, "websocket_unsupported", "client_error"),
-    RouteNotFoundError: ErrorRow(404, _INVALID, "route_not_found", "client_error"),
-    MethodNotAllowedError: ErrorRow(405, _INVALID, "method_not_allowed", "client_error"),
-    ModelNotFoundError: ErrorRow(404, _INVALID, "model_not_found", "client_error"),
-    NotFoundError: ErrorRow(404, _INVALID, "not_found", "client_error"),
-    UnsupportedOperationError: ErrorRow(400, _INVALID, "unsupported_operation", "client_error"),
-    StorageFullError: ErrorRow(507, _INVALID, "storage_full", "client_error"),
-    NotEnabledError: ErrorRow(501, _INVALID, "not_enabled", "client_error"),
-    OverloadedError: ErrorRow(429, _LIMIT, "overloaded", "rejected"),
-    ClientConnectionsError: ErrorRow(429, _LIMIT, "too_many_client_connections", "rejected"),
-    TooManyConnectionsError: ErrorRow(503, _AWAY, "too_many_connections", "rejected"),
-    QueueTimeoutError: ErrorRow(503, _AWAY, "queue_timeout", "timeout"),
-    StorageUnavailableError: ErrorRow(503, _AWAY, "storage_unavailable", "server_error"),
-    NotTriedError: ErrorRow(503, _AWAY, "grammar_not_tried", "timeout"),
-    DeadlineError: ErrorRow(504, "timeout_error", "deadline_exceeded", "timeout"),
-    NotReadyError: ErrorRow(503, _AWAY, "not_ready", "rejected"),
-    DrainingError: ErrorRow(503, _AWAY, "draining", "rejected"),
-    ReaderFailedError: ErrorRow(503, _AWAY, "reader_failed", "server_error"),
-    EngineFailedError: ErrorRow(503, _AWAY, "engine_failed", "server_error"),
-    InternalError: ErrorRow(500, "server_error", "internal_error", "server_error"),
-}
+"""Limits that reject work: admission permits, vLLM's two queue limits, the queues of grammars and
+of large bodies, an unnamed limit of vLLM, time in queue, background responses."""

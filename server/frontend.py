@@ -1,113 +1,39 @@
-"""The port between the HTTP edge and what generates: endpoints in, JSON or SSE frames out.
+"""Interface between the HTTP layer and the engine: request bodies in, JSON or SSE frames out.
 
-The edge knows nothing of the engine beyond these protocols; `vllm` and `engine`
-implement them, and the tests have a scripted implementation. Invariant: a `Frontend` reports
-every failure as a `ServerError`, before the first frame wherever it can know then.
+`server.vllm` and `server.engine` implement these protocols; the tests have a scripted
+implementation. Invariant: a `Frontend` reports every failure as a `ServerError`, before the first
+frame if it is known by then.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from pydantic import BaseModel
 from starlette.requests import Request
 
+from server.admission import Capacity
+from server.host.job_counts import JobCounts
+from server.lora.registry import AdapterRegistry
+from server.speculation.draft_options import DraftOptions
+from server.storage.quotas import Reservation
+from server.structured_outputs.constraint import Constraint
+from server.structured_outputs.gate import GrammarGate
+from server.tools.support import ToolSupport
+from server.wire.endpoint import Endpoint, JsonObject
+
 if TYPE_CHECKING:
-    from server.host.job_counts import JobCounts
-    from server.lora.registry import AdapterRegistry
+    # It needs opentelemetry, which is optional.
     from server.observability.tracing import Tracing
-    from server.storage.quotas import Reservation
-    from server.structured_outputs.gate import GrammarGate
-    from server.tools.support import ToolSupport
-
-JsonObject = dict[str, Any]
-_DATA = "\ndata: "
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What an engine takes: sequences in one step, and prompt tokens that wait (None: any).
-
-    `decode_buckets` are the rows of its decode graphs, rising; none where it pools.
-    """
-
-    max_num_seqs: int
-    max_queued_tokens: int | None
-    decode_buckets: tuple[int, ...] = ()
-
-
-class Endpoint(enum.Enum):
-    """The endpoints that need the engine; the value is the path, the method is POST."""
-
-    CHAT = "/v1/chat/completions"
-    COMPLETION = "/v1/completions"
-    RESPONSES = "/v1/responses"
-    INPUT_TOKENS = "/v1/responses/input_tokens"
-    COMPACT = "/v1/responses/compact"
-    MESSAGES = "/v1/messages"
-    COUNT_TOKENS = "/v1/messages/count_tokens"
-    TOKENIZE = "/tokenize"
-    DETOKENIZE = "/detokenize"
-    EMBEDDINGS = "/v1/embeddings"
-    COHERE_EMBED = "/v2/embed"
-    POOLING = "/pooling"
-    CLASSIFY = "/classify"
-    SCORE = "/score"
-    SCORE_V1 = "/v1/score"
-    RERANK = "/rerank"
-    RERANK_V1 = "/v1/rerank"
-    RERANK_V2 = "/v2/rerank"
-
-    @property
-    def anthropic(self) -> bool:
-        """Whether clients expect Anthropic's envelopes and events."""
-        return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
-
-    @property
-    def takes_items(self) -> bool:
-        """Whether a request has the items of the Responses API as its input."""
-        return self in (Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
-
-    @property
-    def pools(self) -> bool:
-        """Whether it is for models that pool: embeddings, scores, classes."""
-        return self in _POOLING_ENDPOINTS
-
-    @property
-    def scores(self) -> bool:
-        """Whether each answer is about a query and a document."""
-        return self in _SCORING_ENDPOINTS
-
-    @property
-    def named_events(self) -> bool:
-        """Whether each SSE frame has an `event:` line and nothing ends with [DONE]."""
-        return self in (Endpoint.MESSAGES, Endpoint.RESPONSES)
-
-
-_SCORING_ENDPOINTS = frozenset(
-    (
-        Endpoint.SCORE,
-        Endpoint.SCORE_V1,
-        Endpoint.RERANK,
-        Endpoint.RERANK_V1,
-        Endpoint.RERANK_V2,
-    )
-)
-_POOLING_ENDPOINTS = _SCORING_ENDPOINTS | {
-    Endpoint.EMBEDDINGS,
-    Endpoint.COHERE_EMBED,
-    Endpoint.POOLING,
-    Endpoint.CLASSIFY,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireSchemas:
     """JSON schemas of the endpoints that the served model offers.
 
-    References point into `#/components/schemas/`, which is what `definitions` is for.
+    References point into `#/components/schemas/`, the keys of `definitions`.
     """
 
     requests: Mapping[Endpoint, JsonObject]
@@ -118,11 +44,12 @@ class WireSchemas:
 
 
 @dataclass(slots=True, kw_only=True)
-class Keeping:
-    """What a request of the Responses API says about being kept, and which response it continues.
+class StorageOptions:
+    """Storage fields of a request of the Responses API.
 
-    `store` None: it says nothing. `previous` is the response that it continues, `items` are those
-    of its own input, a JSON array. `kept` is what was made of it, in the place of `reservation`.
+    `store` is None where the request has no such field. `previous` is the id of the response that
+    it continues; `items` is a JSON array with the items of its own input. `is_stored` says whether
+    the response will be stored, within `reservation`.
     """
 
     store: bool | None
@@ -130,60 +57,79 @@ class Keeping:
     previous: str | None
     stream: bool
     items: bytes
-    kept: bool = False
+    is_stored: bool = False
     reservation: Reservation | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class ReadRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
     """A body that passed every check that needs no engine.
 
-    `answers` is how many it asks for; `told` is what the front end that read it will need of it.
-    `large`: to go through all of it takes too long for the event loop. `tier` is the service tier
-    that it asks for, by OpenAI's name. `stamp` are fields that the answer shall have. `keeping` is
-    there for endpoints that take items alone.
+    In the server, `server.vllm.reading.BodyReader.read` alone creates one
+    (tests/edges/test_reading.py), so that no handler receives an unchecked request.
     """
 
     answers: int
-    told: Any
-    large: bool = False
+    """Answers that the request takes permits for: `n` for each prompt."""
+    fields: JsonObject
+    """Fields that hold one value each: no prompts, tools or grammars."""
+    form: str = ""
+    """Form of the request (`server.request.endpoints`), which selects vLLM's serving class."""
+    model: BaseModel | None = None
+    """vLLM's request model; None in scripted front ends."""
+    error_field: str | None = None
+    """Field that an error about a prompt longer than the context names."""
+    constraints: list[list[Constraint]] = field(default_factory=list)
+    """Constraints of the answer; those of one list are compiled together."""
+    forbidding: list[str] = field(default_factory=list)
+    """Fields that forbid tokens."""
+    is_deprecated: bool = False
+    """True if `guided_*` fields were translated."""
+    ignored: list[str] = field(default_factory=list)
+    """Paths of the fields without effect."""
+    drafts: DraftOptions = field(default_factory=DraftOptions)
     tier: str | None = None
+    """Service tier that the body names, by OpenAI's name."""
     stamp: JsonObject = field(default_factory=dict)
-    keeping: Keeping | None = None
+    """Fields of the answer that depend on the request alone."""
+    storage_options: StorageOptions | None = None
+    """None for endpoints that take no items."""
+    is_large: bool = False
+    """True if the body is too large to be walked on the event loop."""
 
 
 class Profiler(Protocol):
-    """Records what the engine's steps do."""
+    """Records the engine's steps."""
 
     async def start_profile(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         ...
 
     async def stop_profile(self) -> None:
-        """Write what was recorded."""
+        """Stop recording and write the profile."""
         ...
 
 
 class Frontend(Protocol):
-    """Turns request bodies into answers; usable from the moment the service is ready."""
+    """Turns request bodies into answers; usable once the service is ready."""
 
     @property
     def keep_alive_s(self) -> float:
-        """Seconds of silence after which a stream gets a comment; 0: it never does."""
+        """Seconds of silence after which a stream gets a comment; 0 sends none."""
         ...
 
     @property
     def tracing(self) -> Tracing | None:
-        """What makes spans of requests, None when nobody collects them."""
+        """Factory of request spans, None without an endpoint for traces."""
         ...
 
     def schemas(self) -> WireSchemas:
-        """Return what the offered endpoints take and answer; takes about a second."""
+        """Return the schemas of the offered endpoints; takes about a second."""
         ...
 
     @property
     def capacity(self) -> Capacity:
-        """What the engine behind it takes."""
+        """Capacity of the engine."""
         ...
 
     @property
@@ -193,26 +139,26 @@ class Frontend(Protocol):
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
-        """Return what a body asks for; a large one is read where it holds nobody up.
+    ) -> ParsedRequest | StorageOptions:
+        """Parse a body; a large one is parsed in another process.
 
-        `before` are items of a conversation, a JSON array, that go before those of the body. A
-        body that continues one and is read without them is read no further than that: `told` is
-        None then. Raises the `ServerError` of what is wrong with it.
+        `before` is a JSON array with the earlier items of the conversation. Without it, a body that
+        continues a stored response returns its storage options only. Raises the `ServerError` of
+        the first invalid field.
         """
         ...
 
     def take_reading(self) -> JobCounts:
-        """Return what was done with large bodies since the last call."""
+        """Return the counts of large bodies since the last call."""
         ...
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Return the JSON body of the answer, or its SSE frames.
 
-        Raises a `ServerError` for anything wrong, also from the generator. Cancelling the call
-        or closing the generator aborts the request in the engine.
+        `stamp` are fields to add to the answer. Raises a `ServerError`, also from the generator.
+        Cancelling the call or closing the generator aborts the request in the engine.
         """
         ...
 
@@ -227,12 +173,12 @@ class Frontend(Protocol):
 
     @property
     def grammars(self) -> GrammarGate | None:
-        """The gate of structured outputs, None when the model does not generate text."""
+        """The gate of structured outputs, None for a model that does not generate text."""
         ...
 
     @property
     def profiler(self) -> Profiler | None:
-        """What records profiles, None when it was not switched on."""
+        """The profiler, None if it was not switched on."""
         ...
 
 
@@ -241,19 +187,19 @@ class RunningEngine(Protocol):
 
     @property
     def frontend(self) -> Frontend:
-        """What answers requests."""
+        """The front end of this engine."""
         ...
 
     def failure(self) -> str | None:
-        """Return why the engine is dead, None while it lives. Cheap: polled several times a s."""
+        """Return why the engine has failed, else None. Polled several times a second."""
         ...
 
     async def shutdown(self, timeout_s: float) -> None:
-        """Stop the engine; it gets `timeout_s` seconds to end by itself."""
+        """Stop the engine; it is killed after `timeout_s` seconds."""
         ...
 
     def kill(self) -> None:
-        """End the engine at once; a `shutdown` that is under way returns."""
+        """Kill the engine; a running `shutdown` returns."""
         ...
 
 
@@ -261,7 +207,7 @@ class EngineLauncher(Protocol):
     """Builds the engine."""
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of what runs, by component; known before the launch."""
+        """Return the versions of the components; known before the launch."""
         ...
 
     def expected_s(self) -> float | None:
@@ -277,24 +223,13 @@ class EngineLauncher(Protocol):
         ...
 
     async def abandon(self) -> None:
-        """Give up a launch that is under way; returns within about a second."""
+        """Abort a running launch; returns within about a second."""
         ...
 
 
 class LaunchError(Exception):
-    """The engine could not be built; `exit_code` is 2 when the command line is at fault."""
+    """The engine could not be built; `exit_code` is 2 for an invalid command line."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-def named_frame(name: str, data: bytes | str) -> str:
-    """Return the frame of one event with a name; `data` is JSON in one line."""
-    text = data if isinstance(data, str) else data.decode()
-    return f"event: {name}{_DATA}{text}\n\n"
-
-
-def data_text(frame: str) -> bytes:
-    """Return the data of a frame with a name, as its text."""
-    return frame.partition(_DATA)[2].encode()

@@ -1,9 +1,8 @@
-"""The service's life: starting (init, load, compile, warmup), ready, draining, dead.
+"""Phases of the service: starting (init, load, compile, warmup), ready, draining, dead.
 
 Every probe, the request gate and the drain read this one object. Invariants: phases only move
-forward, but for a drain that was asked for while the process stays and can be taken back; after
-`ready` was reached once, `started` stays true; the number of requests in flight is what entered
-`track` and did not leave it.
+forward, except that an admin's drain can be taken back; `started` stays true after the service was
+ready once; the requests in flight are those inside `track`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _DEFAULT_RETRY_S = 5
 _MAX_RETRY_S = 120
 
 
-class Phase(enum.IntEnum):
-    """The phases in order; the names are those of the engine's progress files."""
+class ServicePhase(enum.IntEnum):
+    """Phases of the service in order, named as in the engine's progress files."""
 
     INIT = 0
     LOAD = 1
@@ -43,21 +42,21 @@ class Phase(enum.IntEnum):
 
 
 _Word = Literal["starting", "ready", "draining", "dead"]
-_WORDS: Mapping[Phase, _Word] = {
-    Phase.READY: "ready",
-    Phase.DRAINING: "draining",
-    Phase.DEAD: "dead",
+_WORDS: Mapping[ServicePhase, _Word] = {
+    ServicePhase.READY: "ready",
+    ServicePhase.DRAINING: "draining",
+    ServicePhase.DEAD: "dead",
 }
 
 
 class GraphCounts(TypedDict):
-    """How many graphs of the start-up can be used, and how many there will be."""
+    """Numbers of ready graphs and of all graphs of the start-up."""
 
     done: int
     total: int
 
 
-class Status(TypedDict):
+class ServiceStatus(TypedDict):
     """The body of the probes; times in seconds."""
 
     status: _Word
@@ -72,14 +71,14 @@ class Status(TypedDict):
 
 
 class Lifecycle:
-    """Where the service is in its life. Used from the event loop only."""
+    """State of the service. Used from the event loop only."""
 
     def __init__(self, started_at: float, expected_s: float | None = None) -> None:
         """`started_at` is the process start on `time.monotonic`'s clock, in seconds.
 
-        `expected_s` is what the way to ready will take, until the engine's process knows better.
+        `expected_s` is the expected time to ready, until the engine's process reports its own.
         """
-        self.phase = Phase.INIT
+        self.phase = ServicePhase.INIT
         self.reason: str | None = None
         self.ready_after_s: float | None = None
         self._tracked: set[asyncio.Task[Any]] = set()
@@ -93,23 +92,23 @@ class Lifecycle:
 
     @property
     def in_flight(self) -> int:
-        """How many requests are being answered."""
+        """Number of requests in flight."""
         return len(self._tracked)
 
     @property
     def started(self) -> bool:
-        """Whether the service has been ready at least once."""
+        """True once the service has been ready."""
         return self.ready_after_s is not None
 
     @property
     def starting(self) -> bool:
-        """Whether the service is on its way to being ready."""
-        return self.phase < Phase.READY
+        """True before the service is ready."""
+        return self.phase < ServicePhase.READY
 
     @property
     def accepting(self) -> bool:
-        """Whether clients do well to keep their connections."""
-        return self.phase < Phase.DRAINING
+        """True until the service drains: clients may keep their connections."""
+        return self.phase < ServicePhase.DRAINING
 
     @property
     def uptime_s(self) -> float:
@@ -118,7 +117,7 @@ class Lifecycle:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until the service is ready, None when nothing is known or nothing to wait for."""
+        """Seconds until the service is ready, None if unknown or ready."""
         if not self.starting:
             return None
         if self._progress is not None and self._progress.eta_s is not None:
@@ -127,67 +126,67 @@ class Lifecycle:
 
     @property
     def graphs(self) -> tuple[int, int]:
-        """How many of how many graphs start-up is done with."""
+        """Numbers of finished graphs and of all graphs of the start-up."""
         progress = self._progress
         return (0, 0) if progress is None else (progress.graphs_done, progress.graphs_total)
 
     @property
     def graph_progress(self) -> list[GraphProgress]:
-        """What is known of each graph of the start-up."""
+        """Progress of each graph of the start-up."""
         return [] if self._progress is None else self._progress.graphs
 
     def observe(self, progress: ProgressSnapshot) -> None:
-        """Take the engine's story in; only `mark_ready` can make the service ready."""
+        """Update the phase from the engine's progress; only `mark_ready` reaches `ready`."""
         self._progress = progress
-        told = Phase[progress.phase.upper()]
+        reported = ServicePhase[progress.phase.upper()]
         if self.starting:
-            self.phase = max(self.phase, min(told, Phase.WARMUP))
+            self.phase = max(self.phase, min(reported, ServicePhase.WARMUP))
 
     def mark_ready(self) -> None:
-        """Enter `ready` unless the service is already on its way out."""
+        """Enter `ready` unless the service drains or is dead."""
         if self.starting:
-            self.phase = Phase.READY
+            self.phase = ServicePhase.READY
             self.ready_after_s = self.uptime_s
 
     def begin_drain(self, reason: str) -> None:
-        """Stop taking new work for good; `reason` is shown by the probes."""
-        if self.phase <= Phase.DRAINING and not self._ending:
-            self.phase, self.reason, self._ending = Phase.DRAINING, reason, True
+        """Stop accepting requests for good; the probes show `reason`."""
+        if self.phase <= ServicePhase.DRAINING and not self._ending:
+            self.phase, self.reason, self._ending = ServicePhase.DRAINING, reason, True
 
     def ask_for_drain(self, reason: str) -> None:
-        """Stop taking new work until `take_drain_back`; again, or at the end, changes nothing.
+        """Stop accepting requests until `take_drain_back`; no-op if the service drains already.
 
         Raises the `ServerError` of a service that is not ready.
         """
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServicePhase.DRAINING:
             return
         if (refusal := self.refusal()) is not None:
             raise refusal
-        self.phase, self.reason = Phase.DRAINING, reason
+        self.phase, self.reason = ServicePhase.DRAINING, reason
 
     def take_drain_back(self) -> None:
-        """Take new work again. Raises the `ServerError` of a service that cannot."""
-        if self.phase is Phase.DRAINING and not self._ending:
-            self.phase, self.reason = Phase.READY, None
+        """Accept requests again. Raises the `ServerError` of a service that cannot."""
+        if self.phase is ServicePhase.DRAINING and not self._ending:
+            self.phase, self.reason = ServicePhase.READY, None
         if (refusal := self.refusal()) is not None:
             raise refusal
 
     def mark_dead(self, reason: str) -> None:
-        """The engine is gone; `reason` is shown by the probes."""
-        if self.phase < Phase.DEAD:
-            self.phase, self.reason = Phase.DEAD, reason
+        """Enter `dead` after the engine failed; the probes show `reason`."""
+        if self.phase < ServicePhase.DEAD:
+            self.phase, self.reason = ServicePhase.DEAD, reason
 
     def refusal(self) -> ServerError | None:
-        """Return why a new request cannot be taken now, None when it can."""
-        if self.phase is Phase.READY:
+        """Return the error of a new request, None if the service accepts it."""
+        if self.phase is ServicePhase.READY:
             return None
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServicePhase.DRAINING:
             what = "shutting down" if self._ending else "being drained"
             return DrainingError(
                 f"The server is {what} ({self.reason}) and takes no new requests.",
                 retry_after_s=_DEFAULT_RETRY_S,
             )
-        if self.phase is Phase.DEAD:
+        if self.phase is ServicePhase.DEAD:
             return EngineFailedError(
                 f"The engine has failed: {self.reason}", retry_after_s=_DEFAULT_RETRY_S
             )
@@ -197,16 +196,16 @@ class Lifecycle:
         )
 
     def retry_after_s(self) -> int:
-        """Return after how many seconds a client should ask again."""
+        """Return the seconds after which a client should retry."""
         if (eta := self.eta_s) is None:
             return _DEFAULT_RETRY_S
         return min(max(1, round(eta)), _MAX_RETRY_S)
 
-    def status(self) -> Status:
+    def status(self) -> ServiceStatus:
         """Return the body of the probes."""
         progress = self._progress
         done, total = self.graphs
-        body: Status = {
+        body: ServiceStatus = {
             "status": _WORDS.get(self.phase, "starting"),
             "phase": self.phase.label,
             "uptime_s": round(self.uptime_s, 3),
@@ -233,7 +232,7 @@ class Lifecycle:
         try:
             yield
         except asyncio.CancelledError:
-            # As `asyncio.timeout` does it: a cancelling that is not ours goes on.
+            # As in `asyncio.timeout`: a cancellation by others is re-raised.
             if self._cut is None or task.uncancel():
                 raise
             raise self._cut() from None
@@ -243,8 +242,8 @@ class Lifecycle:
                 self._idle.set()
 
     def cut_off(self) -> None:
-        """End every request in flight now; only for a service that is on its way out."""
-        dead = self.phase is Phase.DEAD
+        """End every request in flight; only for a service that drains or is dead."""
+        dead = self.phase is ServicePhase.DEAD
         why = "The engine has failed: " if dead else "The server is shutting down: "
         self._cut = partial(
             EngineFailedError if dead else DrainingError,
@@ -255,7 +254,7 @@ class Lifecycle:
             task.cancel()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; return False when the time ran out."""
+        """Wait until no request is in flight; return False on a timeout."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""The service from the first listen to the exit code: start, serve, drain, or die of the engine.
+"""The service from the first listen to the exit code: start, serve, drain, fail with the engine.
 
 Invariants: a stop during start-up ends within about a second with 0; after the first signal
 nothing new is admitted and what is in flight gets `drain_timeout_s`; an engine that cannot start
@@ -19,10 +19,10 @@ from typing import Any
 from rbln_backend.reporting.progress import ProgressReader
 from server.admission import Admission
 from server.app import create_app
-from server.edge.connections import Connections
-from server.edge.listener import HttpServer, http_config
-from server.edge.tls import Tls
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
+from server.http.connections import Connections
+from server.http.listener import HttpServer, http_config
+from server.http.tls import Tls
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 _PROGRESS_PERIOD_S = 0.2
 _WATCH_PERIOD_S = 0.25
 _ENGINE_STOP_S = 10.0
-_LAST_WORDS_S = 1.0
+_CUT_OFF_S = 1.0
 
 
 class Service:
-    """Brings the engine up, keeps an eye on it, takes everything down."""
+    """Starts the engine, watches it and shuts everything down."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Service:
         logger.error("start-up failed: %s", error)
         self._lifecycle.mark_dead(str(error))
         if error.exit_code == 1:
-            # Probes get to see the reason. Whoever typed a wrong flag waits for nothing.
+            # Probes can read the reason; a wrong flag exits at once.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), self._settings.death_linger_s)
         return error.exit_code
@@ -162,27 +162,27 @@ class Service:
         hurry.cancel()
 
     async def _cut_off(self) -> None:
-        """End what is still in flight, each request with a word of why."""
+        """End the requests in flight, each with an error that states the reason."""
         if self._lifecycle.in_flight:
             logger.warning("%d requests are cut off", self._lifecycle.in_flight)
             self._lifecycle.cut_off()
-            await self._lifecycle.wait_idle(_LAST_WORDS_S)
+            await self._lifecycle.wait_idle(_CUT_OFF_S)
 
     async def _end(self, engine: RunningEngine) -> None:
-        """Let the engine end by itself; it is killed as soon as somebody is in a hurry."""
+        """Shut the engine down; a second signal kills it."""
         end = asyncio.create_task(engine.shutdown(_ENGINE_STOP_S))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({end, hurry}, return_when=asyncio.FIRST_COMPLETED)
         hurry.cancel()
         if not end.done():
             engine.kill()
-            # What takes longer to clean up goes with the process.
-            await asyncio.wait({end}, timeout=_LAST_WORDS_S)
+            # The exit of the process ends any slower clean-up.
+            await asyncio.wait({end}, timeout=_CUT_OFF_S)
 
     async def _die(self, reason: str) -> int:
         logger.error("%s: exiting with 1; its own messages above say why", reason)
         self._lifecycle.mark_dead(reason)
-        # Probes and waiting clients get to see the reason before the port closes.
+        # Probes and waiting clients can read the reason before the port closes.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), self._settings.death_linger_s)
         await self._cut_off()
@@ -202,7 +202,7 @@ class Service:
 
 
 def local_url(scheme: str, address: tuple[Any, ...]) -> str:
-    """Return where a program on this host reaches a socket bound to `address`."""
+    """Return the URL of a socket bound to `address`, for programs on this host."""
     host, port = address[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
@@ -214,7 +214,7 @@ async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | No
 
 
 def _warn_if_open(settings: ServerSettings) -> None:
-    """Say what a server without keys gives to whoever reaches it."""
+    """Log what any client can do on a server without keys."""
     if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
         return
     changes = settings.allow_unguarded_changes and not (
@@ -231,9 +231,9 @@ def _warn_if_open(settings: ServerSettings) -> None:
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """The signals that drain; a terminal that closes is one, unless `nohup` has it ignored."""
-    asked = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    return [name for name in asked if signal.getsignal(name) is not signal.SIG_IGN]
+    """Return the signals that drain; SIGHUP is one unless `nohup` has it ignored."""
+    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
 
 
 async def serve(

@@ -1,7 +1,7 @@
 """The HTTP server's settings: one frozen object, and the only reader of the environment here.
 
 A setting comes from its flag (`--drain-timeout-s`), else from `RBLN_SERVE_DRAIN_TIMEOUT_S`,
-else from the default declared in `setting_groups`. What the engine does is vLLM's flags and
+else from the default declared in `setting_groups`. The engine is configured by vLLM's flags and
 `RblnConfig`.
 """
 
@@ -27,16 +27,16 @@ from server.setting_groups.life import LifeSettings
 from server.setting_groups.storage import StorageSettings
 
 ENV_PREFIX = "RBLN_SERVE_"
-# What vLLM's users have set already.
+# Variables of vLLM that also apply here.
 _VLLM_KEY = "VLLM_API_KEY"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 _OTEL_NAME, _OTEL_ATTRIBUTES = "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"
-# What vLLM tells of a start is for who looks into vLLM.
+# One level less: vLLM's info messages about a start concern its developers.
 _LEVELS_OF_VLLM = {"debug": "DEBUG", "info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}
 
 
 class SettingsError(ValueError):
-    """A setting is wrong; the message names flag, variable, value and what is allowed."""
+    """A setting is invalid; the message names flag, variable, value and the accepted values."""
 
 
 class ServerSettings(
@@ -50,10 +50,9 @@ class ServerSettings(
     ListenSettings,
     BaseSettings,
 ):
-    """Settings of one server process; secrets show as asterisks wherever they are printed."""
+    """Settings of one server process; secrets are printed as asterisks."""
 
     model_config = SettingsConfigDict(
-        # What is not given is not empty.
         env_prefix=ENV_PREFIX,
         frozen=True,
         extra="forbid",
@@ -62,9 +61,9 @@ class ServerSettings(
 
 
 def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]) -> ServerSettings:
-    """Build the settings: `flags` win over the environment, that over `config_file`.
+    """Build the settings from `flags`, the environment and `config_file`, in this order.
 
-    Raises `SettingsError` for an unknown variable of our prefix or a value that is not allowed.
+    Raises `SettingsError` for an unknown variable of our prefix or an invalid value.
     """
     _check_names()
     named = _names()
@@ -73,7 +72,7 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
     if key is not None and "api_key" not in flags and f"{ENV_PREFIX}API_KEY" not in named:
         if not key.strip():
             raise SettingsError(f"{_VLLM_KEY} is empty; unset it to have no key")
-        # One key as it stands, commas and all.
+        # One key, even if it contains commas.
         below.setdefault("api_key", json.dumps([key]))
     try:
         settings = ServerSettings(**{**below, **flags})  # type: ignore[arg-type]
@@ -83,18 +82,18 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
     return settings
 
 
-def hand_on_log_level(settings: ServerSettings) -> None:
-    """Let the engine's processes log by `--log-level`, vLLM one level less, unless vLLM was told.
+def export_log_level(settings: ServerSettings) -> None:
+    """Set vLLM's log level one level below `--log-level`, unless VLLM_LOGGING_LEVEL is set.
 
-    They inherit the environment; call it before vLLM is imported, which reads its level then.
+    Engine processes inherit the variable. Call this before vLLM is imported.
     """
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
 
 
-def hand_on_service_name() -> None:
-    """Give spans the service name rbln-serve, unless OpenTelemetry's variables have another.
+def export_service_name() -> None:
+    """Set the service name of spans to rbln-serve, unless OpenTelemetry's variables set another.
 
-    vLLM sets up the tracer provider in this process and in the engine's, by these variables alone.
+    vLLM configures the tracer providers of all processes by these variables alone.
     """
     if "service.name=" not in os.environ.get(_OTEL_ATTRIBUTES, ""):
         os.environ.setdefault(_OTEL_NAME, "rbln-serve")
@@ -102,7 +101,7 @@ def hand_on_service_name() -> None:
 
 def _check_together(settings: ServerSettings) -> None:
     if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
-        raise SettingsError("--ssl-keyfile and --ssl-certfile are only useful together")
+        raise SettingsError("--ssl-keyfile and --ssl-certfile must be set together")
     if settings.ssl_cert_reqs != "none" and settings.ssl_ca_certs is None:
         raise SettingsError(
             f"--ssl-cert-reqs {settings.ssl_cert_reqs} needs --ssl-ca-certs to check against"
@@ -139,5 +138,5 @@ def _explain(error: Mapping[str, object]) -> str:
     field = ServerSettings.model_fields.get(name)
     is_secret = field is not None and "Secret" in str(field.annotation)
     got = "a value that is not shown" if is_secret else repr(error["input"])
-    said = str(error["msg"]).removeprefix("Value error, ")
-    return f"{flag} ({ENV_PREFIX}{name.upper()}): {said}, got {got}"
+    problem = str(error["msg"]).removeprefix("Value error, ")
+    return f"{flag} ({ENV_PREFIX}{name.upper()}): {problem}, got {got}"

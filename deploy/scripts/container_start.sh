@@ -5,6 +5,6 @@ set -eu
 # Files in the volumes are for the group: the next container's user id may be another one.
 umask 0002
 case "${1:-}" in
-    serve | check | compile | cache | tune | --help | -h | --version) exec rbln-serve "$@" ;;
+    serve | batch | check | compile | fetch | cache | tune | --help | -h | --version) exec rbln-serve "$@" ;;
     *) exec rbln-serve serve "$@" ;;
 esac

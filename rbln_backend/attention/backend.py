@@ -15,8 +15,8 @@ from rbln_backend.attention.metadata import (
 )
 from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.attention.sdk_ops import SdkAttention
-from rbln_backend.compiler.device import find_npu
-from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_DTYPE, KV_SHARING, SOFT_CAP
@@ -86,10 +86,10 @@ class RblnAttentionMetadataBuilder(AttentionMetadataBuilder[RblnAttentionMetadat
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
     """Raise for what a model asks of this layer by a name that only other backends know."""
-    asked = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
-    if asked:
+    unknown = {k for k, value in options.items() if value is not None} - _IDLE_OPTIONS
+    if unknown:
         raise UnsupportedModelError(
-            f"attention layers with {', '.join(sorted(asked))}: not supported by the RBLN backend"
+            f"attention layers with {', '.join(sorted(unknown))}: not supported by the RBLN backend"
         )
 
 
@@ -134,8 +134,8 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         config = get_current_vllm_config()
         rbln = configured(config)
         self._context: int | None = getattr(config.model_config, "max_model_len", None)
-        npu = find_npu(rbln)
-        self._refuse_elsewhere(npu, uses_custom_kernel=rbln.use_custom_kernel)
+        capabilities = device_capabilities(rbln)
+        self._refuse_elsewhere(capabilities, uses_custom_kernel=rbln.use_custom_kernel)
         self._attention: EmulatedAttention | SdkAttention = (
             EmulatedAttention(
                 AttentionOptions(
@@ -143,23 +143,26 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
                 ),
                 use_custom_kernel=rbln.use_custom_kernel,
             )
-            if npu is None
-            else SdkAttention(window=sliding_window, appends=npu.appends_windows, sinks=sinks)
+            if capabilities.general_attention
+            else SdkAttention(
+                window=sliding_window, appends=capabilities.appends_windows, sinks=sinks
+            )
         )
 
-    def _refuse_elsewhere(self, npu: Npu | None, *, uses_custom_kernel: bool) -> None:
-        """Raise for what the emulated device's plain ops alone can do."""
-        if npu is not None and self.soft_cap is not None:
-            raise SOFT_CAP.refusal(f"device 'rebel', cap {self.soft_cap}")
-        if npu is not None and self.alibi_slopes is not None:
-            raise ALIBI.refusal("device 'rebel'")
-        if self.shares_kv and (npu is not None or uses_custom_kernel):
+    def _refuse_elsewhere(self, capabilities: Capabilities, *, uses_custom_kernel: bool) -> None:
+        """Raise for options that only the general attention ops have."""
+        is_limited = not capabilities.general_attention
+        if is_limited and self.soft_cap is not None:
+            raise SOFT_CAP.refusal(f"device {capabilities.device!r}, cap {self.soft_cap}")
+        if is_limited and self.alibi_slopes is not None:
+            raise ALIBI.refusal(f"device {capabilities.device!r}")
+        if self.shares_kv and (is_limited or uses_custom_kernel):
             raise KV_SHARING.refusal()
-        if self._is_e4m3 and (npu is not None or uses_custom_kernel):
+        if self._is_e4m3 and (is_limited or uses_custom_kernel):
             raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}")
-        if npu is not None and self.head_size not in SUPPORTED_HEAD_SIZES:
+        if is_limited and self.head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
-                f"head size {self.head_size}: the attention kernels of {npu.name} have "
+                f"head size {self.head_size}: the attention kernels of {capabilities.product} have "
                 f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
             )
 

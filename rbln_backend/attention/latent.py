@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rbln_backend.attention.absorbed import AbsorbedProjection
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
-from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
@@ -32,7 +32,7 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class LatentAttentionImpl:
-    """What of a layer is bound into graphs by name."""
+    """Tensors of a layer that graphs bind by name."""
 
     alibi_slopes = None
 
@@ -60,7 +60,7 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         non_causal_multi_token_decode: bool = False,
         **_: Any,
     ) -> None:
-        """What is left out skips work of sparse attention or fuses it on GPUs.
+        """Make the layer; ignored arguments belong to sparse attention or GPU fusion.
 
         Raises ``UnsupportedModelError`` for sparse attention, drafts and on an NPU.
         """
@@ -69,7 +69,8 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         rbln = configured(config)
         if mla_modules.is_sparse:
             raise SPARSE_ATTENTION.refusal(prefix)
-        if find_npu(rbln) is not None or non_causal_multi_token_decode:
+        lacks_ops = not device_capabilities(rbln).general_attention
+        if lacks_ops or non_causal_multi_token_decode:
             raise MLA.refusal(prefix)
         if getattr(quant_config, "kv_cache_scheme", None) and cache_config.cache_dtype == "auto":
             raise KV_DTYPE.refusal(f"{prefix}, kv_cache_scheme of the checkpoint")

@@ -1,4 +1,4 @@
-"""What the attention layers of one graph read: the same tensors at every step of that graph."""
+"""Attention metadata of one graph: the same tensors at every step of that graph."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ for _name in SCHEMAS:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What a layer asks for beyond causal attention, each as the ops take it."""
+    """Options of a layer beyond causal attention, as the ops take them."""
 
     sinks: Tensor | None = None
     soft_cap: float | None = None
@@ -126,10 +126,10 @@ class EmulatedAttention:
         self._namespace = CUSTOM_KERNEL_NAMESPACE if use_custom_kernel else NAMESPACE
         self._sinks = options.sinks
         self._named = options.named()
-        asked = ["sinks"] * (options.sinks is not None) + list(self._named)
-        if use_custom_kernel and asked:
+        named = ["sinks"] * (options.sinks is not None) + list(self._named)
+        if use_custom_kernel and named:
             raise UnsupportedModelError(
-                f"the custom attention kernels take no {asked[0]}; unset RBLN_USE_CUSTOM_KERNEL"
+                f"the custom attention kernels take no {named[0]}; unset RBLN_USE_CUSTOM_KERNEL"
             )
 
     def causal(
@@ -178,7 +178,7 @@ class EmulatedAttention:
         window: int | None = None,
         **others: Tensor,
     ) -> Tensor:
-        """As ``causal`` over a cache that another layer of the same step has written."""
+        """As ``causal``, q [B, Hkv, G, L, D], over a cache that another layer has just written."""
         bounds = others | _set(attention_chunk=chunk, attention_window=window)
         options = self._named | _set(sinks=self._sinks) | bounds
         op = torch.ops.rbln_emulator.shared_attention

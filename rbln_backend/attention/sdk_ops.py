@@ -85,7 +85,7 @@ class SdkAttention:
         block_tables: Tensor,
         window: int,
     ) -> Tensor:
-        """As ``causal``, over the window; the SDK derives the mask from its arguments."""
+        """As ``causal``, q [B, Hkv, G, L, D], over the window; the SDK derives the mask."""
         is_causal, mask = True, None
         return _op("sliding_window_attention_v1")(
             *(q, k, v, kv_cache, seq_idx, scale, block_tables),

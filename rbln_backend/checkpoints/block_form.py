@@ -1,4 +1,4 @@
-"""How a weight of llama.cpp's blocks is kept; pure Python."""
+"""Stored form of weights in llama.cpp's blocks; pure Python."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BlockForm:
 
     @property
     def format(self) -> str:
-        """What ``emulator.quantized_packing`` calls it."""
+        """The format's name in ``emulator.quantized_packing``."""
         return f"blocks{self.bits}"
 
     @property
     def middle(self) -> int:
-        """What is taken off its numbers: those of 4 bits have no sign."""
+        """Offset of its numbers: those of 4 bits have no sign."""
         return 8 if self.bits == 4 and not self.has_minima else 0
 
     def joined(self, other: BlockForm) -> BlockForm:
@@ -38,7 +38,7 @@ class BlockForm:
         )
 
     def num_bytes(self, elements: int) -> int:
-        """What so many weights take."""
+        """Return the bytes of this number of weights."""
         each = 4 if self.scales == "float32" else 2
         groups = elements // self.group_size * (2 if self.has_minima else 1)
         return elements * self.bits // 8 + groups * each

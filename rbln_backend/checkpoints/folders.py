@@ -34,7 +34,7 @@ _BUILDING = "building-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What a folder was made of, beside `_FORM`; `identity` changes with the file's content."""
+    """Source of a folder, beside `_FORM`; `identity` changes with the file's content."""
 
     name: str
     identity: str
@@ -42,7 +42,7 @@ class Source:
 
 
 def is_made_here(model: str) -> bool:
-    """Whether MODEL is a GGUF file or a name of the catalogue rather than a checkpoint."""
+    """Return True if MODEL is a GGUF file or a name of the catalogue."""
     return model in CATALOGUE or (model.endswith(SUFFIX) and Path(model).expanduser().is_file())
 
 

@@ -1,4 +1,4 @@
-"""Names of models that can only be paths here, told from names of a model hub."""
+"""Distinction of local model paths from names of a model hub."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _rows_behind(node: fx.Node) -> _Heads | None:
 
 
 def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, _Rotation]:
-    """What both were before one rotary kernel turned them."""
+    """Return both tensors as they were before the rotary kernel."""
     rotary = _part_of(q.rows, 0)
     kept = q, k, _Rotation()
     if rotary is None or rotary is not _part_of(k.rows, 1):
@@ -183,7 +183,7 @@ def _part_of(node: fx.Node, index: int) -> fx.Node | None:
 
 
 def _unnormed(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads]:
-    """What both were before the norm of each head, where both have one with the same epsilon."""
+    """Return both tensors before their per-head norms, if both have one with the same epsilon."""
     before = _before_norm(q, head_size), _before_norm(k, head_size)
     if before[0] is None or before[1] is None or before[0].eps != before[1].eps:
         return q, k

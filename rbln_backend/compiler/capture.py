@@ -27,7 +27,7 @@ def capture(
     table: TensorTable,
     inputs: Mapping[str, Tensor],
 ) -> Program:
-    """Trace ``function(*args)`` into a program whose placeholders are bound through ``table``.
+    """Trace ``function(*args)``, args [...], into a program bound through ``table``.
 
     ``inputs`` names the step's buffers, which include ``args``. Nothing is computed: the graph is
     taken from Dynamo and thrown away as a callable. Raises ``CompileError`` when the model cannot

@@ -16,8 +16,10 @@ _LIMIT_BYTES = 1 << 18
 
 
 def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Graph, list[Tensor]]:
-    """A copy of the program's graph and its inputs, in which what depends on nothing but small
-    weights is an input; ``tensors`` are those behind the program's bindings."""
+    """Return a copy of the graph and its inputs [...], with functions of small weights folded.
+
+    Each folded value becomes an input. ``tensors`` [...] are those of the program's bindings.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -41,7 +43,7 @@ def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Grap
 
 
 def is_impure(node: fx.Node) -> bool:
-    """Whether ``node`` does more than compute: fx takes in-place methods for pure."""
+    """Return True if ``node`` has side effects; fx treats in-place methods as pure."""
     if node.op == "call_method":
         return str(node.target).endswith("_")
     return node.target is operator.setitem or node.is_impure()
@@ -73,7 +75,7 @@ def _call(node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object]) ->
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """What is written in place, under any name."""
+    """Return the storages that are written in place, under any name."""
     names: set[fx.Node] = set()
     for node in graph.nodes:
         target = node.args[0] if is_impure(node) and node.args else None

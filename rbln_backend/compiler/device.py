@@ -7,14 +7,14 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
+from rbln_backend.compiler.capabilities import EMULATED, Capabilities, npu_capabilities
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.build import Tell, can_build, unheard
+from rbln_backend.emulator.build import BuildReport, can_build, no_op
 from rbln_backend.emulator.kernel_set import (
     KernelSet,
     find_built,
@@ -26,19 +26,19 @@ from rbln_backend.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Device = Literal["emulated", "rebel"]
 
+def device_capabilities(config: RblnConfig) -> Capabilities:
+    """Return the capabilities of the device that this process compiles for.
 
-def choose_device(config: RblnConfig) -> Device:
-    """``rebel`` when it is asked for, an NPU is named, or the SDK sees one.
-
-    Raises ``ConfigError`` when ``rebel`` or a named NPU cannot be had, or the SDK does not load.
+    An NPU is used where ``device='rebel'`` or a name requires one, or the SDK finds one. Raises
+    ``ConfigError`` where a required NPU is missing, or an installed SDK does not load.
     """
-    return "emulated" if find_npu(config) is None else "rebel"
+    npu = _find_npu(config)
+    return EMULATED if npu is None else npu_capabilities(npu)
 
 
-def find_npu(config: RblnConfig) -> Npu | None:
-    """The NPU to compile for; None: the emulated device. Raises as ``choose_device``."""
+def _find_npu(config: RblnConfig) -> Npu | None:
+    """Return the NPU to compile for, or None for the emulated device."""
     if config.device == "emulated":
         return None
     sdk = installed_sdk()
@@ -80,20 +80,20 @@ def npu_name(sdk: ModuleType, config: RblnConfig) -> str | None:
 
 def _refuse_without_sdk(config: RblnConfig) -> None:
     if config.device == "rebel":
-        asked = "device='rebel'"
+        setting = "device='rebel'"
     elif config.force_npu_name:
-        asked = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
+        setting = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
     else:
         return
     raise ConfigError(
-        f"{asked} needs the RBLN SDK, but the module 'rebel' is not installed; "
+        f"{setting} needs the RBLN SDK, but the module 'rebel' is not installed; "
         "install the 'npu' extra or use device='emulated'"
     )
 
 
 def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
-    """The SDK's compiler for the NPU of ``find_npu``; ``cache_dir``: this rank's own."""
-    sdk, npu = installed_sdk(), find_npu(config)
+    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own."""
+    sdk, npu = installed_sdk(), _find_npu(config)
     assert sdk is not None
     assert npu is not None
     found = sdk.get_npu_name(0)
@@ -112,7 +112,10 @@ def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
 
 
 def uses_npu_tensors(config: RblnConfig) -> bool:
-    """Whether weights, caches and buffers are torch's; raises ``ConfigError`` where they cannot."""
+    """Return True if weights, caches and buffers are torch tensors on the NPU.
+
+    Raises ``ConfigError`` if the configuration requires that and torch-rbln is missing.
+    """
     if config.use_device_tensor is False:
         return False
     if has_npu_tensors():
@@ -126,21 +129,23 @@ def uses_npu_tensors(config: RblnConfig) -> bool:
 
 
 def builds_kernels(config: RblnConfig) -> bool:
-    """Whether an emulated compiler would have its kernels built first."""
+    """Return True if an emulated compiler has to build its kernels first."""
     stores = kernel_stores(config.cache_root, config.cache_bundles)
     return config.kernels != "aten" and can_build() and find_built(stores) is None
 
 
-def make_emulated_compiler(config: RblnConfig, tell: Tell = unheard) -> tuple[Compiler, KernelSet]:
+def make_emulated_compiler(
+    config: RblnConfig, report: BuildReport = no_op
+) -> tuple[Compiler, KernelSet]:
     """The emulated compiler over the kernels that could be built or loaded here.
 
-    ``tell`` hears how a build goes on.
+    ``report`` gets the progress of a build.
     """
     kernels = load_kernels(
         Path(config.cache_root),
         config.kernels,
         bundles=[Path(x) for x in config.cache_bundles],
-        tell=tell,
+        report=report,
     )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording
@@ -150,7 +155,7 @@ def make_emulated_compiler(config: RblnConfig, tell: Tell = unheard) -> tuple[Co
 
 def expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | None]:
     """The fingerprint of the compiler that an engine would make, found without loading kernels."""
-    if choose_device(config) == "rebel":
+    if not device_capabilities(config).runs_on_host:
         return make_rebel_compiler(config, None).fingerprint()
     stores = kernel_stores(config.cache_root, config.cache_bundles)
     native = config.kernels != "aten" and (find_built(stores) is not None or can_build())

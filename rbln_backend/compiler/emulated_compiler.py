@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor, fx
 
+from rbln_backend.compiler.capabilities import EMULATED
 from rbln_backend.compiler.constants import fold_constants
 from rbln_backend.compiler.lowering import lower_graph
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec
@@ -42,6 +43,7 @@ class EmulatedGraph:
         self._outputs: tuple[Tensor, ...] = ()
 
     def run(self) -> tuple[Tensor, ...]:
+        """As ``CompiledGraph.run``: outputs [...] of the program."""
         if self._steps:
             for step in self._steps:
                 step()
@@ -77,6 +79,7 @@ class EmulatedCompiler:
     """Lowers programs to the emulator's kernels; nothing is built at run time."""
 
     name = "emulated"
+    capabilities = EMULATED
     compiles_when_loading = False
 
     def __init__(
@@ -115,10 +118,11 @@ class EmulatedCompiler:
         return lower_graph(program, pack_linear=self._packed)
 
     def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
-        """Call every operator on shapes alone: the first run must not be what finds a mistake."""
+        """Call every operator on meta inputs [...], to find mistakes before the first run."""
         check_shapes(program, inputs)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
+        """As ``Compiler.load``: one tensor [...] per placeholder."""
         graph, inputs = fold_constants(program, tensors)
         use_channels(graph, self._channels)
         return EmulatedGraph(spec, graph, inputs, self._record)

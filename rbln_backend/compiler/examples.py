@@ -9,13 +9,13 @@ from torch.fx.node import Argument
 
 
 def example(node: object) -> Tensor | None:
-    """The example of ``node``, or None where it is no node or makes no tensor."""
+    """Return the example tensor [...] of ``node``; None if it is no node or makes no tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b, over the same memory, would be the same tensor."""
+    """Return True if a and b, both [...], have equal shape, strides, offset and dtype."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.storage_offset() != b.storage_offset():
@@ -34,7 +34,7 @@ def add_method(graph: fx.Graph, name: str, source: fx.Node, *args: Argument) -> 
 
 
 def is_method(node: object, *names: str) -> bool:
-    """Whether ``node`` calls one of these methods."""
+    """Return True if ``node`` calls one of these methods."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
 
 

@@ -1,4 +1,4 @@
-"""What a captured graph becomes for the emulated device: calls of its kernels, and little else."""
+"""Lowering of captured graphs for the emulated device, to calls of its kernels."""
 
 from __future__ import annotations
 

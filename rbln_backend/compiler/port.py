@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 
 
 class Phase(Enum):
-    """What a graph computes."""
+    """Kind of step that a graph computes."""
 
     PREFILL = "prefill"
     """A chunk of prompt tokens, of one request or one after the other of several: ``[1, bucket]``
@@ -39,7 +40,7 @@ class Phase(Enum):
 
     @property
     def takes_chunk(self) -> bool:
-        """Whether a run is a chunk of prompt tokens."""
+        """True if a run is a chunk of prompt tokens."""
         return self in (Phase.PREFILL, Phase.POOLING)
 
 
@@ -92,7 +93,10 @@ class CompiledGraph(Protocol):
     spec: GraphSpec
 
     def run(self) -> tuple[Tensor, ...]:
-        """Run once over the bound buffers; outputs may be overwritten by the next run."""
+        """Run once over the bound buffers and return outputs [...] as ``GraphSpec``'s phase says.
+
+        Outputs may be overwritten by the next run.
+        """
         ...
 
     def prepare(self) -> None:
@@ -104,14 +108,15 @@ class KvMemory(Protocol):
     """Where a device keeps the KV caches of a rank; besides graphs, nothing else touches them."""
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new cache that all graphs share, called before the first ``Compiler.load``.
+        """Return a new cache of ``shape`` [num_blocks, ...] and ``dtype``, shared by all graphs.
 
-        ``name`` is a layer's, or a prefix log's. What the cache holds at first is not read.
+        Called before the first ``Compiler.load``. ``name`` is a layer's, or a prefix log's. The
+        initial content is not read.
         """
         ...
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks ``(source, destination)`` along the first axis of every cache."""
+        """Copy blocks ``(source, destination)`` along axis 0 of each cache [num_blocks, ...]."""
         ...
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
@@ -122,7 +127,10 @@ class KvMemory(Protocol):
         ...
 
     def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
-        """One page of tokens from ``move.slot`` of a block on goes to the log."""
+        """Copy one page of tokens, from ``move.slot`` of a block on, to the log.
+
+        cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, 2, Hkv, 1, page_tokens, D].
+        """
         ...
 
 
@@ -131,7 +139,8 @@ class Compiler(Protocol):
 
     name: str
     hardware: str
-    """What runs the programs, as users know it: an instruction set or an NPU's name."""
+    """User-facing name of the hardware: an instruction set or an NPU's name."""
+    capabilities: Capabilities
     compiles_when_loading: bool
     """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""
 
@@ -146,7 +155,7 @@ class Compiler(Protocol):
         ...
 
     def join(self, groups: Mapping[str, Group]) -> None:
-        """Told once, before the first ``load``, which ranks the collectives of graphs reach.
+        """Connect the ranks of each collective group, once and before the first ``load``.
 
         Every rank of each group calls it at the same time.
         """
@@ -159,12 +168,12 @@ class Compiler(Protocol):
     def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
         """Raise ``CorruptArtifactError`` for a lowered program that does not fit its tensors.
 
-        ``inputs`` have the shapes and dtypes of the tensors, one per placeholder, and no memory.
+        ``inputs``: a meta tensor [...] per placeholder, with shape and dtype of the real one.
         """
         ...
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        """Make ``program`` callable over ``tensors``, one per placeholder, in order."""
+        """Make ``program`` callable over ``tensors``, one [...] per placeholder, in order."""
         ...
 
     def read_binaries(self, data: bytes) -> bool:
@@ -175,5 +184,5 @@ class Compiler(Protocol):
         ...
 
     def write_binaries(self) -> bytes | None:
-        """What would spare another process its compiles, after the last ``load``; None: nothing."""
+        """Return compiled binaries for other processes, after the last ``load``, or None."""
         ...

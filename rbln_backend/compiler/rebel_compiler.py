@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.compiler.capabilities import npu_capabilities
 from rbln_backend.compiler.port import CompiledGraph, GraphSpec, KvMemory
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
@@ -36,7 +37,7 @@ _LESS_KV = "Try reducing the number of blocks by setting --num-gpu-blocks-overri
 
 
 def has_npu_tensors() -> bool:
-    """Whether torch-rbln, which brings torch's device ``rbln``, is installed and loads."""
+    """Return True if torch-rbln, which adds torch's device ``rbln``, is installed and loads."""
     try:
         importlib.import_module("torch_rbln")
     except ImportError:
@@ -53,6 +54,7 @@ class RebelGraph:
         self._bound = bound
 
     def run(self) -> tuple[Tensor, ...]:
+        """As ``CompiledGraph.run``: outputs [...] in host memory."""
         self._bound.before_run()
         return self._bound.after_run(self._runtime(*self._bound.arguments))
 
@@ -89,6 +91,7 @@ class RebelCompiler:
             )
         self._sdk = sdk
         self.hardware = npu.name
+        self.capabilities = npu_capabilities(npu)
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
         self._moved = Moved(torch.device("rbln")) if npu_tensors else None
         self._num_devices = num_devices
@@ -143,10 +146,10 @@ class RebelCompiler:
             return program
 
     def check(self, program: Program, inputs: Sequence[Tensor]) -> None:
-        """Nothing: ``load`` calls every operator on shapes, and the SDK compiles before a run."""
+        """Accept all inputs [...]: ``load`` calls every operator on shapes."""
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        """Compile, or fetch from the SDK's own cache; raises ``CompileError``."""
+        """Compile over tensors [...], or fetch from the SDK's cache; raises ``CompileError``."""
         started = time.perf_counter()
         bound = self._bind(program, tensors)
         module = module_of(program, None if self._moved is None else self._moved.device)
@@ -194,7 +197,7 @@ class RebelCompiler:
 
 
 def _no_room(error: Exception) -> Exception:
-    """What to raise for an error of torch's device ``rbln`` while memory is taken."""
+    """Return the exception for an allocation error of torch's device ``rbln``."""
     if any(marker in str(error) for marker in (*_OUT_OF_MEMORY, "out of memory")):
         return DeviceMemoryError(f"the NPU has no room: {error}. {_LESS_KV}")
     return error

@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def steps(self) -> list[Step]:
-        """What a later run does, in order."""
+        """Return the recorded steps of a run, in order."""
         replay = self._recording.replay
         return [partial(replay, *s) if isinstance(s, tuple) else s for s in self._steps]
 

@@ -30,7 +30,7 @@ Pack = Callable[[Tensor], Tensor]
 class TensorTable:
     """Binds names to tensors; ``pack`` copies a weight into the packed layout.
 
-    ``pack_consuming`` may use the memory of the weight it is given, which nobody reads any more.
+    ``pack_consuming`` may use the memory of the weight it is given, which is not read again.
     """
 
     def __init__(self, pack: Pack, pack_consuming: Pack | None = None) -> None:
@@ -41,7 +41,7 @@ class TensorTable:
         self._names: dict[int, str] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Register ``tensor``; a second name for the same tensor is an alias of the first."""
+        """Register ``tensor`` [...]; a second name for the same tensor is an alias of the first."""
         self._tensors[name] = tensor
         self._names.setdefault(id(tensor), name)
 
@@ -52,7 +52,7 @@ class TensorTable:
             self.add(f"{PARAM}{path}", buffer)
 
     def name_of(self, tensor: Tensor, inputs: Mapping[str, Tensor]) -> str:
-        """The name of a captured graph's input; raises ``CompileError`` for a stranger."""
+        """Return the name of a graph input [...]; raises ``CompileError`` for an unknown tensor."""
         for input_name, candidate in inputs.items():
             if candidate is tensor:
                 return f"{INPUT}{input_name}"
@@ -65,11 +65,11 @@ class TensorTable:
         return name
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has a name, whatever a step's inputs are called."""
+        """Return True if ``tensor``, of any shape [...], has a name other than a step input's."""
         return id(tensor) in self._names
 
     def resolve(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The tensor behind a stored name; raises ``CompileError`` when there is none."""
+        """Return the tensor [...] of a stored name; raises ``CompileError`` if there is none."""
         if name.startswith(INPUT):
             found = inputs.get(name.removeprefix(INPUT))
         elif name.startswith(PACKED):
@@ -83,15 +83,11 @@ class TensorTable:
         return found
 
     def resolve_all(self, names: Iterable[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors behind a program's placeholders, in order; raises ``CompileError``."""
+        """Return the tensors [...] of a program's placeholders; raises ``CompileError``."""
         return [self.resolve(name, inputs) for name in names]
 
     def shapes_of(self, names: Iterable[str], inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Tensors without memory in the shapes of those behind ``names``; packs nothing.
-
-        Raises ``CompileError`` for a name that no tensor answers to, or of a weight that cannot be
-        packed.
-        """
+        """Return meta tensors, shapes [...] and dtypes as those of ``names``; packs nothing."""
         return [self._shape_of(name, inputs) for name in names]
 
     def _shape_of(self, name: str, inputs: Mapping[str, Tensor]) -> Tensor:

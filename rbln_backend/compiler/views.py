@@ -83,7 +83,7 @@ def _is_slicing(index: object) -> bool:
 
 
 def _shorten(node: fx.Node, shown: Tensor) -> None:
-    """Let a view start from the furthest tensor that can be seen so."""
+    """Rebase a view on its earliest equivalent source tensor."""
     for source in reversed(viewed(node)[1:]):
         value = example(source)
         assert value is not None

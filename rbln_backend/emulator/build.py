@@ -47,7 +47,7 @@ _FLAGS = (
     " -Wall -Wextra -Wno-psabi"
 ).split()
 _COMPILE_TIMEOUT_S = 300
-# Sleeps until nobody holds the other end of its standard input, then kills its process group.
+# Sleeps until the other end of its standard input closes, then kills its process group.
 _GUARD = ("/bin/sh", "-c", "read _; kill -s KILL 0")
 _HOW: dict[State, str] = {
     "absent": "built",
@@ -75,15 +75,17 @@ def build_key(target: Target = NATIVE) -> str:
     return digest.hexdigest()[:32]
 
 
-Tell = Callable[[int, int], None]
-"""Hears how many of how many sources are compiled."""
+BuildReport = Callable[[int, int], None]
+"""Called with the number of compiled sources and of all."""
 
 
-def unheard(_done: int, _of: int) -> None:
-    """Tell nobody."""
+def no_op(_done: int, _of: int) -> None:
+    """Ignore the progress report."""
 
 
-def find_or_build(entry: Path, target: Target = NATIVE, tell: Tell = unheard) -> tuple[Path, str]:
+def find_or_build(
+    entry: Path, target: Target = NATIVE, report: BuildReport = no_op
+) -> tuple[Path, str]:
     """The directory ``entry`` with an undamaged library in it, and how it got there."""
     if examine(entry)[0] == "whole":
         return entry, "loaded from the cache"
@@ -92,17 +94,17 @@ def find_or_build(entry: Path, target: Target = NATIVE, tell: Tell = unheard) ->
         if state == "whole":
             return entry, "loaded from the cache"
         with staging(entry) as directory:
-            seconds = build_library(directory, target, tell)
+            seconds = build_library(directory, target, report)
         logger.info("Compile time of the kernels (%s): %.1f s", target.name, seconds)
     return entry, f"{_HOW[state]} in {seconds:.1f} s"
 
 
 def can_build() -> bool:
-    """Whether there is a compiler."""
+    """Return True if a C++ compiler is installed."""
     return shutil.which("g++") is not None
 
 
-def build_library(directory: Path, target: Target, tell: Tell = unheard) -> float:
+def build_library(directory: Path, target: Target, report: BuildReport = no_op) -> float:
     """Compile and link into ``directory``; returns the seconds it took. Raises CompileError."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -124,12 +126,12 @@ def build_library(directory: Path, target: Target, tell: Tell = unheard) -> floa
         commands = [
             [*command, *unit, "-o", made] for unit, made in zip(units, objects, strict=True)
         ]
-        tell(0, len(commands))
+        report(0, len(commands))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = [pool.submit(_run, command, group=group) for command in commands]
             for number, unit in enumerate(as_completed(compiled), 1):
                 unit.result()
-                tell(number, len(commands))
+                report(number, len(commands))
         _run(_link_command(compiler, objects, directory / LIBRARY), group=group)
     library = (directory / LIBRARY).read_bytes()
     (directory / RECORD).write_bytes(make_record(library, target.name))
@@ -143,7 +145,7 @@ def _sources(*suffixes: str) -> list[Path]:
 
 
 def _units(scratch: Path) -> list[tuple[str, ...]]:
-    """What one compiler each gets: a source, or all sources that see torch's headers at once.
+    """Return the sources of each compiler call; those with torch's headers share one.
 
     Those headers are nearly all of their cost, and optimising them buys nothing.
     """

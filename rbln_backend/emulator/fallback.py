@@ -30,18 +30,22 @@ from rbln_backend.emulator.quantized_packing import dequantize
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] to packed panels of its dtype."""
     return pack_reference(weight)
 
 
 def pack_linear_weight_(weight: Tensor) -> None:
+    """Pack weight [N, K] in place."""
     weight.copy_(pack_reference(weight).view(weight.shape))
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x [..., K] times packed [N, K] plus bias [N] to [..., N] of x's dtype."""
     return functional.linear(x, unpack(packed, out_features, x.shape[-1]), bias).contiguous()
 
 
 def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    """x [T, H, K] times packed [H, N, K] to [T, H, N]."""
     heads = [linear(x[:, h], packed[h], None, out_features) for h in range(x.shape[1])]
     return torch.stack(heads, dim=1)
 
@@ -55,6 +59,7 @@ def quantized_linear(
     out_features: int,
     format: str,
 ) -> Tensor:
+    """x [..., K] times a quantized [N, K] plus bias [N] to [..., N] of x's dtype."""
     weight = dequantize(words, scales, zeros, out_features, format)
     bias = None if bias is None else bias.float()
     return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
@@ -63,6 +68,7 @@ def quantized_linear(
 def block_rows(
     ids: Tensor, words: Tensor, scales: Tensor, minima: Tensor | None, num_rows: int, format: str
 ) -> Tensor:
+    """Rows ids int64 [...] of a weight of blocks, as float32 [..., K]."""
     rows = dequantize(words, scales, minima, num_rows, format)
     found = rows[ids.clamp(0, num_rows - 1)]
     return found.masked_fill(((ids < 0) | (ids >= num_rows)).unsqueeze(-1), 0.0)
@@ -74,18 +80,21 @@ def _normalise(total: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., K] and weight [K] to [..., K] of x's dtype."""
     return _normalise(x.float(), weight, eps, x.dtype)
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
+    """x and residual [..., K], weight [K]: returns the norm of the sum and the sum, [..., K]."""
     total = (x.float() + residual.float()).contiguous()
     new_residual = total.to(x.dtype, copy=True)
     return _normalise(total, weight, eps, x.dtype), new_residual
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., K], weight and bias [K] to [..., K] of x's dtype."""
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
@@ -101,6 +110,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, function: str, gated: bool) -> Tensor:
+    """x [..., I], or [..., 2 * I] if gated, to [..., I] of its dtype."""
     apply = ACTIVATIONS[function]
     if not gated:
         return apply(x.float()).to(x.dtype).contiguous()
@@ -111,6 +121,7 @@ def activate(x: Tensor, function: str, gated: bool) -> Tensor:
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
+    """positions int64 [T], q and k [T, columns], cache [P, rotated] to rotated q and k."""
     cos, sin = cos_sin_cache[positions.flatten().long()].float().chunk(2, dim=-1)
     tables = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, *tables, head_size, is_neox), _rotate(k, *tables, head_size, is_neox)
@@ -130,6 +141,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
 
 
 def greedy(logits: Tensor) -> Tensor:
+    """logits [n, V] to the index of each row's maximum, int32 [n, 1]."""
     return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(-1, keepdim=True).int()
 
 
@@ -162,6 +174,7 @@ def self_attention(
     batch: int,
     query_counts: Tensor | None = None,
 ) -> Tensor:
+    """q, k, v [T, columns] to [T, Hkv * group * D]; see ``emulator.ops``."""
     kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[5]
     width = kv_heads * head_size
     new_q = _normed_heads(q[:, q_column : q_column + group * width], q_norm, head_size, eps)
@@ -169,11 +182,10 @@ def self_attention(
     if positions is not None and cos_sin_cache is not None:
         tables = (cos_sin_cache, head_size, is_neox)
         new_q, new_k = rotary_embedding(positions, new_q, new_k, *tables)
-    heads = (
+    q_heads, k_heads, v_heads = (
         x.reshape(batch, -1, kv_heads, x.shape[-1] // width, head_size).permute(0, 2, 3, 1, 4)
         for x in (new_q, new_k, v[:, v_column : v_column + width])
     )
-    q_heads, k_heads, v_heads = heads
     rows = (q_heads, k_heads, v_heads, kv_cache)
     options: dict[str, Any] = {
         "sinks": sinks,
@@ -220,7 +232,7 @@ def register() -> list[torch.library.Library]:
     """Make these bodies the CPU implementation for as long as the returned libraries live."""
     libraries = []
     with warnings.catch_warnings():
-        # Said when the C++ bodies were active before, which is what the caller asked to change.
+        # The message appears if the C++ bodies were active before, which the caller changes here.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for namespace, bodies in BODIES.items():
             library = torch.library.Library(namespace, "IMPL")

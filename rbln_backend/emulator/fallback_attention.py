@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """What turns q . k into weights, besides the mask."""
+    """Options that turn q . k into weights, besides the mask."""
 
     scale: float
     sinks: Tensor | None
@@ -24,10 +24,7 @@ class _Softmax:
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, distance: Tensor, seen: Tensor
     ) -> Tensor:
-        """q [Hkv, G, L, D]; keys [Hkv, 1, N, D]; values [Hkv, 1, N, Dv] -> [Hkv, G, L, Dv].
-
-        distance [L, N]: by how much a key lies before the row's token; seen [L, N].
-        """
+        """Attend in one batch row: own q [Hkv, G, L, D]."""
         scores = q.float() @ keys.float().transpose(-1, -2) * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
@@ -76,7 +73,7 @@ def flash_causal_attention(
     attention_window: int | None = None,
     query_counts: Tensor | None = None,
 ) -> Tensor:
-    """Write the new keys and values, then attend."""
+    """Write k, v [B, Hkv, 1, L, D] to the cache, then attend with q [B, Hkv, G, L, D]."""
     options: Any = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
     bounds: Any = (attention_chunk, attention_window)
     if query_counts is not None:
@@ -156,7 +153,7 @@ def causal_attention(
     *options: Any,
     **named: Any,
 ) -> Tensor:
-    """The one-block ops: ``flash_causal_attention`` with another argument order."""
+    """The one-block ops: ``flash_causal_attention``, q [B, Hkv, G, L, D], reordered arguments."""
     required = (q, k, v, kv_cache, scale, seq_idx, block_tables, dummy)
     return flash_causal_attention(*required, *options, **named)
 
@@ -172,7 +169,7 @@ def latent_attention(
     batch: int,
     query_counts: Tensor | None = None,
 ) -> Tensor:
-    """Keys and values of one head are written as one row, which both are views of."""
+    """q [T, H, C + R], kv_c [T, C], k_pe [T, R] to [T, H, C]; writes one cache row per token."""
     heads = q.shape[1]
     rows = torch.cat((kv_c, k_pe), dim=-1).view(batch, 1, 1, -1, q.shape[2])
     queries = q.view(batch, -1, 1, heads, q.shape[2]).permute(0, 2, 3, 1, 4)
@@ -216,7 +213,7 @@ def _stored(rows: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _seen(rows: Tensor, scale: Tensor | None) -> Tensor:
-    """What the cache keeps, as tokens see it."""
+    """Return the cached keys and values as tokens read them."""
     return rows if scale is None else rows.float() * scale
 
 
@@ -307,7 +304,7 @@ def sliding_window_decode(
     *options: Any,
     **named: Any,
 ) -> Tensor:
-    """``sliding_window_prefill`` with a mask that is not read; see ``attention.ops``."""
+    """``sliding_window_prefill``, q [B, Hkv, G, L, D], with an unused mask."""
     required = (q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy)
     return sliding_window_prefill(*required, *options, **named)
 

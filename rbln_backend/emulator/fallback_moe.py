@@ -38,6 +38,7 @@ def moe_route(
     expert_map: Tensor | None = None,
     tokens_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """logits [T, E] to weights float32 and ids int32, both [T, top_k]."""
     scores = logits.float()
     if renormalize:
         best, ids = scores.topk(top_k, dim=-1)
@@ -59,6 +60,7 @@ def add_lora_(
     rank: int,
     out_features: list[int],
 ) -> None:
+    """Add the low-rank part of x [T, K] to y [T, sum of out_features]."""
     of_row = slots.repeat_interleave(x.shape[0] // slots.numel())
     for slot in set(slots.tolist()) - {-1}:
         rows = (of_row == slot).nonzero().flatten()
@@ -70,7 +72,7 @@ def add_lora_(
 
 
 class _Adapters(NamedTuple):
-    """What the ops for experts are given of adapters; see ``ops``."""
+    """Adapter arguments of the expert ops; see ``ops``."""
 
     slots: Tensor | None = None
     a13: Tensor | None = None
@@ -81,7 +83,7 @@ class _Adapters(NamedTuple):
     rank: int = 0
 
     def of(self, experts: Tensor) -> _Adapters:
-        """Those of some experts, in their order."""
+        """Return the adapter slots of these experts int [n], in their order."""
         stacks = [None if stack is None else stack[experts] for stack in self[1:-1]]
         return _Adapters._make([self.slots, *stacks, self.rank])
 
@@ -93,7 +95,7 @@ class _Adapters(NamedTuple):
     def add_second(
         self, out: Tensor, hidden: Tensor, rows: Tensor, count: int, expert: int
     ) -> None:
-        """The same of what the activation left."""
+        """Add the low-rank part of hidden [n, I] to out [n, H]."""
         b = [stack[expert] for stack in (self.b2,) if stack is not None]
         self._add(out, hidden, self._of_rows(rows, count), self.a2, b, expert)
 
@@ -127,7 +129,7 @@ def moe(
     activation: str,
     *adapters: Any,
 ) -> Tensor:
-    """The chosen experts one after the other, each over the rows that chose it."""
+    """x [T, H], weights and ids [T, k] to [T, H]: loops over the chosen experts."""
     adapted = _Adapters(*adapters)
     total = x.new_zeros(x.shape, dtype=torch.float32)
     hidden_size = x.shape[-1]
@@ -145,7 +147,7 @@ def moe(
 
 
 def moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
-    """Rows choose the experts whose weight is not zero; see ``moe`` for the rest."""
+    """As ``moe``, with weights float32 [T, E]: experts of weight 0 are not chosen."""
     return moe(x, weights, _chosen_ids(weights, counts), *experts)
 
 
@@ -167,7 +169,7 @@ def quantized_moe(
     activation: str,
     *adapters: Any,
 ) -> Tensor:
-    """``moe`` over the dequantised matrices of the experts that were chosen."""
+    """As ``moe``, x [T, H] to [T, H], over dequantized matrices of the chosen experts."""
     first = (w13, w13_scales, w13_zeros, 2 * intermediate_size, w13_format)
     second = (w2, w2_scales, w2_zeros, x.shape[-1], w2_format)
     chosen = ids[ids >= 0].unique()
@@ -198,7 +200,7 @@ def _plain_stack(
 
 
 def quantized_moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
-    """As ``moe_masked``."""
+    """As ``moe_masked``, x [T, H] to [T, H], over quantized experts."""
     return quantized_moe(x, weights, _chosen_ids(weights, counts), *experts)
 
 

@@ -1,7 +1,7 @@
 """Finds the C++ kernels, or has them built, and makes one implementation of the ops active.
 
 Where there is no library for this very CPU, one that was built ahead for a level it reaches
-(``variants``) spares the build. A library that somebody else could have written is as good as
+(``variants``) spares the build. A library that another user could have written is as good as
 absent (``trusted_files``); where the cache root is open to others, this user's own store takes what
 is built. Where building or loading is impossible, the PyTorch bodies of ``fallback`` take over, and
 the ``KernelSet`` says why.
@@ -21,12 +21,12 @@ import torch
 
 from rbln_backend.emulator import fallback
 from rbln_backend.emulator.build import (
-    Tell,
+    BuildReport,
     build_key,
     build_library,
     can_build,
     find_or_build,
-    unheard,
+    no_op,
 )
 from rbln_backend.emulator.replay import Recording
 from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, has_tiles, why_no_tiles
@@ -59,12 +59,12 @@ class KernelSet:
 
     @property
     def packs_linear(self) -> bool:
-        """Whether packed linears are faster here than PyTorch's own."""
+        """True if packed linears are faster here than PyTorch's own."""
         return self.name == "native"
 
 
 class _Active:
-    """What this process has registered with the dispatcher."""
+    """Kernels that this process has registered with the dispatcher."""
 
     native: KernelSet | None = None
     handle: ctypes.CDLL | None = None
@@ -72,11 +72,11 @@ class _Active:
 
 
 def load_kernels(
-    cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = (), tell: Tell = unheard
+    cache_root: Path, mode: Mode, *, bundles: Sequence[Path] = (), report: BuildReport = no_op
 ) -> KernelSet:
     """Make the kernels of ``mode`` active, building the library first where needed.
 
-    ``bundles`` are other cache roots, which are read alone; ``tell`` hears of a build.
+    ``bundles`` are other cache roots, which are only read; ``report`` gets the progress of a build.
 
     "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
     to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
@@ -84,7 +84,7 @@ def load_kernels(
     if mode == "aten":
         return _activate_fallback("requested")
     try:
-        return _activate_native([cache_root, *bundles], tell)
+        return _activate_native([cache_root, *bundles], report)
     except CompileError as error:
         if mode == "native":
             raise
@@ -98,19 +98,21 @@ def _activate_fallback(reason: str) -> KernelSet:
     return KernelSet("aten", "aten", None, reason)
 
 
-def _activate_native(roots: Sequence[Path], tell: Tell) -> KernelSet:
+def _activate_native(roots: Sequence[Path], report: BuildReport) -> KernelSet:
     if _Active.native is None:
         own, *bundles = [kernel_store(root) for root in roots]
         if has_tiles() and why_no_tiles():
             logger.warning("%s", why_no_tiles())
-        _Active.native = _load([own, *private_stores()], bundles, tell)
+        _Active.native = _load([own, *private_stores()], bundles, report)
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
     return _Active.native
 
 
-def _load(own: Sequence[Path], bundles: Sequence[Path] = (), tell: Tell = unheard) -> KernelSet:
+def _load(
+    own: Sequence[Path], bundles: Sequence[Path] = (), report: BuildReport = no_op
+) -> KernelSet:
     """The first of the ``own`` stores that only this user can write takes what has to be built."""
     stores = [*own, *bundles]
     refused, found = why_refused(stores), find_built(stores)
@@ -118,23 +120,23 @@ def _load(own: Sequence[Path], bundles: Sequence[Path] = (), tell: Tell = unhear
         logger.warning("%s", refused)
         found = found[0], f"{found[1]}; {refused}"
     try:
-        entry, how = found or _build_into(own, tell)
+        entry, how = found or _build_into(own, report)
     except OSError as error:
-        return _build_for_process(str(error), tell)
+        return _build_for_process(str(error), report)
     try:
         return _open_library(entry, how)
     except (OSError, ArtifactError) as error:
         # Built elsewhere, for another C library, say; the process's own cannot have that fault.
-        return _build_for_process(f"the library in {entry} cannot be loaded: {error}", tell)
+        return _build_for_process(f"the library in {entry} cannot be loaded: {error}", report)
 
 
-def _build_into(stores: Sequence[Path], tell: Tell) -> tuple[Path, str]:
+def _build_into(stores: Sequence[Path], report: BuildReport) -> tuple[Path, str]:
     """A library in the first store that will do; raises ``OSError`` when none will."""
     reasons: list[str] = []
     for store in stores:
         try:
             make_trusted_folder(store)
-            entry, how = find_or_build(store / build_key(), tell=tell)
+            entry, how = find_or_build(store / build_key(), report=report)
             return entry, "; ".join((how, *reasons))
         except OSError as error:
             reasons.append(str(error))
@@ -142,11 +144,11 @@ def _build_into(stores: Sequence[Path], tell: Tell) -> tuple[Path, str]:
     raise OSError("; ".join(reasons))
 
 
-def _build_for_process(why: str, tell: Tell = unheard) -> KernelSet:
+def _build_for_process(why: str, report: BuildReport = no_op) -> KernelSet:
     """A private copy serves this process; the loaded library outlives its file."""
     try:
         with claimed_folder(Path(tempfile.gettempdir()), _PRIVATE, f"{_PRIVATE}*/") as private:
-            build_library(private, NATIVE, tell)
+            build_library(private, NATIVE, report)
             return _open_library(private, f"built for this process: {why}")
     except (OSError, ArtifactError) as error:
         raise CompileError(f"a kernel library for this process cannot be had: {error}") from error
@@ -203,7 +205,7 @@ def _open_library(entry: Path, reason: str) -> KernelSet:
 
 
 def packs_weights() -> bool:
-    """Whether the active kernels want weights in their own layout (``pack_linear_weight``)."""
+    """Return True if the active kernels need packed weights (``pack_linear_weight``)."""
     return _Active.native is not None and _Active.fallback is None
 
 
@@ -213,7 +215,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def set_threads(threads: int) -> None:
-    """Let the active kernels use ``threads`` threads, the caller's included; results stay the same.
+    """Set the thread count of the active kernels, the caller's included; results do not change.
 
     The native kernels have a team of their own, so torch's operators then keep to one thread: two
     teams would spin against each other on the same cores. The fallback runs on torch's.

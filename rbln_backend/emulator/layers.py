@@ -47,6 +47,7 @@ class EmulatedRMSNorm(RMSNorm):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual [..., K] or None: returns the norm, and the sum if there is a residual."""
         if self.variance_size_override is not None or not self.has_weight:
             return super().forward_native(x, residual)
         return _normalise(x, residual, self.weight, self.variance_epsilon)
@@ -58,6 +59,7 @@ class EmulatedGemmaRMSNorm(GemmaRMSNorm):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual [..., K] or None: returns the norm, and the sum if there is a residual."""
         return _normalise(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
 
 
@@ -71,6 +73,7 @@ class EmulatedSiluAndMul(SiluAndMul):
 
     @staticmethod
     def forward_native(x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
         return _activate(x, "silu", gated=True)
 
 
@@ -78,6 +81,7 @@ class EmulatedGeluAndMul(GeluAndMul):
     """gelu(x[..., :d]) * x[..., d:], by the error function or its approximation."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., 2 * I] to [..., I] of its dtype."""
         function = "gelu_tanh" if self.approximate == "tanh" else "gelu"
         return _activate(x, function, gated=True)
 
@@ -86,6 +90,7 @@ class EmulatedNewGELU(NewGELU):
     """The approximation of GELU by tanh."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
         return _activate(x, "gelu_tanh", gated=False)
 
 
@@ -93,6 +98,7 @@ class EmulatedFastGELU(FastGELU):
     """The same approximation; upstream's two differ in the order of their roundings."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
         return _activate(x, "gelu_tanh", gated=False)
 
 
@@ -100,6 +106,7 @@ class EmulatedQuickGELU(QuickGELU):
     """x * sigmoid(1.702 * x)."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
         return _activate(x, "quick_gelu", gated=False)
 
 
@@ -107,6 +114,7 @@ class EmulatedReLUSquared(ReLUSquaredActivation):
     """max(x, 0) squared."""
 
     def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
         return _activate(x, "relu2", gated=False)
 
 
@@ -123,6 +131,7 @@ class _RotaryKernel:
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        """positions [T], query and key [T, columns] to rotated query and key."""
         if key is None or self.cos_sin_cache.dtype != query.dtype:
             # The layer that this class is mixed into.
             upstream: Any = super()

@@ -1,7 +1,7 @@
 """LM heads of models whose embedding is the head, which take no memory of their own.
 
 vLLM makes such a head with a table of its own and ties it afterwards, which drops the table. Our
-allocator has the system lend the pages of what it gives out; those of this table nobody would use.
+allocator has the system lend the pages of what it gives out; those of this table would stay unused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RblnLMHead(ParallelLMHead):
 
 
 class _OnDemand(TorchFunctionMode):
-    """What ``torch.empty`` makes has its pages on their first use."""
+    """Allocate with ``torch.empty``, whose pages are mapped on first use."""
 
     def __torch_function__(
         self,

@@ -29,7 +29,7 @@ _NOT_NATIVE = "needs the native kernels"
 
 @dataclass(frozen=True, slots=True)
 class MemoryChoice:
-    """What was chosen, and why if it is not what was asked for by default."""
+    """Chosen memory mode, and the reason if it is not the default."""
 
     allocator: Literal["mapped", "system"]
     allocator_reason: str
@@ -59,11 +59,7 @@ def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
 
 
 def advise_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages under a contiguous CPU tensor, if huge pages were chosen.
-
-    Call it after the allocation and before anything is written. Tensors of the mapped allocator
-    need no call: this is for memory that comes from elsewhere.
-    """
+    """Request huge pages for a contiguous CPU tensor [...], if huge pages were chosen."""
     library = native_library()
     if library is not None:
         address, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
@@ -71,14 +67,14 @@ def advise_huge_pages(tensor: Tensor) -> None:
 
 
 def keep_freed_memory(most_bytes: int = _KEPT_BYTES) -> None:
-    """Let large tensors of a step have the memory of the one before; call it once all is loaded."""
+    """Reuse the memory of large tensors across steps; call once all weights are loaded."""
     library = native_library()
     if library is not None:
         library.rbln_emulator_keep_freed_mappings(ctypes.c_size_t(most_bytes))
 
 
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros, on huge pages if chosen; the system lends each page when it is first used."""
+    """Return zeros of ``shape`` [...], on huge pages if chosen; pages are mapped on first use."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(tuple(shape), dtype=dtype)

@@ -16,7 +16,7 @@ PACKABLE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether ``weight`` is a [N, K] matrix that ``rbln_emulator::linear`` can multiply by."""
+    """Return True if ``weight`` is a [N, K] matrix that ``rbln_emulator::linear`` supports."""
     return weight.dim() == 2 and weight.dtype in PACKABLE_DTYPES and weight.numel() > 0
 
 
@@ -29,7 +29,7 @@ def packed_shape(dtype: torch.dtype, out_features: int, in_features: int) -> tup
 
 
 def fits_in_place(weight: Tensor) -> bool:
-    """Whether ``weight``, which can be packed, takes the packed layout in its own memory."""
+    """Return True if the packed layout of ``weight`` [N, K] fits its own memory."""
     packed = packed_shape(weight.dtype, *weight.shape)
     return weight.is_contiguous() and math.prod(packed) == weight.numel()
 
@@ -41,7 +41,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def pack_consuming(weight: Tensor) -> Tensor:
-    """As ``pack``, in the memory of ``weight`` where it fits: ``weight`` must not be read again."""
+    """As ``pack``, weight [N, K], reusing its memory if it fits: do not read ``weight`` again."""
     if not fits_in_place(weight):
         return pack(weight)
     torch.ops.rbln_emulator.pack_linear_weight_(weight)

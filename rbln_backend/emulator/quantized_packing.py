@@ -131,7 +131,7 @@ def dequantize(
 
 
 def _values(numbers: Tensor, written: str) -> Tensor:
-    """What the fields ``numbers`` stand for without zero points, float32; of e4m3 uint8."""
+    """Return float32 values of the fields ``numbers`` [...], e4m3 as uint8, without zero points."""
     if written == "e4m3":
         return numbers.view(torch.float8_e4m3fn).float()
     if written == "e2m1":

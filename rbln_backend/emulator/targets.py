@@ -1,4 +1,4 @@
-"""What a kernel library can be built for: the CPU that builds it, or all that reach a level."""
+"""Build targets of kernel libraries: this CPU, or all CPUs of a level."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
     features: frozenset[str] = frozenset()
 
     def runs_here(self) -> bool:
-        """Whether this host's CPU has all that the library needs."""
+        """Return True if this host's CPU has all features that the library needs."""
         has_all = platform.machine() == "x86_64" and self.features <= cpu_features()
         return has_all and not (self.features >= _AMX and why_no_tiles())
 
@@ -56,7 +56,7 @@ LEVELS = (
 
 
 def has_tiles() -> bool:
-    """Whether the CPU has the tiles of AMX, and products of bfloat16 and bytes with them."""
+    """Return True if the CPU has AMX tiles with bfloat16 and int8 products."""
     return cpu_features() >= _AMX
 
 
@@ -79,7 +79,7 @@ def why_no_tiles() -> str:
 
 @cache
 def cpu_lines() -> tuple[str, ...]:
-    """What the kernel says of the first CPU's model and features; empty where it does not."""
+    """Return model and features of the first CPU from /proc/cpuinfo; empty if it is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -96,6 +96,6 @@ def cpu_features() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """What the CPU calls itself, else its architecture."""
+    """Return the CPU's model name, else its architecture."""
     named = (line.partition(":")[2].strip() for line in cpu_lines() if line.startswith("model"))
     return next(named, platform.machine())

@@ -1,6 +1,6 @@
 """`python -m rbln_backend.gguf JOB RESULT`: the job of `rbln_backend.checkpoints.conversion`.
 
-A process of its own, for what it imports and allocates is nobody's afterwards.
+It runs as a separate process, so that its imports and memory are released afterwards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rbln_backend.reporting.child_process import report
 def main() -> None:
     """Convert the file that the job names; the result says what was done, or why not."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    told = partial(report, "tensors")
+    progress = partial(report, "tensors")
     try:
-        result = {"done": write_checkpoint(Path(job["file"]), Path(job["folder"]), told)}
+        result = {"done": write_checkpoint(Path(job["file"]), Path(job["folder"]), progress)}
     except CheckpointError as error:
         result = {"refused": str(error)}
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

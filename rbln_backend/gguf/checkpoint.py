@@ -51,7 +51,7 @@ def write_checkpoint(path: Path, folder: Path, report: Report = lambda _done, _t
     GenerationConfig(**tokens).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_weights(weights, folder, report)
-    return _told(weights)
+    return _summary(weights)
 
 
 def _config(family: Family, fields: Mapping[str, Any]) -> PreTrainedConfig:
@@ -69,8 +69,8 @@ def _quantization(weights: Weights, config: PreTrainedConfig) -> dict[str, Any]:
     return {"quant_method": GGUF, "layers": layers}
 
 
-def _told(weights: Weights) -> str:
-    """What became of the weights, by the types of their blocks."""
+def _summary(weights: Weights) -> str:
+    """Describe the written weights by their block types."""
     file = weights.file
     dtype = str(file.dtype).removeprefix("torch.")
     kept: set[str | None] = set()

@@ -53,12 +53,12 @@ class Family:
     layer: Mapping[str, str]
     """Parts of a layer, as the file and as transformers call them."""
     extra: Callable[[GgufFile, ModelKeys, Config], Config] = lambda _file, _keys, _config: {}
-    """What the configuration has besides `common_config`, which it may look at."""
+    """Fields of the configuration besides those of `common_config`."""
     permuted: bool = False
-    """Whether rows of queries and keys lie in llama.cpp's rotary order."""
+    """True if rows of queries and keys lie in llama.cpp's rotary order."""
     norms_plus_one: bool = False
     embeds_blocks: bool = True
-    """Whether vLLM's model lets its embedding be anything but a plain table."""
+    """True if vLLM's model supports embeddings other than a plain table."""
 
     def config(self, file: GgufFile, keys: ModelKeys) -> Config:
         """Return the fields of transformers' configuration. Raises `CheckpointError`."""
@@ -162,7 +162,7 @@ def _windows(keys: ModelKeys, config: Config, period: int) -> Config:
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:
-    """What queries are scaled by is in no key; the 27B models divide their width by their heads."""
+    """Return the query scale, which no key holds; the 27B models use width over heads."""
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

@@ -16,7 +16,7 @@ _HALVES = {Q5_0: 1, Q5_1: 2}
 
 
 def announce() -> None:
-    """Let transformers' reader find tensors of such blocks; idempotent."""
+    """Register such blocks with transformers' reader; idempotent."""
     for kind, name in ((Q5_0, "Q5_0"), (Q5_1, "Q5_1")):
         GGML_NAME[kind] = name
         GGML_BLOCK[kind] = (32, 2 * _HALVES[kind] + 4 + 16)

@@ -39,7 +39,7 @@ _ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands before the tensors; all of them lie within the file."""
+    """Header of a file; all its tensors lie within the file."""
 
     keys: dict[str, Any]
     tensors: tuple[TensorInfo, ...]

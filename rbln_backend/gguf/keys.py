@@ -1,4 +1,4 @@
-"""The keys of a file that describe its model; all of them must be asked for."""
+"""Model keys of a file; every key must be read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_COUNT = (1 << 31) - 1
 
 
 class ModelKeys:
-    """The keys `<architecture>.*`, of which it is remembered which were asked for."""
+    """The keys `<architecture>.*`, with a record of those that were read."""
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         prefix = f"{architecture}."
@@ -22,11 +22,11 @@ class ModelKeys:
             for key, value in metadata.items()
             if key.startswith(prefix)
         }
-        self._asked: set[str] = set()
+        self._read_names: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a key's value. Raises `CheckpointError` where layers have values of their own."""
-        self._asked.add(name)
+        self._read_names.add(name)
         value = self._values.get(name, default)
         if isinstance(value, list):
             raise CheckpointError(f"{self._full(name)} differs between layers, which is not read")
@@ -68,9 +68,9 @@ class ModelKeys:
             raise CheckpointError(f"{self._full(name)} must be {wanted}, not {found!s:.100}")
 
     def refuse_unread(self) -> None:
-        """Raise `CheckpointError` for a key whose meaning nobody has asked for."""
+        """Raise `CheckpointError` for a key that was never read."""
         for name, value in self._values.items():
-            if name not in self._asked:
+            if name not in self._read_names:
                 raise CheckpointError(
                     f"{self._full(name)} = {value!s:.100}: not read from GGUF; use the model's "
                     "Hugging Face checkpoint"

@@ -60,12 +60,12 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """What llama.cpp calls the model's family."""
+        """The model's family, by llama.cpp's name."""
         return self.header.architecture
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are written out as: the file's own type, bfloat16 for its blocks."""
+        """The dtype of written weights: the file's own, bfloat16 for blocks."""
         return self.header.dtype or torch.bfloat16
 
     def type_name(self, name: str) -> str | None:
@@ -74,7 +74,7 @@ class GgufFile:
         return GGML_NAME[found] if found in GGML_BLOCK else None
 
     def block_type(self, name: str) -> BlockType | None:
-        """How the tensor's blocks can be kept; None for one that has none or others."""
+        """Return the form that keeps the tensor's blocks; None without supported blocks."""
         return TYPES.get(GGML_NAME.get(self.header.ggml_types[name], ""))
 
     def split(self, name: str) -> Parts:
@@ -93,7 +93,7 @@ class GgufFile:
         return next(tuple(info.shape) for info in self.header.tensors if info.name == name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor: matrices in `dtype`, what has one dimension in float32."""
+        """Return a tensor [N, K] in `dtype`, or [N] in float32."""
         shape, stored = self.shape(name), self.tensors[name]
         dtype = self.dtype if len(shape) > 1 else torch.float32
         if stored.ggml_type not in GGML_BLOCK:

@@ -33,7 +33,7 @@ _ENDS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """What the published tokenizers of one `tokenizer.ggml.pre` do besides their merges."""
+    """Settings of the published tokenizers of one `tokenizer.ggml.pre`, besides their merges."""
 
     single_digits: bool = False
     """Digits one by one, then GPT-2's rule; else transformers' own rule of that name."""

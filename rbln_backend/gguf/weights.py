@@ -29,7 +29,7 @@ _WHOLE = {
 # What vLLM makes one layer has one form.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
-_TOLD = 3
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ class Weights:
         return cls(file, family, heads, names, type(model).__name__, forms)
 
     def num_bytes(self, name: str) -> int:
-        """What the tensor that the model calls `name` takes once it is written."""
+        """Return the bytes of the written tensor `name`, by the model's name."""
         elements = torch.Size(self.file.shape(self.names[name])).numel()
         form = self.forms.get(name.removesuffix(_WEIGHT))
         return elements * self.file.dtype.itemsize if form is None else form.num_bytes(elements)
 
     def read(self, name: str) -> dict[str, torch.Tensor]:
-        """What is written of the tensor that the model calls `name`, by name.
+        """Return the written tensors of the model's tensor `name`, [N, K] or [N], by their names.
 
         The tensor in the dtype of all weights, or the parts of its blocks.
         """
@@ -138,10 +138,10 @@ def _compare(
     file: GgufFile, names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     if missing := sorted(wanted.keys() - names.keys()):
-        raise CheckpointError(f"the file lacks {', '.join(missing[:_TOLD])}")
+        raise CheckpointError(f"the file lacks {', '.join(missing[:_MOST_NAMED])}")
     if strange := sorted(names.keys() - wanted.keys()):
-        told = ", ".join(names[name] for name in strange[:_TOLD])
-        raise CheckpointError(f"the model has no place for {told}")
+        unknown = ", ".join(names[name] for name in strange[:_MOST_NAMED])
+        raise CheckpointError(f"the model has no place for {unknown}")
     for name, shape in wanted.items():
         if file.shape(names[name]) != shape:
             raise CheckpointError(

@@ -1,1 +1,1 @@
-"""What the host gives: cores, memory, locks, files to be trusted, processes that end."""
+"""Host resources: cores, memory, locks, trusted files and process ends."""

@@ -17,7 +17,7 @@ from rbln_backend.host.cgroups import cgroup_folders
 
 @dataclass(frozen=True, slots=True)
 class CoreBudget:
-    """What the operating system grants this process."""
+    """CPU resources that the operating system grants this process."""
 
     cores: tuple[int, ...]
     """One processor number of every core in the mask: the siblings of an SMT core count once."""
@@ -32,7 +32,7 @@ class CoreBudget:
         return self.cores[local_rank * count // num_ranks : (local_rank + 1) * count // num_ranks]
 
     def threads(self, local_rank: int, num_ranks: int) -> int:
-        """How many threads of one rank can run all the time.
+        """Return the number of threads of one rank that can run all the time.
 
         A quota is rounded down: with more threads than it pays for, the kernel stops all of them
         for the rest of each period.

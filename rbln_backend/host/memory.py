@@ -1,4 +1,4 @@
-"""How much memory this process may have: the host's, or what its control groups leave of it."""
+"""Memory available to this process: the host's, limited by its control groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostMemory:
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """The least of what the host and each control group around this process allow.
 
-    A group's file cache that nobody uses counts as free: the kernel drops it first.
+    A group's unused file cache counts as free: the kernel drops it first.
     """
     memory = psutil.virtual_memory()
     total, available, source = int(memory.total), int(memory.available), "the host's memory"
@@ -39,7 +39,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _number(folder: Path, *names: str) -> int | None:
-    """What the first file that there is holds; None: no limit."""
+    """Return the limit in the first existing file; None: no limit."""
     for name in names:
         try:
             return int((folder / name).read_text())

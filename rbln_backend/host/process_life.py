@@ -1,4 +1,4 @@
-"""What must not end a process of the service, a reader that goes away, and what must: its parent.
+"""Process lifetime: closed output pipes do not end a process, the end of its parent does.
 
 Logs go where whoever started the service sends them, often into a pipe; when its reader ends, the
 service goes on in silence.
@@ -22,10 +22,10 @@ _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
 class _LastingFile(io.FileIO):
-    """A descriptor that becomes `/dev/null` for everybody in this process once nobody reads it."""
+    """A descriptor that this process redirects to `/dev/null` once its reader closes."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write, or lose what nobody reads."""
+        """Write, or drop the data if the reader has closed."""
         try:
             return super().write(data)
         except OSError as error:
@@ -38,7 +38,7 @@ class _LastingFile(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Let standard output and error outlive whoever reads them; call it before logging is set up.
+    """Survive closed readers of standard output and error; call before logging is set up.
 
     Streams that are not the interpreter's own any more are left alone.
     """

@@ -1,4 +1,4 @@
-"""Files that nobody but this user and root can have written: what may be run.
+"""Files that only this user and root can have written, and that may be executed.
 
 A SHA-256 beside a library says that the library is whole, not who wrote the two. So the file, its
 folder and every folder above must belong to this user or to root and be closed to the writing of
@@ -17,7 +17,7 @@ from pathlib import Path
 from rbln_backend.errors import UntrustedFileError
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: a pipe that somebody put there must not be waited for.
+# O_NONBLOCK: opening a pipe in this place must not block.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER_MODE = 0o755

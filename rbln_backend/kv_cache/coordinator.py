@@ -38,12 +38,30 @@ class RblnKvCoordinator(KVCacheCoordinator):
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
     ) -> tuple[Blocks, int, int]:
-        """Blocks (paged) or log pages (window) per group, the hit in tokens, and 0."""
+        """Return blocks (paged) or log pages (window) per group, the hit in tokens, and 0.
+
+        Log pages of the hit become the most recently used ones.
+        """
+        found, hit = self._find(block_hashes, max_cache_hit_length)
+        if hit:
+            for window in self.windows:
+                pages = window.log.use(block_hashes, hit)
+                found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
+        return tuple(found), hit, 0
+
+    def peek_hit(self, block_hashes: list[BlockHash], max_tokens: int) -> int:
+        """Return the hit in tokens, at most ``max_tokens``, without touching the eviction order."""
+        return self._find(block_hashes, max_tokens)[1]
+
+    def _find(
+        self, block_hashes: list[BlockHash], max_tokens: int
+    ) -> tuple[list[list[KVCacheBlock]], int]:
+        """Return the blocks of paged groups by group, and the hit of all groups in tokens."""
         found: list[list[KVCacheBlock]] = [[] for _ in self.single_type_managers]
         if not self._enable_caching:
-            return tuple(found), 0, 0
+            return found, 0
         unit = self.block_pool.hash_block_size
-        hit = self._written(block_hashes[: max_cache_hit_length // unit]) * unit
+        hit = self._written(block_hashes[: max_tokens // unit]) * unit
         for manager in self.paged:
             blocks, length = manager.find_longest_cache_hit(
                 block_hashes=block_hashes,
@@ -59,10 +77,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         hit = self._shorten_to_windows(block_hashes, hit)
         for manager in self.paged:
             del found[manager.kv_cache_group_id][-(-hit // manager.block_size) :]
-        for window in self.windows:
-            pages = window.log.use(block_hashes, hit)
-            found[window.kv_cache_group_id] = [KVCacheBlock(page) for page in pages]
-        return tuple(found), hit, 0
+        return found, hit
 
     def emit_cached_block_events(self, request: Request, computed_blocks: Blocks) -> None:
         """Report nothing: a lookup admits no request, and its last block may be a shared head.

@@ -40,7 +40,7 @@ class RblnKvCacheManager(KVCacheManager):
         unknown = sorted(held.keys() ^ _HELD)
         assert not unknown, f"vLLM's KVCacheManager does not hold what it did: {unknown}"
         vars(self).update(held)
-        self.coordinator = self._ours = coordinator
+        self.coordinator = self.ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
         self._events = BlockEvents(coordinator.block_pool, coordinator.paged)
@@ -48,6 +48,13 @@ class RblnKvCacheManager(KVCacheManager):
     def estimate_cached_tokens(self, request: Request) -> int:
         """The tokens of a request that another one could share: whole units, not whole blocks."""
         return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
+
+    def peek_hit(self, request: Request) -> int:
+        """Return the tokens that a prefix hit would save ``request``; changes nothing."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return 0
+        # The last token is always computed, for its logits.
+        return self.ours.peek_hit(request.block_hashes, request.num_tokens - 1)
 
     def take_events(self) -> list[KVCacheEvent]:
         return self._events.filter(super().take_events())
@@ -74,7 +81,7 @@ class RblnKvCacheManager(KVCacheManager):
             start = request.num_computed_tokens + num_new_computed_tokens
             end = start + num_new_tokens
             places = slice(start // self._unit, end // self._unit)
-            self._ours.will_write(request.block_hashes[places])
+            self.ours.will_write(request.block_hashes[places])
             if num_new_computed_tokens:
                 self._events.report_reuse(request, num_new_computed_tokens)
         return allocated

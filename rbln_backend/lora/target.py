@@ -36,7 +36,7 @@ class Target(NamedTuple):
         return cls((Shape(inputs, outputs),))
 
     @classmethod
-    def told(cls, shapes: Iterable[Iterable[int]], experts: int) -> Target:
+    def from_lists(cls, shapes: Iterable[Iterable[int]], experts: int) -> Target:
         """One that came as lists."""
         return cls(tuple(Shape(*shape) for shape in shapes), experts)
 

@@ -20,7 +20,7 @@ SWIGLU_LIMIT = 7.0
 
 
 class ExpertAdapters(Protocol):
-    """What LoRA adapters do to the experts of one layer in the graph that is being captured."""
+    """LoRA adapters of the experts of one layer in the graph that is being captured."""
 
     def arguments(self) -> tuple[Any, ...]:
         """The last arguments of the ops for experts."""
@@ -51,7 +51,7 @@ class Experts(Protocol):
         ...
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """One expert, for every row."""
+        """Return one expert's output [T, H] for every row of x [T, H]."""
         ...
 
 
@@ -63,7 +63,7 @@ class _Stack(NamedTuple):
     width: int
 
     def row(self, number: int) -> tuple[Tensor, Tensor | None]:
-        """One expert's."""
+        """Return one expert's weight [width, inputs] or packed, and bias [width]."""
         return self.weight[number], None if self.bias is None else self.bias[number]
 
 
@@ -81,17 +81,17 @@ class PlainExperts:
         self.activation: str = layer.activation.value
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``."""
+        """As ``Experts``: x [T, H] to [T, H]."""
         mixed: Tensor = torch.ops.rbln_emulator.moe(x, weights, ids, *self._arguments())
         return mixed
 
     def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``."""
+        """As ``Experts``: x [T, H] to [T, H]."""
         mixed: Tensor = torch.ops.rbln_emulator.moe_masked(x, weights, counts, *self._arguments())
         return mixed
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``, in operators of which any compiler knows."""
+        """As ``Experts``, x [T, H] to [T, H], in standard PyTorch operators."""
         up = _Stack(self.w13, self.w13_bias, 2 * self.intermediate_size)
         down = _Stack(self.w2, self.w2_bias, self.hidden_size)
         gate_up = self._linear(x, up, number)
@@ -136,10 +136,9 @@ class PackedExperts(PlainExperts):
         return gated
 
 
-def hold_experts(layer: Any, *, is_npu: bool) -> PlainExperts:
+def hold_experts(layer: Any, *, packs: bool) -> PlainExperts:
     """Hold the experts of ``layer`` as the device wants them; the layer keeps that form."""
-    packs = not is_npu and packs_weights()
-    return PackedExperts(layer) if packs else PlainExperts(layer)
+    return PackedExperts(layer) if packs and packs_weights() else PlainExperts(layer)
 
 
 def swiglu_oai(gate_up: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
 
 def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-    """See ``ExpertPath``; experts are halves of w13, as every activation that the op knows has."""
+    """See ``ExpertPath``: tokens [T, H] to [T, H]; experts are halves of w13."""
     assert isinstance(experts, PlainExperts)  # others are refused where the path is chosen
     x, weights, ids = routing.route(tokens.x, tokens.logits)
     everywhere = local_ids(ids, None, tokens.tokens_mask)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
@@ -95,7 +96,7 @@ class RblnMoERunner(MoERunner):
         input_ids: Tensor | None,
         *_: object,
     ) -> Any:
-        """What upstream's op does once it has found the layer."""
+        """Run the layer as upstream's op does after its look-up."""
         return self._forward_impl(hidden_states, router_logits, shared_experts_input, input_ids)
 
 
@@ -105,7 +106,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     choice: Choice
     routing: Routing
     experts: Experts
-    is_npu: bool
+    capabilities: Capabilities
     tokens_mask: Tensor | None = None
     """An input of the graph that is being captured: float32 [T, 1], 0 in padding."""
 
@@ -115,21 +116,21 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         return True
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As upstream; raises ``UnsupportedModelError`` where no path can do what is asked."""
+        """As upstream; raises ``UnsupportedModelError`` where no path supports the layer."""
         self.choose(layer)
         super().create_weights(layer, *args, **kwargs)
 
     def choose(self, layer: Any) -> None:
-        """Choose the path; raises ``UnsupportedModelError`` where none can do what is asked."""
+        """Choose the path; raises ``UnsupportedModelError`` where no path supports the layer."""
         missing = _missing_feature(layer)
         if missing is not None:
             raise missing.refusal(layer.layer_name)
         rbln = configured(get_current_vllm_config())
-        self.is_npu = choose_device(rbln) == "rebel"
+        self.capabilities = device_capabilities(rbln)
         self.choice = choose_path(
             use_opt=rbln.moe_use_opt_kernel,
             use_custom=rbln.moe_custom_kernel,
-            is_npu=self.is_npu,
+            has_fused_op=self.capabilities.fused_experts,
             activation=layer.activation.value,
         )
         if self.choice.path == "glu":
@@ -138,7 +139,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give the experts the layout of the device, one layer at a time."""
         super().process_weights_after_loading(layer)
-        self.hold(layer, hold_experts(layer, is_npu=self.is_npu))
+        self.hold(layer, hold_experts(layer, packs=self.capabilities.packed_weights))
 
     def hold(self, layer: Any, experts: Experts) -> None:
         """Compute with ``experts`` from now on, as ``layer`` routes."""
@@ -160,7 +161,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
 
 def routing_of(layer: RoutedExperts) -> Routing:
-    """How ``layer`` routes, in the order in which vLLM picks a router."""
+    """Return the routing of ``layer``, in the order in which vLLM selects a router."""
     groups = (layer.num_expert_group or 1) if layer.use_grouped_topk else 1
     if groups >= layer.global_num_experts or layer.global_num_experts % groups:
         groups = 1
@@ -184,7 +185,7 @@ def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
 
 
 def experts_info(model: nn.Module, *, tokens_mask: bool) -> ExpertsInfo | None:
-    """What operators are told of the mixtures of ``model``; the first stands for all."""
+    """Describe the expert layers of ``model`` for operators; the first stands for all."""
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     methods = moe_methods(model)
     if not methods:

@@ -29,16 +29,16 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_path(*, use_opt: bool, use_custom: bool, is_npu: bool, activation: str) -> Choice:
+def choose_path(*, use_opt: bool, use_custom: bool, has_fused_op: bool, activation: str) -> Choice:
     """The optimised kernel before the custom one before plain operators.
 
     The SDK that pairs with vLLM 0.30 has a single op for both switches.
     """
     if not use_opt and not use_custom:
         return Choice("native", f"{OPT_SWITCH} and {CUSTOM_SWITCH} are off")
-    if is_npu and activation not in _GLU_ACTIVATIONS:
+    if has_fused_op and activation not in _GLU_ACTIVATIONS:
         return Choice("native", f"the SDK's op for experts has no activation {activation!r}")
-    if is_npu:
+    if has_fused_op:
         return Choice("glu", "the SDK has one op for experts")
     if use_opt:
         return Choice("opt", f"{OPT_SWITCH} is on")
@@ -59,7 +59,7 @@ class RoutedTokens:
     """float32 [T, 1]: 0 in padding; None: every row counts."""
 
     def by_expert(self, routing: Routing, count: int) -> tuple[Tensor, Tensor]:
-        """What experts are given, and what this rank's count in each row, 0 if not chosen.
+        """Return the experts' input and the weight of each of this rank's experts, 0 if not chosen.
 
         [T, H] and float32 [T, count].
         """
@@ -77,7 +77,7 @@ class ExpertPath(Protocol):
 
 
 def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-    """An op takes the router's logits; routing that it does not know is plain operators before."""
+    """Tokens [T, H] to [T, H]: one op takes the router's logits, after routing it does not know."""
     x = tokens.x
     if routing.is_plain:
         weights, ids = torch.ops.rbln_emulator.moe_route(
@@ -91,14 +91,14 @@ def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
 
 
 def run_custom(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-    """An op takes each row's weight of each expert, and how many rows chose each."""
+    """Tokens [T, H] to [T, H]: one op takes each row's expert weights and rows per expert."""
     x, weights = tokens.by_expert(routing, experts.count)
     counts = (weights != 0).sum(dim=0, dtype=torch.int32)
     return experts.weighted(x, weights, counts)
 
 
 def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-    """Every expert of the rank over every row, weighted afterwards: several nodes for each."""
+    """Tokens [T, H] to [T, H]: every expert over every row, then weighted; several nodes each."""
     x, weights = tokens.by_expert(routing, experts.count)
     total = torch.zeros_like(x, dtype=torch.float32)
     for number in range(experts.count):

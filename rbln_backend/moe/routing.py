@@ -20,7 +20,7 @@ SCORINGS: dict[str, Scoring] = {
 
 @dataclass
 class Routing:
-    """How one layer routes; E experts of all ranks, of which a row goes to ``top_k``."""
+    """Routing of one layer: each row goes to ``top_k`` of the E experts of all ranks."""
 
     top_k: int
     renormalize: bool = True
@@ -40,7 +40,7 @@ class Routing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the softmax of which the ops of both devices know."""
+        """True if it is the softmax that the ops of both devices implement."""
         return (
             self.function is None
             and self.scoring == "softmax"
@@ -51,7 +51,7 @@ class Routing:
         )
 
     def route(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What experts are given of x, how much of their results counts, and ``choose``'s ids."""
+        """Return the experts' input [T, H], their weights float32 [T, top_k] and ids [T, top_k]."""
         weights, ids = self.choose(x, logits)
         if not self.on_input:
             return x, weights, ids
@@ -76,7 +76,7 @@ class Routing:
         return weights if self.scale == 1.0 else weights * self.scale, ids
 
     def _open_scores(self, scores: Tensor) -> Tensor:
-        """What experts are chosen by: -inf outside of the groups that are open to a row."""
+        """Return the scores [T, E] for the choice: -inf outside of the groups open to a row."""
         biased = scores if self.bias is None else scores + self.bias.float()
         if self.groups == 1:
             return biased
@@ -101,7 +101,7 @@ def local_ids(ids: Tensor, expert_map: Tensor | None, tokens_mask: Tensor | None
 
 def weights_by_expert(weights: Tensor, ids: Tensor, count: int) -> Tensor:
     """weights [T, k] of ``local_ids``, spread over this rank's ``count`` experts: [T, count]."""
-    # What belongs to nobody here lands in a column of its own.
+    # Experts of other ranks and padding land in an extra column.
     columns = torch.where(ids < 0, count, ids).long()
     spread = weights.new_zeros(weights.shape[0], count + 1).scatter(1, columns, weights)
     return spread[:, :count].contiguous()

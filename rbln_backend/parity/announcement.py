@@ -1,4 +1,4 @@
-"""What is told before and between the sides, in the lines of the documented runner."""
+"""Lines printed before and between the runs, as the documented runner prints them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rbln_backend.parity.job import Side
 from rbln_backend.parity.options import Options
 
 # What makes a side the one that it is.
-_TOLD: Mapping[Side, tuple[str, ...]] = {
+_VARIABLES: Mapping[Side, tuple[str, ...]] = {
     "cpu": ("VLLM_PLUGINS",),
     "rbln": ("VLLM_PLUGINS", "RBLN_KERNEL_MODE", "VLLM_DISABLE_COMPILE_CACHE"),
     "transformers": (),
@@ -27,5 +27,5 @@ def heading(options: Options, model: str) -> str:
 def launch(side: Side, environ: Mapping[str, str]) -> Iterator[str]:
     """The lines before a side starts in ``environ``."""
     yield f"\n[main] Launching {side.upper()} worker…"
-    for name in _TOLD[side]:
+    for name in _VARIABLES[side]:
         yield f"[{side}] {name} = {environ.get(name, '<unset>')}"

@@ -12,7 +12,7 @@ def checkpoint_folder(model: str) -> Path | None:
     """Return the folder with ``config.json`` of a path or a name of the hub.
 
     Of a name it is the snapshot, whose folder is called by its commit; of the hub that one file
-    is asked. None where there is no such file: the sides then tell what is wrong.
+    is checked. None if there is no such file: the runners then report the error.
     """
     if Path(model).is_dir():
         return Path(model)

@@ -1,4 +1,4 @@
-"""What a side is asked to do and what it answers; both travel as files between processes."""
+"""Jobs and results of a runner, exchanged as files between processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
     """Token ids whose hidden states are wanted after every layer, and how many of them, the last
     ones, go through the decode graph one by one."""
     num_hidden_layers: int | None = None
-    """How many of the model's layers are kept, the first ones; None for all."""
+    """Number of the model's first layers that are kept; None for all."""
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a side made of one prompt. T = generated tokens, N = tokens with a log-probability."""
+    """Result of one prompt. T: generated tokens, N: tokens with a log-probability."""
 
     prompt_ids: IntArray
     """[tokens of the prompt]."""

@@ -16,7 +16,7 @@ from rbln_backend.settings import child_environ
 
 # GiB of KV cache on vLLM's CPU backend; by default it takes half of the memory.
 _CPU_KV_GIB = "4"
-_PROBE_WORKER = "rbln_backend.parity.sides.probe_worker.ProbeWorker"
+_PROBE_WORKER = "rbln_backend.parity.runners.probe_worker.ProbeWorker"
 # No layer of a model needs a longer block than the context; vLLM wants it a multiple of this.
 _BLOCK_UNIT = 128
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -38,7 +38,7 @@ Reference = Literal["cpu", "transformers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What still passes; see ``verdict``."""
+    """Limits of a passing comparison; see ``verdict``."""
 
     eps: float
     min_pearson: float

@@ -1,4 +1,4 @@
-"""How far two sides are apart at every generated position."""
+"""Differences between two runners at every generated position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PromptDelta:
 
     @property
     def divergence_is_a_tie(self) -> bool:
-        """Whether the reference itself was as undecided there as the sides are apart."""
+        """True if the reference's margin is at most the difference between the runners."""
         if self.first_divergence is None or not self.positions:
             return False
         position = self.positions[self.first_divergence]

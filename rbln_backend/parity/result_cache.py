@@ -33,7 +33,7 @@ def result_key(job: Job, environ: Mapping[str, str]) -> str:
 
 
 def _model_identity(model: str) -> list[list[Any]] | str | None:
-    """The files of a folder; of a name of the hub the commit, None where it cannot be told."""
+    """Return the files of a folder, or the commit of a hub name; None if it is unknown."""
     if Path(model).is_dir():
         return _identity(Path(model))
     snapshot = checkpoint_folder(model)

@@ -35,7 +35,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """What a look into the layers found."""
+    """Result of a layer-by-layer comparison."""
 
     reference: Side
     prompt: int
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def departure(self) -> Departure | None:
-        """The first layer that departs; None if none does, or nobody looked."""
+        """The first layer that differs; None if none does or layers were not compared."""
         return None if self.bisection is None else self.bisection.departure
 
     @property
@@ -117,7 +117,7 @@ class _Sides:
             self._tell(line)
         child = ChildJob(
             label=f"{job.side} side",
-            module="rbln_backend.parity.sides",
+            module="rbln_backend.parity.runners",
             variables=environ,
             timeout=self._options.timeout,
         )

@@ -1,4 +1,4 @@
-"""Whether a comparison is within the limits, and if not, where and by how much."""
+"""Verdict of a comparison: within the limits, or where and by how much beyond."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def _broken(delta: PromptDelta, limits: Limits) -> Iterator[tuple[int, str, str]
     at = delta.first_divergence
     if at is None or (delta.positions and delta.divergence_is_a_tie):
         return
-    told = ""
+    detail = ""
     if delta.positions:
         position = delta.positions[at]
-        told = f": the reference's margin is {position.margin:.3g}, "
-        told += f"the largest difference {position.max_delta:.3g}"
-    yield at, "token", "another token where the reference was decided" + told
+        detail = f": the reference's margin is {position.margin:.3g}, "
+        detail += f"the largest difference {position.max_delta:.3g}"
+    yield at, "token", "another token where the reference was decided" + detail
 
 
 def _of_position(position: PositionDelta, limits: Limits) -> Iterator[tuple[str, str]]:

@@ -58,7 +58,7 @@ class RblnAwqConfig(AutoAWQConfig):
         return super().from_config(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         is_head = isinstance(layer, ParallelLMHead) and self.lm_head_quantized
         is_linear = isinstance(layer, LinearBase) or is_head
         if not (is_linear or isinstance(layer, RoutedExperts)):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
@@ -37,7 +37,7 @@ _SIGNS = -0x7F7F7F80
 
 @dataclass(frozen=True, kw_only=True)
 class ByteWeights:
-    """What a checkpoint has in place of a weight [N, K]."""
+    """Stored form of a weight [N, K] in a checkpoint."""
 
     is_float: bool
     """float8_e4m3fn, else int8."""
@@ -117,7 +117,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         self._stored, self._name = stored, layer_name
         stored.tell()
         self.weights = stored.weights(stored.block[1])
-        if choose_device(configured(get_current_vllm_config())) != "emulated":
+        if not device_capabilities(configured(get_current_vllm_config())).packed_weights:
             raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {self.weights}")
 
     @classmethod

@@ -32,7 +32,7 @@ class RblnCompressedTensorsConfig(CompressedTensorsConfig):
         return super().from_config(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         is_embedding = isinstance(layer, VocabParallelEmbedding)
@@ -90,7 +90,7 @@ def _expert_format(scheme: dict[str, Any]) -> ExpertFormat:
 
 
 def _stored(weights: Any, activations: Any) -> ByteWeights:
-    """Of the checkpoint's own descriptions; activations are left as they are, which is told."""
+    """Parse the checkpoint's own description; logs that activations are not quantized."""
     is_float = weights.type == "float"
     published, dropped = "", []
     if activations is not None:

@@ -46,14 +46,14 @@ _HOLDERS = (RblnWna16LinearKernel, RblnByteScheme, RblnBlockMethod)
 
 @cache
 def register() -> None:
-    """Let vLLM find the above in this process; idempotent."""
+    """Register the configurations above with vLLM in this process; idempotent."""
     register_linear_kernel(RblnWna16LinearKernel, PlatformEnum.OOT)
     for name, config in _CONFIGS.items():
         register_quantization_config(name)(config)
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """How each quantised layer's weights are held, in the model's order; experts count as one."""
+    """Return the formats of quantized layers in the model's order; experts count as one."""
     return [held for layer in model.modules() for held in _held_by(layer)]
 
 

@@ -1,4 +1,4 @@
-"""What checkpoints' formats have in place of one expert's matrix [N, K], and how it is packed.
+"""Stored formats of one expert's matrix [N, K], and their packing.
 
 vLLM's loader stacks the tensors of all experts, gate and up projections in one, behind "w13_" and
 "w2_".
@@ -42,16 +42,16 @@ class ExpertFormat(ABC):
 
     quantized: Weights
     is_transposed: ClassVar[bool] = False
-    """Whether tensors have inputs before outputs."""
+    """True if tensors have inputs before outputs."""
 
     @property
     def scope(self) -> str:
-        """What vLLM's loader calls the reach of a scale."""
+        """The scope of a scale, by the name that vLLM's loader uses."""
         return "channel" if self.quantized.group_size == CHANNEL else "group"
 
     @property
     def unit(self) -> int:
-        """What both sizes of a rank's matrix are multiples of."""
+        """Number that divides both sizes of a rank's matrix."""
         group = self.quantized.group_size
         return self.fields if group == CHANNEL else group
 
@@ -67,18 +67,18 @@ class ExpertFormat(ABC):
 
     @abstractmethod
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """By suffix, what ``parts`` equal matrices, one above the other, are stored as; empty."""
+        """Return empty stored tensors by suffix, for ``parts`` matrices [columns, depth] in all."""
 
     @abstractmethod
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """``stored``, whose memory may be taken, in the kernels' layout."""
+        """Return one matrix [N, K] in the kernels' layout; may reuse the memory of ``stored``."""
 
 
 class PackedRows(ExpertFormat):
     """compressed-tensors pack-quantized: words [N, K / fields], scales [N, groups]."""
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
         del parts
         groups = self.groups(depth)
         made = {
@@ -92,7 +92,7 @@ class PackedRows(ExpertFormat):
         return made
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words, scales = pack_words(stored["weight_packed"]), pack_scales(stored["weight_scale"])
         if self.quantized.symmetric:
             return Packed(words, scales)
@@ -107,7 +107,7 @@ class GptqColumns(ExpertFormat):
     is_transposed = True
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
         del parts
         groups = self.groups(depth)
         return {
@@ -118,7 +118,7 @@ class GptqColumns(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words, scales = stored["qweight"], stored["scales"]
         return Packed(pack_transposed_words(words), pack_transposed_words(scales))
 
@@ -129,7 +129,7 @@ class AwqColumns(ExpertFormat):
     is_transposed = True
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
         del parts
         groups = self.groups(depth)
         return {
@@ -139,7 +139,7 @@ class AwqColumns(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words = pack_transposed_words(words_along_inputs(stored["qweight"]))
         zeros = pack_transposed_words(zero_points(stored["qzeros"]))
         return Packed(words, pack_transposed_words(stored["scales"]), zeros)
@@ -168,7 +168,7 @@ class ByteRows(ExpertFormat):
         return lcm(*self.stored.block) if self.stored.scope == "block" else self.fields
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
         del dtype
         rows, inputs = self.stored.block
         scales: dict[str, tuple[int, ...]] = {
@@ -183,7 +183,7 @@ class ByteRows(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         weight, scales = stored["weight"], stored[self.stored.scale_name]
         columns, depth = weight.shape
         parts = scales.numel() if self.stored.scope == "tensor" else 1
@@ -200,7 +200,7 @@ class Mxfp4Rows(ExpertFormat):
         return "block"
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
         del parts, dtype
         return {
             "weight": torch.empty(columns, depth // 2, dtype=torch.uint8),
@@ -208,6 +208,6 @@ class Mxfp4Rows(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``."""
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words = pack_words(stored["weight"].view(torch.int32))
         return Packed(words, pack_scales(stored["weight_scale"]))

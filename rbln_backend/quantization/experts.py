@@ -54,19 +54,19 @@ class QuantizedExperts:
         self.activation: str = layer.activation.value
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``."""
+        """As ``Experts``: x [T, H] to [T, H]."""
         ops = torch.ops.rbln_emulator
         mixed: Tensor = ops.quantized_moe(x, weights, ids, *self._arguments())
         return mixed
 
     def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``."""
+        """As ``Experts``: x [T, H] to [T, H]."""
         ops = torch.ops.rbln_emulator
         mixed: Tensor = ops.quantized_moe_masked(x, weights, counts, *self._arguments())
         return mixed
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``."""
+        """As ``Experts``: x [T, H] to [T, H]."""
         gate_up = self._w13.product(x, number, 2 * self.intermediate_size)
         if self.adapters is not None:
             self.adapters.add_first(gate_up, x, number)
@@ -113,14 +113,14 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
             ("w2", hidden_size, inner, 1),
         ):
             written = self._formats[name]
-            told = {"is_transposed": written.is_transposed, "quant_method": written.scope}
+            loader = {"is_transposed": written.is_transposed, "quant_method": written.scope}
             tensors = written.tensors(columns, depth, parts, params_dtype)
             tensors["bias"] = torch.empty(columns, dtype=params_dtype)
             for suffix, value in tensors.items():
                 stacked = value.new_zeros(num_experts, *value.shape)
                 parameter = nn.Parameter(stacked, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
-                set_weight_attrs(parameter, attributes | told)
+                set_weight_attrs(parameter, attributes | loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bring words and scales into the kernels' layout, and drop the rest."""
@@ -141,7 +141,9 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def _check(self, layer: Any, hidden_size: int, inner: int) -> None:
         units = [written.unit for written in self._formats.values()]
-        if self.is_npu or any(size % unit for size in (hidden_size, inner) for unit in units):
+        if not self.capabilities.packed_weights or any(
+            size % unit for size in (hidden_size, inner) for unit in units
+        ):
             raise QUANTIZED_EXPERTS.refusal(
                 f"{layer.layer_name}: {self}, sizes {hidden_size} and {inner}"
             )

@@ -47,7 +47,7 @@ class RblnFp8Config(Fp8Config):
         return super().from_config(config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if not self.is_checkpoint_fp8_serialized:
             raise QUANTIZATION.refusal("quantization 'fp8' of a checkpoint that is not")
         if isinstance(layer, Attention):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.checkpoints.block_form import BlockForm
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.emulator.quantized_packing import (
     block_numbers,
     expand_blocks,
@@ -145,7 +145,7 @@ def block_method(
     layer: nn.Module,
     prefix: str,
 ) -> QuantizeMethodBase | None:
-    """What multiplies by ``layer``'s weights; None for layers that are as they are.
+    """Return the method that multiplies by ``layer``'s weights; None for unquantized layers.
 
     ``layers`` are by the checkpoint's names, ``joined`` has those that vLLM makes one.
     """
@@ -157,6 +157,6 @@ def block_method(
     stem, dot, last = name.rpartition(".")
     form = layers.get(stem + dot + joined.get(last, [last])[0])
     if form is not None:
-        is_emulated = choose_device(configured(get_current_vllm_config())) == "emulated"
-        return (RblnBlockMethod if is_emulated else RblnExpandedMethod)(form, name)
+        keeps_blocks = device_capabilities(configured(get_current_vllm_config())).packed_weights
+        return (RblnBlockMethod if keeps_blocks else RblnExpandedMethod)(form, name)
     return None if is_table else UnquantizedLinearMethod()

@@ -26,7 +26,7 @@ class RblnGgufConfig(QuantizationConfig):
         self._layers = layers
 
     def get_name(self) -> str:  # type: ignore[override]
-        """What ``quantization_config.quant_method`` is."""
+        """Return the value of ``quantization_config.quant_method``."""
         return GGUF
 
     @classmethod
@@ -50,7 +50,7 @@ class RblnGgufConfig(QuantizationConfig):
         return cls({name: BlockForm(**form) for name, form in config["layers"].items()})
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         # What it imports takes a while, and the name has to be known before any checkpoint is.
         from rbln_backend.quantization.gguf_blocks import block_method
 
@@ -59,5 +59,5 @@ class RblnGgufConfig(QuantizationConfig):
 
 @cache
 def register() -> None:
-    """Let vLLM know the name, in this process; idempotent."""
+    """Register the name with vLLM in this process; idempotent."""
     register_quantization_config(GGUF)(RblnGgufConfig)

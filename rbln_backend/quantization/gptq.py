@@ -54,7 +54,7 @@ class RblnGptqConfig(AutoGPTQConfig):
         self.modules_in_block_to_quantize = self.modules_in_block_to_quantize or [_EVERY_LAYER]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What multiplies by ``layer``'s weights; None for layers that are as they are."""
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         method: QuantizeMethodBase | None = get_linear_quant_method(

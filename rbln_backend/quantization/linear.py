@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.sdk.environment import announce_quant_bits
 from rbln_backend.emulator.quantized_packing import (
     pack_scales,
@@ -39,8 +39,9 @@ class RblnWna16LinearKernel(MPLinearKernel):
     ) -> None:
         super().__init__(c, w_q_param_name, w_s_param_name, w_zp_param_name)
         self.weights = _weights_of(c)
-        self._is_emulated = choose_device(configured(get_current_vllm_config())) == "emulated"
-        if not (self._is_emulated or self.weights.symmetric):
+        rbln = configured(get_current_vllm_config())
+        self._keeps_words = device_capabilities(rbln).packed_weights
+        if not (self._keeps_words or self.weights.symmetric):
             raise QUANTIZATION_ON_NPU.refusal(str(self.weights))
 
     @classmethod
@@ -50,7 +51,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether a layer can be multiplied by, and the documented reason if not."""
+        """Return True if the layer is supported, else False and the documented reason."""
         weights = _weights_of(c)
         obstacle = weights.obstacle(may_have_zeros=True)
         if obstacle is not None:
@@ -68,7 +69,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
         # compressed-tensors has [N, K / fields] and [N, groups], GPTQ both transposed.
         has_rows = getattr(words, "packed_dim", 1) == 1
         by_row = scales.data if has_rows else scales.data.t()
-        if self._is_emulated:
+        if self._keeps_words:
             packed = pack_words(words.data) if has_rows else pack_transposed_words(words.data)
             self._replace(layer, packed, pack_scales(by_row))
             if not self.weights.symmetric:
@@ -89,7 +90,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
         words, scales, _ = self._get_weight_params(layer)
-        if not self._is_emulated:
+        if not self._keeps_words:
             return torch.nn.functional.linear(x, _dequantised(words, scales, x.dtype), bias)
         zeros = None if self.weights.symmetric else layer.zeros
         columns, written = self.config.partition_weight_shape[1], self.weights.format

@@ -17,7 +17,7 @@ class RblnMxfp4MoEMethod(RblnQuantizedMoEMethod):
     """Experts of a gpt-oss checkpoint."""
 
     weight_dtype = "gpt_oss_mxfp4"
-    """What the model's own loader asks for."""
+    """Name that the model's own loader requires."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         stored = Mxfp4Rows(Weights(bits=4, group_size=_BLOCK, kind="float"))

@@ -17,7 +17,7 @@ AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
 GGUF = "gguf_blocks"
 """Of checkpoints that are made here of GGUF files."""
 METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, GGUF)
-"""What vLLM calls the checkpoints' formats."""
+"""vLLM's names of the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"
 BYTE_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
@@ -132,7 +132,7 @@ def _check_packed(place: str, weights: Mapping[str, Any]) -> None:
 
 
 def _check_bytes(place: str, weights: Mapping[str, Any], has_activations: bool) -> None:
-    """Floats or integers of a byte each; activations are not quantised, whatever is asked."""
+    """Floats or integers of a byte each; activations are never quantized."""
     _check_strategy(place, weights, ("tensor", "channel", "block"))
     kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
     if bits != 8:

@@ -1,4 +1,4 @@
-"""How a layer's weights are quantised, in this backend's words; pure Python."""
+"""Weight formats of quantized layers; pure Python."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ BITS, GROUP_SIZES = (4, 8), (64, 128, CHANNEL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """How a layer's weights are quantised."""
+    """Weight format of a quantized layer."""
 
     bits: int
     group_size: int
     """Weights along the input that share a scale, or CHANNEL."""
     symmetric: bool = True
     is_ordered: bool = False
-    """Whether groups follow an order of their own (``g_idx``)."""
+    """True if groups have their own input order (``g_idx``)."""
     kind: str = "int"
     """"int", or "float" for e4m3 and e2m1."""
     published: str = ""
-    """What the checkpoint calls itself, where it wants activations to be quantised, too."""
+    """Name of a published form that also quantizes activations, else empty."""
 
     def __str__(self) -> str:
         group = "channel" if self.group_size == CHANNEL else f"group {self.group_size}"
@@ -34,7 +34,7 @@ class Weights:
 
     @property
     def format(self) -> str:
-        """What ``emulator.quantized_packing`` calls it."""
+        """The format's name in ``emulator.quantized_packing``."""
         return {8: "e4m3", 4: "e2m1"}[self.bits] if self.kind == "float" else f"int{self.bits}"
 
     def obstacle(self, *, may_have_zeros: bool = False) -> tuple[str, str] | None:

@@ -1,10 +1,10 @@
-"""Requests that take what others leave: rows that would be padding, and steps without work.
+"""Background requests use spare capacity: rows that would be padding, and idle steps.
 
 A decode graph of bucket B computes B rows whatever is in them. While n requests of the foreground
-decode, the background has the other B - n in the bucket of n: first those of it that decode, the
-oldest first, then those that read their prompts there, a token a step. What is left is *parked*:
-hidden from the step, with its KV blocks. They lose those, the newest first, only where the
-foreground needs room.
+decode, the background uses the other B - n rows of their bucket: first for its decoding requests,
+oldest first, then for prompts, one token per row and step (decode prefill). The other background
+requests are *parked*: hidden from the step, with their KV blocks. The newest are preempted only
+where the foreground lacks capacity.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from rbln_backend.scheduler.turns import can_decode, needs_chunk
 from rbln_backend.vllm_compat.surface import Request
 
 STEPS_PER_CHUNK = 128
-"""Steps of the foreground between two chunks of the background's prompts."""
+"""Foreground steps between two chunks of background prompts."""
 
 LEAST_LEFT = 32
-"""Tokens of a prompt that are worth such a chunk: fewer are read in rows as soon."""
+"""Fewest missing prompt tokens that get such a chunk; decode prefill is as fast for fewer."""
 
 
 def is_background(request: Request) -> bool:
-    """Whether a request takes what others leave."""
+    """Return whether ``request`` uses only spare capacity."""
     return request.priority >= BACKGROUND_PRIORITY
 
 
-def reads_in_rows(request: Request) -> bool:
-    """Whether its prompt can be read in decode rows, which tell nothing of a prompt's tokens."""
+def can_decode_prefill(request: Request) -> bool:
+    """Return whether decode rows can compute its prompt; they give no prompt logprobs."""
     params = request.sampling_params
     return params is not None and params.prompt_logprobs is None
 
 
 def comes_seldom(request: Request, others: Sequence[Request]) -> bool:
-    """Whether ``request`` has to wait for a chunk, because streams among ``others`` would."""
+    """Return whether ``request`` gets few chunks: they would delay streams among ``others``."""
     return is_background(request) and not all(map(is_background, others))
 
 
 def background_last(requests: Sequence[Request], before: Sequence[Request]) -> list[Request]:
-    """``requests`` in the order that they had ``before``, new ones behind, the background last."""
+    """Sort ``requests`` as in ``before``, then new requests; background requests come last."""
     places = {id(request): place for place, request in enumerate(before)}
     new = len(places)
     return sorted(requests, key=lambda r: (is_background(r), places.get(id(r), new)))
@@ -51,26 +51,26 @@ def background_last(requests: Sequence[Request], before: Sequence[Request]) -> l
 
 @dataclass(slots=True)
 class Rows:
-    """The requests that run, as a decode step sees them."""
+    """Running requests, divided for one decode step."""
 
     decoding: list[Request] = field(default_factory=list)
-    """The foreground first."""
-    readers: list[Request] = field(default_factory=list)
-    """Those that read a token of their prompts."""
+    """Foreground requests first."""
+    decode_prefill: list[Request] = field(default_factory=list)
+    """Requests that compute one token of their prompt in a row."""
     hidden: list[Request] = field(default_factory=list)
     spare: int = 0
-    """Rows that are still padding, for who begins."""
+    """Rows that are still padding."""
 
 
 class Background:
-    """Knows whether there is any, and which rows and chunks it may have."""
+    """Divides rows and chunks between the background and the foreground."""
 
     def __init__(
         self, buckets: BucketTable | None, max_num_seqs: int, stages: int, board: MetricsBoard
     ) -> None:
-        """``buckets``: of decode steps, of which each of a pipeline's ``stages`` has one under way.
+        """``buckets``: decode buckets; None for a pooling model, whose steps have one row.
 
-        None for a model that pools, whose steps have one row.
+        Each of a pipeline's ``stages`` runs one decode step at the same time.
         """
         self._buckets = buckets
         self._max_num_seqs, self._stages = max_num_seqs, stages
@@ -85,12 +85,12 @@ class Background:
         self._preempted = board.counter("rbln_background_preemptions_total")
 
     def add(self, request: Request) -> None:
-        """Note a new request."""
+        """Register a new request."""
         if is_background(request):
             self._ids.add(request.request_id)
 
     def is_there(self, requests: Mapping[str, Request]) -> bool:
-        """Whether any of ``requests``, all that live, belongs to the background."""
+        """Return whether any of ``requests``, all unfinished ones, is a background request."""
         if self._ids:
             self._ids &= requests.keys()
             if not self._ids:
@@ -98,11 +98,11 @@ class Background:
         return bool(self._ids)
 
     def may_prefill(self, unread: Iterable[Request], *, beside: bool, prompts: bool) -> bool:
-        """Whether this step may be a chunk of its prompts, of which ``unread`` are left.
+        """Return whether this step may be a chunk of a background prompt of ``unread``.
 
-        Never while ``prompts`` of the foreground wait. Where that runs ``beside``, a chunk holds up
-        a token of each of its streams: so few of them that a 99th percentile stays, and for no
-        prompt that rows will have read soon.
+        False while ``prompts`` of the foreground wait. With the foreground running ``beside``, a
+        chunk delays one token of each of its streams. So at most every 129th step is one, which
+        keeps the 99th percentile, and only for prompts of ``LEAST_LEFT`` missing tokens or more.
         """
         if prompts:
             return False
@@ -115,7 +115,7 @@ class Background:
         return True
 
     def rows(self, running: Sequence[Request]) -> Rows:
-        """Who of ``running`` takes part in a decode step."""
+        """Divide ``running`` into the rows of a decode step and hidden requests."""
         rows, back, unread = Rows(), list[Request](), list[Request]()
         for request in running:
             if not is_background(request):
@@ -123,29 +123,29 @@ class Background:
             else:
                 (unread if needs_chunk(request) else back).append(request)
         beside = bool(rows.decoding)
-        room = self._padding(len(rows.decoding)) if beside else len(back)
-        run, parked = back[:room], back[room:]
+        spare_capacity = self._padding(len(rows.decoding)) if beside else len(back)
+        run, parked = back[:spare_capacity], back[spare_capacity:]
         if any(map(can_decode, rows.decoding)):
-            free = room - len(run)
-            rows.readers = [r for r in unread if reads_in_rows(r)][:free]
-            rows.spare = free - len(rows.readers)
+            free = spare_capacity - len(run)
+            rows.decode_prefill = [r for r in unread if can_decode_prefill(r)][:free]
+            rows.spare = free - len(rows.decode_prefill)
         rows.decoding += run
-        rows.hidden += parked + [r for r in unread if r not in rows.readers]
+        rows.hidden += parked + [r for r in unread if r not in rows.decode_prefill]
         self._rows["padding" if beside else "alone"].inc(len(run))
-        self._rows["prompt"].inc(len(rows.readers))
+        self._rows["prompt"].inc(len(rows.decode_prefill))
         self._parked.set(sum(map(is_background, rows.hidden)))
         return rows
 
     def began(self) -> None:
-        """One took a row that was still padding."""
+        """Count a waiting request that took a padding row."""
         self._rows["prompt"].inc()
 
     def preempted(self) -> None:
-        """One lost its KV blocks or its place to the foreground."""
+        """Count a request that lost its KV blocks or its slot to the foreground."""
         self._preempted.inc()
 
     def _padding(self, num_decoding: int) -> int:
-        """Rows of the steps of so many that nobody has; a pipeline has several steps at once."""
+        """Return the padding rows of the steps of ``num_decoding``, over all pipeline stages."""
         if self._buckets is None:
             return 0
         share = decode_share(num_decoding, self._max_num_seqs, self._stages)
@@ -154,4 +154,4 @@ class Background:
 
 def _is_worth_a_chunk(request: Request) -> bool:
     left = request.num_tokens - request.num_computed_tokens
-    return left >= LEAST_LEFT or not reads_in_rows(request)
+    return left >= LEAST_LEFT or not can_decode_prefill(request)

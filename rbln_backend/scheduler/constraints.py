@@ -9,26 +9,26 @@ from collections.abc import Set
 
 
 def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False) -> bool:
-    """Whether a request still needs a prefill chunk.
+    """Return whether a request still needs a prefill chunk.
 
     A request with a single token left is ready to decode: a one-token prompt, or a prompt whose
-    prefix hit leaves one token, joins a decode batch directly. One that ``pools`` never decodes:
-    its last token takes a chunk, too.
+    prefix hit leaves one token, joins a decode batch directly. A request that
+    ``pools`` never decodes: its last token needs a chunk, too.
     """
     return pools or num_computed_tokens < num_tokens - 1
 
 
 def decode_share(num_decoding: int, max_num_seqs: int, stages: int) -> int:
-    """How many of the decoding requests a step may take.
+    """Return how many of the decoding requests one step may take.
 
-    A pipeline has a step in each of its ``stages`` at the same time. Each takes its part of what
-    there is, so that the steps are alike, and never more than the largest bucket.
+    A pipeline runs a step in each of its ``stages`` at the same time. Requests are divided evenly
+    among these steps, and no step exceeds the largest bucket.
     """
     return min(max_num_seqs // stages, -(-num_decoding // stages))
 
 
 def adapter_fits(adapter: int | None, running: Set[int], max_adapters: int) -> bool:
-    """Whether a request with this adapter may join those whose adapters are ``running``."""
+    """Return whether a request with this adapter may run beside the ``running`` adapters."""
     return adapter is None or adapter in running or len(running) < max_adapters
 
 
@@ -40,7 +40,7 @@ def prefill_block_reason(
     max_num_seqs: int,
     decodes_owed: bool,
 ) -> str | None:
-    """Why this step cannot be a prefill step, or None.
+    """Return why this step cannot be a prefill step, or None if it can.
 
     ``decodes_owed``: decoding requests exist and have not had their steps since the latest prefill
     chunk; this bounds the time between two tokens of a stream by one chunk.

@@ -1,4 +1,4 @@
-"""When a request has waited too long for its first turn."""
+"""Expiry of requests that waited too long for their first step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class QueueExpiry:
-    """Remembers when each request came and names those whose time to be scheduled is over.
+    """Queue of deadlines, from which a step takes the expired request ids.
 
-    All requests may wait equally long, so that they are due in the order in which they came: a
-    step looks at one of them. Whether one still waits is the scheduler's to know.
+    All requests have the same limit, so that deadlines are in order of arrival and a step checks
+    only the first. The scheduler decides if an expired request is still waiting.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``limit_s``: seconds that a request may wait; 0 is any time."""
+        """``limit_s``: seconds that a request may wait; 0 disables the limit."""
         self._limit_s = limit_s
         self._clock = clock
         self._due: deque[tuple[float, str]] = deque()
 
     def add(self, request_id: str, waited_s: float) -> None:
-        """Note a request that has come ``waited_s`` seconds ago, on another clock."""
+        """Add a request that arrived ``waited_s`` seconds ago, measured on another clock."""
         if self._limit_s:
             waited_s = min(max(waited_s, 0.0), self._limit_s)
             self._due.append((self._clock() + self._limit_s - waited_s, request_id))
 
     def take_due(self) -> Iterator[str]:
-        """Name each request once, when its time is over."""
+        """Yield each request id once, after its deadline."""
         if not self._due:
             return
         now = self._clock()
@@ -44,7 +44,7 @@ class QueueExpiry:
 
 
 def never_scheduled(request: Request | None) -> bool:
-    """Whether a request, if it is still there, waits for its first turn."""
+    """Return whether ``request`` exists and waits for its first step."""
     return request is not None and request.status in (
         RequestStatus.WAITING,
         RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
@@ -52,7 +52,7 @@ def never_scheduled(request: Request | None) -> bool:
 
 
 def report_expired(requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Add the ends of ``requests`` to a step's outputs, in front: there the front end looks."""
+    """Insert the ends of ``requests`` at the front of a step's outputs, where vLLM reads them."""
     for request in requests:
         end = EngineCoreOutput(
             request_id=request.request_id,

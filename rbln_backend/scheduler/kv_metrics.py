@@ -1,4 +1,4 @@
-"""What the operator sees of KV blocks and prefix hits."""
+"""Metrics of KV blocks and prefix hits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KvMetrics:
 
 
 class _WindowGauges:
-    """One window group: its blocks and its log."""
+    """Gauges of one window group: its blocks and its log."""
 
     def __init__(self, board: MetricsBoard, manager: WindowManager) -> None:
         labels = {"group": str(manager.kv_cache_group_id), "kind": "window"}

@@ -1,50 +1,65 @@
-"""What one call of vLLM's ``Scheduler.schedule`` sees and may take; nothing outlasts the call."""
+"""The requests and limits that one call of vLLM's ``Scheduler.schedule`` sees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rbln_backend.scheduler.background import background_last
 from rbln_backend.vllm_compat.surface import Request, Scheduler
 
 
+@dataclass(slots=True, kw_only=True)
+class StepView:
+    """The part of a scheduler that one step sees."""
+
+    running: list[Request]
+    hidden: Sequence[Request]
+    """Running requests that take no part in the step."""
+    max_running: int
+    max_tokens: int | None = None
+    """Token budget of the step; None, or more than vLLM's own budget: vLLM's."""
+    cuts_prompts: bool = True
+    adds_drafts: bool = True
+    """False disables drafts for this step."""
+    decode_prefill: bool = False
+    """True computes one token of each prompt, in a decode row."""
+
+
 class NarrowedScheduler(Scheduler):
-    """vLLM's scheduler, for whoever narrows single calls of it."""
+    """vLLM's scheduler with single calls narrowed to a ``StepView``; nothing outlasts a call."""
+
+    _decode_prefill = False
 
     @contextmanager
-    def _at_most(self, tokens: int | None) -> Iterator[None]:
-        """Give the step ``tokens`` tokens, None or more than the budget: as many as any."""
-        whole_budget = self.max_num_scheduled_tokens
-        if tokens is not None:
-            self.max_num_scheduled_tokens = min(tokens, whole_budget)
+    def _narrowed(self, view: StepView) -> Iterator[None]:
+        """Restrict the scheduler to ``view``; on exit hidden requests are running again."""
+        before, capacity = self.running, self.max_num_running_reqs
+        budget, drafts = self.max_num_scheduled_tokens, self.num_spec_tokens
+        self.running, self.max_num_running_reqs = view.running, view.max_running
+        if view.max_tokens is not None:
+            self.max_num_scheduled_tokens = min(view.max_tokens, budget)
+        if not view.adds_drafts:
+            self.num_spec_tokens = 0
+        if not view.cuts_prompts:
+            self.scheduler_config.enable_chunked_prefill = False
+        self._decode_prefill = view.decode_prefill
         try:
             yield
         finally:
-            self.max_num_scheduled_tokens = whole_budget
-
-    @contextmanager
-    def _whole_prompts(self, tokens: int) -> Iterator[None]:
-        """Give the step ``tokens`` tokens, and let upstream cut no prompt."""
-        self.scheduler_config.enable_chunked_prefill = False
-        try:
-            with self._at_most(tokens):
-                yield
-        finally:
-            self.scheduler_config.enable_chunked_prefill = True
-
-    @contextmanager
-    def _without_drafts(self) -> Iterator[None]:
-        """Let upstream not fill the only token of a request that comes in up with drafts."""
-        drafts, self.num_spec_tokens = self.num_spec_tokens, 0
-        try:
-            yield
-        finally:
-            self.num_spec_tokens = drafts
+            self._decode_prefill = False
+            if not view.cuts_prompts:
+                self.scheduler_config.enable_chunked_prefill = True
+            self.num_spec_tokens, self.max_num_scheduled_tokens = drafts, budget
+            self.max_num_running_reqs = capacity
+            if view.running is not before:
+                # The newest request stays last: upstream preempts from the end.
+                self.running = background_last([*view.hidden, *self.running], before)
 
     @contextmanager
     def _held_back(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Let upstream not see waiting ``requests``; they keep their places, as skipped ones do."""
+        """Hide waiting ``requests``; on exit they are back in front, as skipped requests are."""
         if requests:
             self.skipped_waiting.remove_requests(requests)
             self.waiting.remove_requests(requests)
@@ -53,18 +68,3 @@ class NarrowedScheduler(Scheduler):
         finally:
             for request in reversed(requests):
                 self.skipped_waiting.prepend_request(request)
-
-    @contextmanager
-    def _narrowed(
-        self, visible: list[Request], hidden: Sequence[Request], *, max_running: int
-    ) -> Iterator[None]:
-        """Let upstream see only ``visible``; hidden requests come back whatever happens."""
-        full_capacity, before = self.max_num_running_reqs, self.running
-        self.running, self.max_num_running_reqs = visible, max_running
-        try:
-            yield
-        finally:
-            self.max_num_running_reqs = full_capacity
-            if visible is not before:
-                # The newest request stays last: upstream preempts from the end.
-                self.running = background_last([*hidden, *self.running], before)

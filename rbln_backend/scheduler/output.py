@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers beyond vLLM's output."""
+"""Additions to the step that vLLM's scheduler sends to the workers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NO_TRANSFERS = WindowTransfers()
 
 @dataclass
 class WindowedSchedulerOutput(SchedulerOutput):
-    """A step that also moves window state."""
+    """Scheduler output of a step that also moves window state."""
 
     window_transfers: WindowTransfers = field(default_factory=WindowTransfers)
 
 
 def with_transfers(output: SchedulerOutput, transfers: WindowTransfers) -> SchedulerOutput:
-    """``output`` with the moves of its step; the same object when there are none."""
+    """Return ``output`` with the moves of its step; the same object when there are none."""
     if not transfers:
         return output
     values = {item.name: getattr(output, item.name) for item in fields(output)}
@@ -26,11 +26,11 @@ def with_transfers(output: SchedulerOutput, transfers: WindowTransfers) -> Sched
 
 
 def forget_known_tokens(cached: CachedRequestData) -> None:
-    """Drop tokens that the ranks have.
+    """Drop tokens that the ranks already have.
 
-    Upstream sends all tokens of a request that was not in the step before, for a cache that ours
-    do not need: their states live as long as the request. Only one that was preempted may have a
-    token that stages before the last have not seen.
+    Upstream sends all tokens of a request that was not in the previous step. Our ranks keep the
+    state of a request until it ends. Only a preempted request may have a token that the stages
+    before the last have not seen.
     """
     known = cached.all_token_ids
     if known:
@@ -38,14 +38,14 @@ def forget_known_tokens(cached: CachedRequestData) -> None:
 
 
 def window_transfers(output: SchedulerOutput) -> WindowTransfers:
-    """The moves of a step; empty for a plain output."""
+    """Return the moves of a step; empty for a plain output."""
     if isinstance(output, WindowedSchedulerOutput):
         return output.window_transfers
     return _NO_TRANSFERS
 
 
 def merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:
-    """Carry what an empty first attempt told the workers into the step that runs."""
+    """Merge the reports of an empty first attempt into the step that runs."""
     second.finished_req_ids = first.finished_req_ids | second.finished_req_ids
     second.free_encoder_mm_hashes = first.free_encoder_mm_hashes + second.free_encoder_mm_hashes
     if first.preempted_req_ids:

@@ -32,12 +32,13 @@ Hashers = Callable[[Request], Hasher]
 
 
 class PrefixReuse:
-    """Everything that an engine's scheduler needs besides upstream's own prefix cache."""
+    """Extends the prefix cache of vLLM's scheduler: hashes, coordinator, window moves, metrics."""
 
     def __init__(
-        self, coordinator: RblnKvCoordinator, hasher: Hashers | None, metrics: KvMetrics
+        self, manager: RblnKvCacheManager, hasher: Hashers | None, metrics: KvMetrics
     ) -> None:
-        self.coordinator = coordinator
+        self.manager = manager
+        self.coordinator = manager.ours
         self._hasher = hasher
         self._metrics = metrics
 
@@ -47,7 +48,7 @@ class PrefixReuse:
     ) -> PrefixReuse:
         """Replace the coordinator that upstream chose for ``scheduler``, which holds nothing yet.
 
-        Upstream hashes and looks prefixes up in whole blocks, and knows no window log.
+        Upstream hashes and looks prefixes up in whole blocks, without a window log.
         """
         rbln, manager = configured(vllm_config), scheduler.kv_cache_manager
         caches = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -66,15 +67,15 @@ class PrefixReuse:
             hash_block_size=unit,
             metrics_collector=scheduler.kv_metrics_collector,
         )
-        scheduler.kv_cache_manager = RblnKvCacheManager(manager, coordinator)
+        scheduler.kv_cache_manager = ours = RblnKvCacheManager(manager, coordinator)
         return cls(
-            coordinator,
+            ours,
             hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
             KvMetrics(board, coordinator),
         )
 
     def hash(self, request: Request) -> None:
-        """Give a new request hashes at our granularity."""
+        """Hash a new request at our granularity."""
         if self._hasher is None:
             return
         request._block_hasher = self._hasher(request)
@@ -86,14 +87,14 @@ class PrefixReuse:
         return with_transfers(output, self.coordinator.take_transfers())
 
     def report(self) -> None:
-        """Bring the metrics up to date after a step."""
+        """Update the metrics after a step."""
         self._metrics.update()
 
 
 def hashers(algorithm_name: str, unit: int) -> Hashers:
-    """Hash prefixes in steps of ``unit`` tokens, apart for every adapter that was ever loaded.
+    """Return hashers of prefixes in units of ``unit`` tokens, with a namespace per loaded adapter.
 
-    Upstream's hashes know an adapter by its name alone, under which other weights may come later.
+    Upstream's hashes contain only an adapter's name, which later can have other weights.
     """
     algorithm = get_hash_fn_by_name(algorithm_name)
     plain: Hasher = get_request_block_hasher(unit, algorithm)
@@ -109,7 +110,7 @@ def hashers(algorithm_name: str, unit: int) -> Hashers:
 
 
 def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Switch prefix caching off where window layers have no log to resume from."""
+    """Disable prefix caching where window layers have no log to resume from."""
     cache = vllm_config.cache_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     layers = [any_layer_spec(spec) for spec in specs]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from heapq import merge
 from itertools import chain, takewhile
 from pathlib import Path
@@ -18,9 +17,9 @@ from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
     Rows,
+    can_decode_prefill,
     comes_seldom,
     is_background,
-    reads_in_rows,
 )
 from rbln_backend.scheduler.constraints import (
     adapter_fits,
@@ -28,17 +27,17 @@ from rbln_backend.scheduler.constraints import (
     is_prefill,
     prefill_block_reason,
 )
-from rbln_backend.scheduler.draft_room import DraftRoom
+from rbln_backend.scheduler.draft_capacity import DraftCapacity
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
-from rbln_backend.scheduler.foremost import behind_the_foremost
-from rbln_backend.scheduler.narrowing import NarrowedScheduler
+from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import (
     StepBounds,
     adapter_of,
-    goes_on_alike,
     prompts_together,
+    will_compute_prefix_of,
 )
 from rbln_backend.scheduler.turns import can_decode, needs_chunk
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -56,20 +55,18 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class RblnScheduler(NarrowedScheduler):
-    """Each step is one prefill chunk or one decode batch, never both.
+    """Each step is one prefill chunk or one decode batch, by these rules in order:
 
-    Rules (``constraints.py``), in order:
-
-    * a request in the middle of its prefill goes on before another is admitted;
+    * a request in the middle of its prefill continues before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
-    * a prefill step sees no decoding request, and admits at most one waiting request, or those
-      that ``sharing.py`` puts into one chunk whole;
-    * a chunk takes what ``ChunkPlan`` says, so that little is computed for padding;
-    * a decode step leaves the other stages of a pipeline their share, and admits nobody but who
-      of the background reads its prompt in a row that is padding, a token a step;
+    * a prefill step sees no decoding request. It admits at most one waiting request, or several
+      whose whole prompts fit into one chunk (``sharing.py``);
+    * ``ChunkPlan`` chooses the tokens of a chunk, so that little padding is computed;
+    * a decode step leaves the other stages of a pipeline their share. It admits only background
+      prompts, one token per padding row;
     * all running requests together use at most ``max_loras`` adapters;
-    * of those that wait, the foremost (``foremost.py``) are admitted before all others;
-    * the background (``background.py``) runs in rows and steps that nobody else would use.
+    * priority requests (``priority_first.py``) are admitted before all other waiting requests;
+    * background requests (``background.py``) use only spare rows and spare steps.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
     only hides requests from, or caps, one call of ``Scheduler.schedule``.
@@ -78,13 +75,13 @@ class RblnScheduler(NarrowedScheduler):
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **options: Any
     ) -> None:
-        # The engine's process has no rank in it where there are several.
+        # With several ranks the engine's process has no worker that applies them.
         apply_patches()
         settle_prefix_caching(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **options)
         if vllm_config.model_config.runner_type == "pooling":
             # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
-            # context would wait for it without end (vllm-project/vllm#47971).
+            # context would wait for it forever (vllm-project/vllm#47971).
             self.num_sampled_tokens_per_step = 0
         board = _board(vllm_config)
         self._mask_seconds = board.histogram("rbln_grammar_mask_seconds", part="fill")
@@ -97,11 +94,10 @@ class RblnScheduler(NarrowedScheduler):
         self._background = Background(
             decode_buckets(vllm_config), self.max_num_running_reqs, self._stages, board
         )
-        self._reads_in_rows = False
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
         groups = len(self.kv_cache_config.kv_cache_groups)
-        self._drafts = DraftRoom(verify_table(vllm_config), self.block_size, groups)
+        self._drafts = DraftCapacity(verify_table(vllm_config), self.block_size, groups)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -136,7 +132,7 @@ class RblnScheduler(NarrowedScheduler):
         return outputs
 
     def _end_late_requests(self) -> None:
-        """End what has waited too long for its first turn; who was preempted has had one."""
+        """End requests that exceeded the queue limit without ever being scheduled."""
         late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
         if late:
             self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
@@ -146,23 +142,23 @@ class RblnScheduler(NarrowedScheduler):
             return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
         front = [request for request in self.running if not is_background(request)]
         prompts = [r for r in chain(self._waiting(), front) if _is_prompt_in_front(r)]
-        taken = self._make_room(front, prompts)
+        taken = self._free_capacity(front, prompts)
         behind = [request for request in self._waiting() if is_background(request)]
         prefilling = self._prefilling()
         unread = [*prefilling, *behind]
         if not taken and self._background.may_prefill(
             unread, beside=bool(front), prompts=bool(prompts)
         ):
-            # What is read in one go should be long.
+            # The longest rest of a prompt first: one chunk should compute much.
             prefilling.sort(key=lambda r: r.num_computed_tokens - r.num_tokens)
             return self._schedule_among(prefilling, self.running, throttle_prefills)
         prefilling = [request for request in prefilling if not is_background(request)]
         return self._schedule_among(prefilling, front, throttle_prefills, behind)
 
-    def _make_room(self, front: Sequence[Request], prompts: Sequence[Request]) -> list[Request]:
-        """Preempt the background, the newest first, where the foreground lacks a place or blocks.
+    def _free_capacity(self, front: Sequence[Request], prompts: Sequence[Request]) -> list[Request]:
+        """Preempt background requests, newest first, where the foreground lacks a slot or blocks.
 
-        Returns those that were preempted.
+        Returns the preempted requests.
         """
         taken: list[Request] = []
         wanted = self._blocks_of(front, prompts[:1])
@@ -188,9 +184,10 @@ class RblnScheduler(NarrowedScheduler):
         throttle_prefills: bool,
         behind: Sequence[Request] = (),
     ) -> SchedulerOutput:
-        """A chunk of ``prefilling`` or of who waits, unless ``decoding`` is owed the step.
+        """Schedule a chunk of ``prefilling`` or of a waiting request, else a decode step.
 
-        Those ``behind`` wait for padding and do not see a chunk.
+        ``decoding`` requests that are owed a decode step get it first. Waiting requests in
+        ``behind`` are hidden from the chunk.
         """
         with self._held_back(behind):
             if self._prefill_block_reason(len(prefilling), decoding) is not None:
@@ -227,26 +224,35 @@ class RblnScheduler(NarrowedScheduler):
     def _schedule_prefill(
         self, prefilling: list[Request], throttle_prefills: bool
     ) -> SchedulerOutput:
-        strangers = self._without_adapter_room()
-        others = [r for r in self._waiting() if r not in strangers]
-        with self._held_back(strangers), self._held_back(behind_the_foremost(others)):
+        """Schedule one chunk: of a running prompt, of a waiting one, or of several whole ones."""
+        refused = self._over_adapter_limit()
+        others = [r for r in self._waiting() if r not in refused]
+        with self._held_back([*refused, *behind_priority(others)]):
             together = self._together(prefilling)
             visible = [r for r in prefilling if r.request_id in together] or prefilling[:1]
             hidden = [request for request in self.running if request not in visible]
-            with (
-                self._narrowed(visible, hidden, max_running=max(1, len(together))),
-                self._cut(visible, hidden, together),
-                self._without_drafts(),
-            ):
+            whole = sum(together.values())
+            view = StepView(
+                running=visible,
+                hidden=hidden,
+                max_running=max(1, len(together)),
+                max_tokens=whole or self._chunk_tokens(visible, hidden),
+                cuts_prompts=not together,
+                adds_drafts=False,
+            )
+            with self._narrowed(view):
                 output = super().schedule(throttle_prefills)
         taken = output.num_scheduled_tokens
         assert len(taken) <= 1 or taken.keys() <= together.keys(), (
-            "vLLM's Scheduler.schedule does not heed max_num_running_reqs, or takes others first"
+            "vLLM's Scheduler.schedule ignores max_num_running_reqs, or takes other requests first"
         )
         return output
 
     def _together(self, prefilling: list[Request]) -> dict[str, int]:
-        """Prompts for one chunk and what each lacks; see ``prompts_together``."""
+        """Return the missing tokens of the prompts for one shared chunk, by request id.
+
+        Empty for a chunk of one prompt; see ``prompts_together``.
+        """
         if self._chunks is None or self._chunks.prompts == 1:
             return {}
         if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) < 2:
@@ -257,19 +263,19 @@ class RblnScheduler(NarrowedScheduler):
             prompt_tokens=self._most_of_a_prompt(self._chunks.largest),
         )
         waiting = takewhile(self._can_begin, self._in_turn())
-        return prompts_together(self._chunks, prefilling, waiting, bounds, self.kv_cache_manager)
+        return prompts_together(self._chunks, prefilling, waiting, bounds, self._reuse.manager)
 
     def _most_of_a_prompt(self, tokens: int) -> int:
-        """Of so many tokens that a prompt lacks, what upstream lets one step take."""
+        """Return how many of ``tokens`` missing prompt tokens upstream allows in one step."""
         return min(tokens, self.scheduler_config.long_prefill_token_threshold or tokens)
 
     def _in_turn(self) -> Iterable[Request]:
-        """All that wait, in the order in which upstream looks at them."""
+        """Return all waiting requests in upstream's order of admission."""
         by_priority = self.policy.value == "priority"
         return (merge if by_priority else chain)(self.skipped_waiting, self.waiting)
 
     def _can_begin(self, request: Request) -> bool:
-        """Whether upstream will take it next: no grammar of it is being compiled, for one."""
+        """Return whether upstream can admit ``request`` now, e.g. its grammar is compiled."""
         is_blocked = self._is_blocked_waiting_status(request.status)
         if is_blocked and not self._try_promote_blocked_waiting_request(request):
             return False
@@ -286,7 +292,7 @@ class RblnScheduler(NarrowedScheduler):
         if beginner is None:
             return self._schedule_rows(rows, 0, throttle_prefills)
         others = [request for request in self._waiting() if request is not beginner]
-        with self._held_back(others), self._without_drafts():
+        with self._held_back(others):
             output = self._schedule_rows(rows, 1, throttle_prefills)
         if beginner.request_id in output.num_scheduled_tokens:
             self._background.began()
@@ -295,24 +301,28 @@ class RblnScheduler(NarrowedScheduler):
     def _schedule_rows(
         self, rows: Rows, beginners: int, throttle_prefills: bool
     ) -> SchedulerOutput:
-        visible = rows.decoding + rows.readers if rows.readers else rows.decoding
+        """Schedule a decode step of ``rows`` and of ``beginners`` waiting background prompts."""
+        visible = rows.decoding + rows.decode_prefill if rows.decode_prefill else rows.decoding
         count = len(visible) + beginners
-        share = decode_share(count, self.max_num_running_reqs, self._stages)
-        self._reads_in_rows = True
-        try:
-            with (
-                self._narrowed(visible, rows.hidden, max_running=count),
-                self._at_most(share if self._stages > 1 else None),
-            ):
-                return super().schedule(throttle_prefills)
-        finally:
-            self._reads_in_rows = False
+        share = None
+        if self._stages > 1:
+            share = decode_share(count, self.max_num_running_reqs, self._stages)
+        view = StepView(
+            running=visible,
+            hidden=rows.hidden,
+            max_running=count,
+            max_tokens=share,
+            adds_drafts=not beginners,
+            decode_prefill=True,
+        )
+        with self._narrowed(view):
+            return super().schedule(throttle_prefills)
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Upstream's last word on the tokens of a prompt that a step computes: a row takes one."""
-        if self._reads_in_rows and is_prefill(num_computed_tokens, request.num_tokens):
+        """Return the tokens of a prompt that a step computes: 1 in a decode row."""
+        if self._decode_prefill and is_prefill(num_computed_tokens, request.num_tokens):
             return 1
         tokens: int = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
@@ -320,28 +330,28 @@ class RblnScheduler(NarrowedScheduler):
         return tokens
 
     def _beginner(self, rows: Rows) -> Request | None:
-        """Who of the background begins to read in a row of this step that is padding.
+        """Return the waiting background request whose prompt gets a padding row of this step.
 
-        Nobody while a prompt of the foreground is unread, or where its blocks would be few.
+        None while a foreground prompt is unread, or where its blocks would be too few.
         """
         if not rows.spare or len(self.running) >= self.max_num_running_reqs:
             return None
         waiting = list(self._in_turn())
         if any(map(_is_prompt_in_front, chain(waiting, rows.hidden))):
             return None
-        strangers = self._without_adapter_room()
-        able = (r for r in waiting if reads_in_rows(r) and r not in strangers)
+        refused = self._over_adapter_limit()
+        able = (r for r in waiting if can_decode_prefill(r) and r not in refused)
         first = next(filter(self._can_begin, able), None)
         pool = self.kv_cache_manager.block_pool
-        if first is None or goes_on_alike(first, self._prefilling(), pool.hash_block_size):
+        if first is None or will_compute_prefix_of(first, self._prefilling(), pool.hash_block_size):
             return None
         fits = pool.get_num_free_blocks() >= self._blocks_of(rows.decoding, [first])
         return first if fits else None
 
-    def _without_adapter_room(self) -> list[Request]:
-        """Waiting requests whose adapters would be too many beside those of all that run.
+    def _over_adapter_limit(self) -> list[Request]:
+        """Return the waiting requests whose adapter would exceed ``max_loras`` of all that run.
 
-        Upstream looks for them among what it sees of the running requests, and skips them, too.
+        Upstream applies the limit only to the running requests that it sees.
         """
         if self.lora_config is None:
             return []
@@ -351,22 +361,17 @@ class RblnScheduler(NarrowedScheduler):
             return []
         return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
 
-    def _cut(
-        self, prefilling: Sequence[Request], others: Sequence[Request], together: dict[str, int]
-    ) -> AbstractContextManager[None]:
-        """Give the step the prompts ``together``, or what its request's next chunk should take.
+    def _chunk_tokens(self, prefilling: Sequence[Request], others: Sequence[Request]) -> int | None:
+        """Return the tokens of the next prompt's next chunk; None: all that fit into a step.
 
-        What a waiting request will get from the prefix cache is not known yet: its first chunk is
-        planned as if it got nothing. One of the background comes seldom beside ``others``: all of
-        it that fits.
+        The prefix hit of a waiting request is not known yet: its first chunk is planned without.
+        A background prompt beside a foreground one of ``others`` gets few chunks, so it is not cut.
         """
-        if together:
-            return self._whole_prompts(sum(together.values()))
         request = prefilling[0] if prefilling else self._next_waiting()
         if self._chunks is None or request is None or comes_seldom(request, others):
-            return self._at_most(None)
+            return None
         left = self._most_of_a_prompt(request.num_tokens - request.num_computed_tokens)
-        return self._at_most(self._chunks.next_chunk(left))
+        return self._chunks.next_chunk(left)
 
     def _next_waiting(self) -> Request | None:
         queue = self._select_waiting_queue_for_scheduling()
@@ -374,14 +379,14 @@ class RblnScheduler(NarrowedScheduler):
 
 
 def _board(config: VllmConfig) -> MetricsBoard:
-    """The scheduler's, which lives once in each engine."""
+    """Return the metrics board of the engine's one scheduler."""
     run_dir = configured(config).run_dir
     name = f"scheduler{config.parallel_config.data_parallel_index}"
     return MetricsBoard(Path(run_dir) if run_dir else None, name)
 
 
 def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
-    """None for models that pool: the prompts of encoders cannot be cut."""
+    """Return the chunk plan; None for pooling models, as encoders' prompts cannot be cut."""
     if config.model_config.runner_type == "pooling":
         return None
     rbln = configured(config)

@@ -1,8 +1,8 @@
 """Prompts that one prefill step computes together, where its chunk holds all of them whole.
 
-Each has the tokens that it has by itself, bit for bit: rows of a step do not see each other. What
-a step writes into the KV cache no other request of the same step may read, so that a prompt that
-begins as another one does waits until that is there to be hit.
+Each prompt gets the same tokens as alone, bit for bit: rows of a step are independent. A request
+must not read KV that another request of the same step writes. So a prompt that shares the next
+prefix of another one waits for a later step, in which that prefix is a hit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.vllm_compat.surface import KVCacheManager, Request
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.vllm_compat.surface import Request
 
 
 class StepBounds(NamedTuple):
@@ -21,13 +22,13 @@ class StepBounds(NamedTuple):
 
     requests: int
     tokens: int
-    """Of all requests together."""
+    """Tokens of all requests together."""
     prompt_tokens: int
-    """Of one prompt; more of it is cut off for later steps."""
+    """Tokens of one prompt; the rest is left for later steps."""
 
 
 def adapter_of(request: Request) -> int | None:
-    """The number of a request's adapter."""
+    """Return the id of a request's adapter, None without one."""
     return request.lora_request.lora_int_id if request.lora_request else None
 
 
@@ -36,13 +37,13 @@ def prompts_together(
     prefilling: Sequence[Request],
     waiting: Iterable[Request],
     bounds: StepBounds,
-    cache: KVCacheManager,
+    cache: RblnKvCacheManager,
 ) -> dict[str, int]:
-    """What the next prefill step lacks of each prompt that it should compute, by request.
+    """Return the missing tokens of each prompt of the next prefill step, by request id.
 
-    Empty where it should take a chunk of one prompt. ``prefilling``: those that are under way;
-    ``waiting``: those that can begin, both in the order in which they should. Every prompt is
-    taken whole, so that none that ``bounds`` would cut is among them.
+    Empty where the step should take a chunk of one prompt. ``prefilling`` prompts are partly
+    computed, ``waiting`` requests can begin; both are in order of admission. Prompts are taken
+    whole: none that ``bounds`` would cut is included.
     """
     chosen = _Chosen(cache.block_pool.hash_block_size)
     most = min(bounds.requests, plan.prompts)
@@ -53,7 +54,7 @@ def prompts_together(
             break
         if not chosen.suits(request):
             break
-        hit = request.num_computed_tokens or cache.get_computed_blocks(request)[1]
+        hit = request.num_computed_tokens or cache.peek_hit(request)
         chosen.add(request, hit)
     whole = list(takewhile(lambda tokens: tokens <= bounds.prompt_tokens, chosen.left))
     count = plan.together(whole) if whole else 1
@@ -68,7 +69,7 @@ def prompts_together(
 @dataclass(slots=True)
 class _Chosen:
     unit: int
-    """Tokens between two places where a prefix can be hit."""
+    """Tokens between two positions where a prefix can be hit."""
     requests: list[Request] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
@@ -79,27 +80,27 @@ class _Chosen:
         self._starts.append(start)
 
     def has_adapter(self, request: Request) -> bool:
-        """Whether it has the adapter of the others."""
+        """Return whether ``request`` has the adapter of the chosen ones."""
         return not self.requests or adapter_of(request) == adapter_of(self.requests[0])
 
     def suits(self, request: Request) -> bool:
-        """Whether it has that and begins as none of them goes on."""
+        """Return whether it has that adapter and shares no chosen request's next prefix."""
         others = zip(self.requests, self._starts, strict=True)
         return self.has_adapter(request) and not any(
             _adds_prefix_of(request, other, start, self.unit) for other, start in others
         )
 
 
-def goes_on_alike(request: Request, others: Iterable[Request], unit: int) -> bool:
-    """Whether one of ``others`` is about to compute a prefix that ``request`` could hit.
+def will_compute_prefix_of(request: Request, others: Iterable[Request], unit: int) -> bool:
+    """Return whether one of ``others`` will compute a prefix that ``request`` could hit.
 
-    ``unit``: tokens between two places where a prefix can be hit.
+    ``unit``: tokens between two positions where a prefix can be hit.
     """
     return any(_adds_prefix_of(request, r, r.num_computed_tokens, unit) for r in others)
 
 
 def _adds_prefix_of(request: Request, other: Request, start: int, unit: int) -> bool:
-    """Whether the next prefix that ``other`` adds from ``start`` on is one of ``request``, too."""
-    # Its hash is of all before it, too.
+    """Return whether the next prefix of ``other`` after ``start`` tokens is one of ``request``."""
+    # A prefix hash covers all tokens before it.
     place, hashes, theirs = start // unit, request.block_hashes, other.block_hashes
     return place < min(len(hashes), len(theirs)) and hashes[place] == theirs[place]

@@ -1,8 +1,8 @@
-"""What the scheduler would make of a trace with given buckets, step by step, without a device.
+"""Simulation of the scheduler on a trace with given buckets, without a device.
 
 It follows `rbln_backend.scheduler`: a step is one chunk, of one prompt or of several that fit into
-it whole, or one token of every request that decodes. Left out are KV blocks (there is always room),
-prefix hits and adapters.
+it whole, or one token of every request that decodes. It ignores KV blocks (there are always
+enough), prefix hits and adapters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Times = Mapping[str, StepTimes]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a trace, `at` so many seconds after the first one.
+    """One request of a trace; it arrives `at` seconds after the first one.
 
-    Or of a busy period, in which it comes before the step `at`; waiting for it counts as steps.
+    In a busy period it arrives before the step numbered `at` instead.
     """
 
     at: float
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Settings of an engine that its steps depend on besides the buckets."""
+    """Engine settings besides the buckets that change its steps."""
 
     decode_steps_per_chunk: int = 1
     prefill_step_tokens: int = 0
@@ -56,7 +56,7 @@ class Schedule:
 def simulate(
     requests: Sequence[Request], tables: Tables, times: Times, pace: Pace | None = None
 ) -> Schedule:
-    """Run a trace to its end; step times decide who has come by which step."""
+    """Run a trace to its end; step times decide which requests have arrived by each step."""
     simulation = _Simulation(tables, times, pace or Pace(), by_steps=False)
     simulation.run(requests)
     return simulation.schedule
@@ -131,9 +131,9 @@ class _Simulation:
             self._run_step("prefill", self._chunks.next_chunk(chosen[0].prompt_left), chosen)
 
     def _admit(self, prefilling: list[_Running]) -> list[_Running]:
-        """Whom a prefill step computes: who is under way, else who waits, and who fits in, too."""
-        room = self._tables["decode"].largest - len(self._running)
-        queue = [*prefilling, *islice(self._waiting, room)]
+        """Return the requests of a prefill step: the first one, and all that fit with it."""
+        capacity = self._tables["decode"].largest - len(self._running)
+        queue = [*prefilling, *islice(self._waiting, capacity)]
         chosen = queue[: self._chunks.together([r.prompt_left for r in queue])]
         for request in chosen[len(prefilling) :]:
             self._waiting.remove(request)

@@ -1,1 +1,1 @@
-"""What is kept on disk: graphs and kernel libraries, their keys, locks and bundles."""
+"""On-disk store of graphs and kernel libraries, with their keys, locks and bundles."""

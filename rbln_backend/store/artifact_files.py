@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What the manifest promises about one file."""
+    """Size and digest of one file, from the manifest."""
 
     size: int
     sha256: str
@@ -104,7 +104,7 @@ def read_entry(directory: Path, key: CacheKey) -> dict[str, bytes]:
 
 
 def _is_entry(descriptor: int, directory: Path) -> bool:
-    """Whether the opened directory is still the one of that name."""
+    """Return True if the opened directory is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), directory.stat())
     except OSError:

@@ -140,7 +140,7 @@ class ArtifactStore:
         return files
 
     def load_code(self, key: CacheKey) -> dict[str, bytes] | None:
-        """As ``load``; None, with a warning, where somebody else could have written the entry."""
+        """As ``load``; warns and returns None if another user could have written the entry."""
         path = self._find(key.digest)
         try:
             check_trusted(path, (BINARIES, MANIFEST))

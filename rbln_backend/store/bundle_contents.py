@@ -1,4 +1,4 @@
-"""What a bundle holds: the same paths as a cache root, so that a folder of it is one.
+"""Contents of a bundle: the paths of a cache root, so that an unpacked bundle is one.
 
 `rbln/bundle.json` lists the rest; `rbln/graphs/<aa>/<digest>/` and `rbln/kernels/<key>/` are
 entries as the stores keep them, less what only tells when and where they were made.
@@ -100,7 +100,7 @@ def collect(
     """Read a bundle's contents from the stores; None stands for everything.
 
     Raises ``BundleError`` when something chosen is not there or is damaged, and for a library that
-    somebody else could have written: a bundle's digest would vouch for it.
+    another user could have written: a bundle's digest would vouch for it.
     """
     found = Contents()
     store = ArtifactStore(

@@ -16,7 +16,7 @@ from typing import TypeAlias
 JsonValue: TypeAlias = (
     "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 )
-"""What JSON can hold; of sequences, only strings, lists and tuples."""
+"""JSON values; of sequences, only strings, lists and tuples."""
 
 DIGEST_CHARS = 32
 """Length of a digest: 128 bits of a SHA-256 in hexadecimal."""
@@ -83,7 +83,7 @@ def diff(a: CacheKey, b: CacheKey) -> list[str]:
 
 
 def _plain_mapping(value: object) -> object:
-    """Let json.dumps take mappings that are not dicts; `_check` has refused the rest."""
+    """Convert mappings for json.dumps; `_check` has rejected all other types."""
     assert isinstance(value, Mapping)
     return dict(value)
 

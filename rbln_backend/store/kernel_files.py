@@ -65,7 +65,7 @@ def private_stores() -> list[Path]:
 
 
 def libraries(store: Path) -> list[KernelFiles]:
-    """What is stored, intact or not, by key."""
+    """Return all entries, intact or not, by key."""
     try:
         paths = sorted(path for path in store.iterdir() if KEY.fullmatch(path.name))
     except OSError:
@@ -74,7 +74,7 @@ def libraries(store: Path) -> list[KernelFiles]:
 
 
 def is_intact(entry: Path) -> bool:
-    """Whether the library in ``entry`` has the content that its record promises."""
+    """Return True if the library in ``entry`` matches the digest in its record."""
     try:
         return _matches((entry / RECORD).read_bytes(), (entry / LIBRARY).read_bytes())
     except OSError:
@@ -84,7 +84,7 @@ def is_intact(entry: Path) -> bool:
 def read_trusted(entry: Path) -> dict[str, bytes] | None:
     """Library and record by name; None where they are damaged.
 
-    Raises ``UntrustedFileError`` where somebody else could have written them.
+    Raises ``UntrustedFileError`` where another user could have written them.
     """
     try:
         with trusted_folder(entry) as folder:
@@ -97,7 +97,7 @@ def read_trusted(entry: Path) -> dict[str, bytes] | None:
 
 
 def open_library(entry: Path) -> int:
-    """A descriptor of the library in ``entry``, whole and written by nobody else: to be loaded.
+    """Return a descriptor of the library in ``entry``, intact and not writable by other users.
 
     Raises ``UntrustedFileError``, ``CorruptArtifactError`` and ``OSError``.
     """
@@ -114,7 +114,7 @@ def open_library(entry: Path) -> int:
 
 
 def examine(entry: Path) -> tuple[State, str]:
-    """Whether the library in ``entry`` may be loaded; for an untrusted one also why it may not."""
+    """Return the state of the library in ``entry``, and for an untrusted one the reason."""
     try:
         os.close(open_library(entry))
     except UntrustedFileError as error:
@@ -125,7 +125,7 @@ def examine(entry: Path) -> tuple[State, str]:
 
 
 def are_intact(files: Mapping[str, bytes]) -> bool:
-    """Whether ``files`` by name are a library and its record, and nothing else."""
+    """Return True if ``files`` are exactly a library and its record."""
     return files.keys() == {LIBRARY, RECORD} and _matches(files[RECORD], files[LIBRARY])
 
 
@@ -136,7 +136,7 @@ def make_record(library: bytes, target: str) -> bytes:
 
 
 def target_of(record: bytes) -> str:
-    """What a record says that its library was built for; "" where it says nothing."""
+    """Return the build target named in a record, or ""."""
     return str(_decode(record).get("target", ""))
 
 

@@ -17,7 +17,7 @@ _REFUSED = ("failed", "read_only")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How many graphs and libraries are new, were there, and were left out for want of trust.
+    """Counts of graphs and libraries that were added, present or skipped as untrusted.
 
     What an NPU's compiler made counts as a graph that is there, and as a library left out.
     """
@@ -55,7 +55,7 @@ def unpack(contents: Contents, cache_root: Path, *, max_bytes: int, with_kernels
 
 
 def _store(store: ArtifactStore, events: list[StoreEvent], key: CacheKey, files: Files) -> bool:
-    """Whether the graph is new; one that is damaged is quarantined by reading it."""
+    """Return True if the graph is new; reading a damaged one quarantines it."""
     with store.lock(key):
         if store.load(key) is not None:
             return False

@@ -32,7 +32,7 @@ class CompileWorker(RblnWorker):
     def _loader(self) -> BaseModelLoader:
         assert self._compiler is not None
         # What the SDK makes of a weight is not known here; our own programs only name them.
-        if self._compiler.name != "emulated":
+        if not self._compiler.capabilities.runs_on_host:
             return super()._loader()
         return NoWeightsLoader(self.load_config)
 

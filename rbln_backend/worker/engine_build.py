@@ -17,7 +17,7 @@ from torch import nn
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import Size
-from rbln_backend.compiler.device import find_npu
+from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
@@ -123,7 +123,7 @@ class EngineBuild:
         self._generates = config.model_config.runner_type == "generate"
         sharing = sharing_layers(parts.attention_layers)
         length = config.model_config.max_model_len
-        self._groups = kv_groups(kv_cache_config, length, sharing, find_npu(rbln))
+        self._groups = kv_groups(kv_cache_config, length, sharing, parts.compiler.capabilities)
         self._moe = moe_methods(parts.model)
         self._kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
@@ -313,7 +313,7 @@ class EngineBuild:
             metrics=self._step_metrics(),
             stage=self._stage,
             agreement=self._agreement,
-            rows=_row_order(self._parts.rbln),
+            rows=_row_order(self._parts.compiler.capabilities),
         )
         if not is_last:
             return RelayRunner(steps)
@@ -321,8 +321,8 @@ class EngineBuild:
             caching = bool(config.cache_config.enable_prefix_caching)
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
             return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
-        # The kernel that it calls belongs to the emulated device.
-        sampler_class = GreedySampler if self._parts.compiler.name == "emulated" else RowSampler
+        runs_on_host = self._parts.compiler.capabilities.runs_on_host
+        sampler_class = GreedySampler if runs_on_host else RowSampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
         board = self._parts.board.only_if(self._parts.place.replies)
@@ -380,9 +380,8 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
     return plain
 
 
-def _row_order(rbln: RblnConfig) -> RowOrder:
-    npu = find_npu(rbln)
-    return AsScheduled() if npu is None or not npu.wants_longest_first else LongestFirst()
+def _row_order(capabilities: Capabilities) -> RowOrder:
+    return LongestFirst() if capabilities.longest_first else AsScheduled()
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from rbln_backend.compiler.device import (
-    choose_device,
-    find_npu,
+    device_capabilities,
     installed_sdk,
     make_rebel_compiler,
 )
@@ -229,7 +228,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
         specs = list(self._layer_specs().values())
         per_block = paged_bytes_per_block(specs)
         for_windows = window_bytes(specs, self.scheduler_config.max_num_seqs)
-        npu = find_npu(self._rbln)
+        assert self._compiler is not None
+        npu = self._compiler.capabilities.npu
         if npu is not None and self.cache_config.kv_cache_memory_bytes is None:
             budget = npu_budget_bytes(npu, self.vllm_config, self.get_model(), specs) - for_windows
         else:
@@ -264,7 +264,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
     @_told
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
-        if find_npu(self._rbln) is not None:
+        if self._compiler.capabilities.npu is not None:
             check_num_blocks(kv_cache_config.num_blocks)
         parts = EngineParts(
             vllm_config=self.vllm_config,
@@ -360,7 +360,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         install_expert_layers()
         install_latent_layers(self.vllm_config)
         root = Path(self._rbln.cache_root) / "rbln"
-        if choose_device(self._rbln) == "rebel":
+        if not device_capabilities(self._rbln).runs_on_host:
             return self._make_rebel_compiler(root)
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)

@@ -1,1 +1,1 @@
-"""OpenAI's and Anthropic's batches: requests that run in rows that would be padding."""
+"""OpenAI's and Anthropic's batches, whose requests run in padding rows."""

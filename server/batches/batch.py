@@ -1,4 +1,4 @@
-"""A batch: what was asked, how far it is, and how OpenAI's API shows it.
+"""A batch: the request for it, its state, and its form in OpenAI's API.
 
 validating -> in_progress -> finalizing -> completed | expired | cancelled
      |             +-> cancelling -^
@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from server.frontend import Endpoint
+from server.storage.jobs import BATCHES
+from server.wire.endpoint import Endpoint
 
-OPEN = ("validating", "in_progress", "finalizing", "cancelling")
-"""The states of a batch that is still to be worked on."""
 _MOMENTS = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
     *("cancelling_at", "cancelled_at"),
@@ -37,14 +36,14 @@ Status = Literal[
 
 
 class Api(enum.Enum):
-    """Whose API a batch was made by, and is seen by; the value is what its ids begin with."""
+    """API that created a batch and shows it; the value is the prefix of its ids."""
 
     OPENAI = "batch_"
     ANTHROPIC = "msgbatch_"
 
 
 class LineError(TypedDict):
-    """What is wrong with the input, and in which line; the first is 1."""
+    """Error in the input; the first line is 1."""
 
     code: str
     line: int | None
@@ -53,7 +52,7 @@ class LineError(TypedDict):
 
 
 class Counts(TypedDict):
-    """Lines of a batch."""
+    """Numbers of lines of a batch."""
 
     total: int
     completed: int
@@ -61,8 +60,8 @@ class Counts(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a client asked for; times in seconds."""
+class BatchRequest:
+    """Request to create a batch; times in seconds."""
 
     owner: str
     endpoint: str
@@ -74,12 +73,12 @@ class Wish:
 
     @property
     def api(self) -> Api:
-        """Whose API it came by: Anthropic's endpoint is that of its own batches alone."""
+        """API of the request: only Anthropic's batches use its endpoint."""
         return Api.ANTHROPIC if self.endpoint == Endpoint.MESSAGES.value else Api.OPENAI
 
     @property
-    def asked(self) -> str:
-        """What two requests with one idempotency key must have in common."""
+    def fingerprint(self) -> str:
+        """Text that requests with the same idempotency key must have in common."""
         return json.dumps(
             [self.endpoint, self.input_file, self.window_s, self.keep_s, self.metadata],
             sort_keys=True,
@@ -88,7 +87,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch as the database has it."""
+    """Row of the table of batches."""
 
     id: str
     owner: str
@@ -105,7 +104,7 @@ class Batch:
     error_file: str | None
     model: str | None
     idempotency: str | None
-    asked: str
+    fingerprint: str
     total: int
     completed: int
     failed: int
@@ -115,38 +114,38 @@ class Batch:
     cached_tokens: int
     output_tokens: int
     never_run: int
-    """Of `failed`, the lines that had no answer when the batch was cut."""
+    """Lines in `failed` that had not run when the batch expired or was cancelled."""
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Batch:
-        """The batch of a row."""
+        """Return the batch of a row."""
         values = dict(row)
         for name in ("metadata", "moments", "errors"):
             values[name] = json.loads(values[name])
-        return cls(**values)
+        return cls(fingerprint=values.pop("asked"), **values)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is still work for it."""
-        return self.status in OPEN
+        """True until the batch has ended."""
+        return self.status in BATCHES.open_statuses
 
     @property
     def unfinished(self) -> int:
-        """Lines without an answer."""
+        """Number of lines without a result."""
         return self.total - self.completed - self.failed
 
     @property
-    def answer_files(self) -> list[str]:
-        """The files that it has left."""
+    def result_files(self) -> list[str]:
+        """Ids of its result files."""
         return [file for file in (self.output_file, self.error_file) if file is not None]
 
     @property
     def result_bytes(self) -> dict[str, int]:
-        """Bytes of answers that are counted, by the kind of their file."""
+        """Bytes of counted results, by the kind of their file."""
         return {"output": self.output_bytes, "error": self.error_bytes}
 
     def shown(self) -> dict[str, Any]:
-        """Return it as a client sees it; times are Unix seconds."""
+        """Return the batch object of OpenAI's API; times are Unix seconds."""
         return {
             "id": self.id,
             "object": "batch",

@@ -1,4 +1,4 @@
-"""The body of a request for a batch, and what it may say."""
+"""Body of `POST /v1/batches` and its validation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.batches.batch import Wish
+from server.batches.batch import BatchRequest
 from server.errors import InvalidValueError, describe
-from server.frontend import Endpoint
+from server.wire.endpoint import Endpoint
 
 ENDPOINTS = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.EMBEDDINGS, Endpoint.RESPONSES)
-"""What the lines of a batch may ask."""
+"""Endpoints that lines of a batch may name."""
 WINDOW_S = 24 * 3600
 _MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
 SHORTEST_S, LONGEST_S = 3600, 30 * 24 * 3600
@@ -20,7 +20,7 @@ _MAX_KEY = 255
 
 
 class ExpiresAfter(BaseModel):
-    """When a file is deleted."""
+    """Expiry of a file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class ExpiresAfter(BaseModel):
 
 
 class CreateBatchBody(BaseModel):
-    """What `POST /v1/batches` takes."""
+    """Body of `POST /v1/batches`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,8 +42,8 @@ class CreateBatchBody(BaseModel):
     )
 
 
-def wish_of(body: CreateBatchBody, owner: str, idempotency: str | None) -> Wish:
-    """Return what a body asks for. Raises `InvalidValueError`."""
+def batch_request(body: CreateBatchBody, owner: str, idempotency: str | None) -> BatchRequest:
+    """Validate a body. Raises `InvalidValueError`."""
     if body.endpoint not in [endpoint.value for endpoint in ENDPOINTS]:
         raise InvalidValueError(
             f"'endpoint' must be one of {', '.join(e.value for e in ENDPOINTS)}, got "
@@ -60,7 +60,7 @@ def wish_of(body: CreateBatchBody, owner: str, idempotency: str | None) -> Wish:
     _check_metadata(body.metadata or {})
     expires = body.output_expires_after
     keep_s = expires.seconds if expires is not None else 0
-    return Wish(
+    return BatchRequest(
         owner=owner,
         endpoint=body.endpoint,
         input_file=body.input_file_id,

@@ -1,7 +1,7 @@
-"""The lines of a batch's input, read one after the other: what each asks, or what is wrong.
+"""Lines of a batch's input file, read and validated one by one.
 
-A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. Its body is not parsed here:
-what it asks of the model is checked when its turn comes, as a request over HTTP would be.
+A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. Its body is validated when
+the line runs, by the code that validates HTTP requests.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from server.storage.raw_json import (
 
 MAX_ID_CHARS = 512
 _SHARED_BYTES = 2000
-"""Of the first message: lines that begin alike run one after the other, for prefix hits."""
+"""Bytes of the first message that group lines with a common prefix."""
 _ABSENT = Raw(b"")
 
 
 class _Line(Struct, forbid_unknown_fields=True):
-    """A line; no field is required, so that the first one that is wrong can be named."""
+    """Fields of a line, all optional, so that errors name the first wrong one."""
 
     custom_id: Raw = _ABSENT
     method: Raw = _ABSENT
@@ -44,7 +44,7 @@ class _Line(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """Where a line lies in the file, in bytes, and what it is sorted by."""
+    """Valid line: its offset and length in bytes, and its sort key `shared`."""
 
     number: int
     custom_id: str
@@ -56,7 +56,7 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What the lines of one batch must have in common, and how large they may be."""
+    """Endpoint of all lines of a batch, and limits on their number and size."""
 
     endpoint: str
     max_lines: int
@@ -64,7 +64,7 @@ class LineRules:
 
 
 def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
-    """Yield each line, or what is wrong with it; ends after the first that is one too many."""
+    """Yield each line, or its error. Stops at the first line beyond `max_lines`."""
     number = place = 0
     with path.open("rb") as file:
         while raw := file.readline(rules.max_bytes + 1):
@@ -93,17 +93,19 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
         yield _error("empty_file", None, "The file has no lines.")
 
 
-def same_name(line: InputLine) -> LineError:
-    """Return what is wrong with a line whose id another one has."""
+def duplicate_id(line: InputLine) -> LineError:
+    """Return the error of a line whose `custom_id` is not unique."""
     message = f"'custom_id' {describe(line.custom_id)} is that of an earlier line."
     return _error("duplicate_custom_id", line.number, message, "custom_id")
 
 
 def body_of(raw: bytes) -> bytes:
-    """Return the body of a line that was read before, as JSON. Raises `UnsupportedFieldError`."""
+    """Return the JSON body of a valid line. Raises `UnsupportedFieldError`."""
     body = fields_of(raw, "body")["body"]
     if fields_of(body, "stream").get("stream") == b"true":
-        raise UnsupportedFieldError("'stream' is not for lines of a batch.", param="stream")
+        raise UnsupportedFieldError(
+            "'stream' is not supported in lines of a batch.", param="stream"
+        )
     return body
 
 
@@ -120,9 +122,9 @@ def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | 
     try:
         line = decode(raw, _Line)
     except UnknownNameError as error:
-        return _error("unknown_field", number, f"A line has no {describe(error.name)}.", error.name)
+        return _error("unknown_field", number, f"Unknown field {describe(error.name)}.", error.name)
     except (JsonSyntaxError, ShapeError) as error:
-        return _error("invalid_json_line", number, f"This line is no JSON object: {error}.")
+        return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
     custom_id = string_of(bytes(line.custom_id))
     if custom_id is None or not 0 < len(custom_id) <= MAX_ID_CHARS:
         return _error(
@@ -143,8 +145,8 @@ def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | 
         return _error(
             "mismatched_url",
             number,
-            f"'url' is {_described(line.url)}, and the "
-            f"batch's endpoint {describe(rules.endpoint)}.",
+            f"'url' must be the batch's endpoint {describe(rules.endpoint)}, got "
+            f"{_described(line.url)}.",
             "url",
         )
     body = bytes(line.body)
@@ -167,7 +169,7 @@ def _described(value: Raw) -> str:
 
 
 def _shared(fields: dict[str, bytes]) -> str:
-    """Return a digest that lines of one model, or adapter, share if they begin alike."""
+    """Return a digest that is equal for lines with the same model and first message prefix."""
     first = first_item(fields.get("messages") or fields.get("input"))
     content = None
     if first is not None and first[:1] == b"{":

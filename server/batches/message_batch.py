@@ -1,4 +1,4 @@
-"""A batch as Anthropic's API shows it, and the results of its requests."""
+"""Batches and results in the format of Anthropic's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ENDS = ("completed_at", "cancelled_at", "expired_at")
 
 
 class RequestCounts(TypedDict):
-    """Requests by what became of them; all of them are `processing` until the batch has ended."""
+    """Numbers of requests by result; all are `processing` until the batch has ended."""
 
     processing: int
     succeeded: int
@@ -30,7 +30,7 @@ class RequestCounts(TypedDict):
 
 
 class MessageBatch(TypedDict):
-    """A batch; times are those of RFC 3339."""
+    """Message batch object; times are in the format of RFC 3339."""
 
     id: str
     type: Literal["message_batch"]
@@ -45,10 +45,10 @@ class MessageBatch(TypedDict):
 
 
 def shown(batch: Batch) -> MessageBatch:
-    """Return a batch as a client sees it.
+    """Return the message batch object of a batch.
 
-    `results_url` is a path: by which name and scheme the service is reached, a proxy knows, and
-    clients of this API put their own base URL before it.
+    `results_url` is a path, since the server does not know its public URL. Anthropic's clients
+    resolve it against their base URL.
     """
     ended = next((batch.moments[name] for name in _ENDS if name in batch.moments), None)
     return MessageBatch(
@@ -66,7 +66,7 @@ def shown(batch: Batch) -> MessageBatch:
 
 
 def results(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the results that are in files of answers, pieces of whole lines of JSON."""
+    """Yield the contents of result files as Anthropic's JSON lines, in chunks of whole lines."""
     for path in paths:
         with path.open("rb") as file:
             while lines := file.readlines(_PIECE_BYTES):
@@ -93,11 +93,11 @@ def _counts(batch: Batch) -> RequestCounts:
 
 def _result(line: bytes) -> bytes:
     stored = fields_of(line, "custom_id", "response", "error")
-    result = _became(stored["response"], stored["error"])
+    result = _result_of(stored["response"], stored["error"])
     return object_of({"custom_id": Raw(stored["custom_id"]), "result": result}) + b"\n"
 
 
-def _became(response: bytes, error: bytes) -> dict[str, Any]:
+def _result_of(response: bytes, error: bytes) -> dict[str, Any]:
     if response == b"null":
         code = string_of(fields_of(error, "code")["code"])
         return {"type": _NEVER_RUN[code or ""]}
@@ -105,7 +105,7 @@ def _became(response: bytes, error: bytes) -> dict[str, Any]:
     body = Raw(fields["body"])
     if int(fields["status_code"]) == _OK:
         return {"type": "succeeded", "message": body}
-    # The body is this API's envelope of an error.
+    # The body of a failed request to /v1/messages is an error object of this API.
     return {"type": "errored", "error": body}
 
 

@@ -1,4 +1,4 @@
-"""The requests of a batch of Anthropic's API: what one is, and as a line of an input file."""
+"""Body of `POST /v1/messages/batches`, and its conversion to an input file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
-from server.frontend import Endpoint
 from server.storage.raw_json import (
     JsonSyntaxError,
     MissingNameError,
@@ -30,11 +29,12 @@ from server.storage.raw_json import (
     described,
     in_one_line,
 )
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
 _LINES = 1000
-"""Of one piece of the file."""
+"""Lines in one chunk of the file."""
 _SHOWN_NAME = 100
 _REST = f',"method":"POST","url":"{Endpoint.MESSAGES.value}","body":'.encode()
 BODY_SCHEMA: dict[str, Any] = {
@@ -42,13 +42,13 @@ BODY_SCHEMA: dict[str, Any] = {
     "properties": {
         "requests": {
             "type": "array",
-            "description": "As many as --max-batch-lines, within --max-body-bytes.",
+            "description": "At most --max-batch-lines items, within --max-body-bytes.",
             "items": {
                 "type": "object",
                 "properties": {
                     "custom_id": {
                         "type": "string",
-                        "description": f"1 to {MAX_ID_CHARS} characters, the batch's only one.",
+                        "description": f"1 to {MAX_ID_CHARS} characters, unique in the batch.",
                     },
                     "params": {
                         "type": "object",
@@ -63,18 +63,18 @@ BODY_SCHEMA: dict[str, Any] = {
     "required": ["requests"],
     "additionalProperties": False,
 }
-"""What `POST /v1/messages/batches` takes."""
+"""JSON schema of the body of `POST /v1/messages/batches`."""
 
 
 class _Request(Struct, gc=False):
-    """One of a batch's requests; its values are checked where they are used."""
+    """Request of a batch; its values are validated later."""
 
     custom_id: Raw
     params: Raw
 
 
 class _StrictRequest(_Request, forbid_unknown_fields=True, gc=False):
-    """A request without unknown fields."""
+    """Request of a batch, without unknown fields."""
 
 
 class _Body(Struct):
@@ -86,9 +86,9 @@ class _StrictBody(Struct, forbid_unknown_fields=True):
 
 
 def lines_of(raw: bytes, max_lines: int, *, warn: bool) -> list[bytes]:
-    """Return the requests of a body as lines of a batch's input. Raises a `RequestError`.
+    """Convert the requests of a body to lines of an input file. Raises a `RequestError`.
 
-    With `warn`, unknown fields are logged and left out.
+    With `warn`, unknown fields are logged and dropped.
     """
     requests = _requests(raw, warn=warn)
     if not 0 < len(requests) <= max_lines:
@@ -146,7 +146,7 @@ def _line(request: _Request, number: int) -> bytes:
 
 
 class WrittenInput:
-    """The input file that the service writes for such a batch, a `Source` of `FileStore`."""
+    """Input file of a batch of Anthropic's API, a `Source` for `FileStore`."""
 
     name: str | None = "message_batch.jsonl"
 
@@ -160,8 +160,8 @@ class WrittenInput:
             yield b"".join(self._lines[begin : begin + _LINES])
 
 
-def refused(error: LineError) -> InvalidValueError:
-    """Return what is wrong with a line, as the client knows it."""
+def body_error(error: LineError) -> InvalidValueError:
+    """Convert an error of an input line to an error of the request body."""
     if error["line"] is None:
         return InvalidValueError(error["message"], param="requests")
     place = f"requests[{error['line'] - 1}]"

@@ -1,10 +1,10 @@
-"""The answers of lines: appended to a file, synchronised, and only then counted.
+"""Result files of open batches: results are appended, synchronised and then counted.
 
-    <data-dir>/parts/<batch>.output   answers with status 200
-    <data-dir>/parts/<batch>.error    the others
+    <data-dir>/parts/<batch>.output   responses with status 200
+    <data-dir>/parts/<batch>.error    other responses
 
-Invariant: the bytes that the database counts are there; what lies behind them was cut off by a
-crash and is dropped before the next answer, so that no line is there twice.
+Invariant: all bytes that the database counts are on the disk. Bytes behind them were left by a
+crash and are truncated before the next write, so no line has two results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from server.batches import table
 from server.batches.batch import Batch, Status
-from server.batches.table import Answer
+from server.batches.line_results import LineResult
 from server.storage.database import Database
 from server.storage.files import OUTPUT, StoredFile
 from server.storage.folder import DataFolder
@@ -30,17 +30,17 @@ _PAUSE_S = 5.0
 
 
 class ResultFiles:
-    """Used by one task at a time."""
+    """Result files of all open batches. Used by one task at a time."""
 
     def __init__(self, database: Database, folder: DataFolder, keep_s: int) -> None:
         self._database = database
         self._folder = folder
         self._keep_s = keep_s
         self.full = False
-        """Whether answers wait for room on the disk."""
+        """True while results wait for disk space."""
 
     async def recover(self, batches: Sequence[Batch]) -> None:
-        """Drop what was written and not counted, and what belongs to no batch."""
+        """Truncate uncounted results and delete parts that belong to no batch."""
         known = {
             self._part(batch.id, kind).name: size
             for batch in batches
@@ -52,23 +52,23 @@ class ResultFiles:
             elif part.stat().st_size > known[part.name]:
                 os.truncate(part, known[part.name])
 
-    async def add(self, answers: Sequence[Answer]) -> None:
-        """Write answers and count them; waits for as long as the disk has no room."""
+    async def add(self, results: Sequence[LineResult]) -> None:
+        """Write and count results; retries every 5 s while the disk is full or fails."""
         while True:
             try:
-                self._folder.require(sum(len(answer.text) for answer in answers))
-                await self._back_to_counted(answers)
-                await asyncio.to_thread(self._append, answers)
-                await self._database.run(partial(table.note_written, answers=answers))
+                self._folder.require(sum(len(result.text) for result in results))
+                await self._truncate_uncounted(results)
+                await asyncio.to_thread(self._append, results)
+                await self._database.run(partial(table.count_results, results=results))
                 break
-            except Exception as error:  # noqa: BLE001 (a full disk has many faces)
+            except Exception as error:  # noqa: BLE001 (disk errors have many types)
                 self.full = True
-                logger.error("answers of batches wait for the disk: %s", error)
+                logger.error("batches: results wait for the disk: %s", error)
                 await asyncio.sleep(_PAUSE_S)
         self.full = False
 
     async def end(self, batch: Batch, status: Status) -> None:
-        """Make the answers files of their own, and the batch one that ended."""
+        """Turn the result parts into files and end the batch."""
         files = []
         for kind, size in batch.result_bytes.items():
             if size:
@@ -81,20 +81,20 @@ class ResultFiles:
     def _part(self, batch_id: str, kind: str) -> Path:
         return self._folder.parts / f"{batch_id}.{kind}"
 
-    def _append(self, answers: Sequence[Answer]) -> None:
+    def _append(self, results: Sequence[LineResult]) -> None:
         parts: dict[Path, list[bytes]] = defaultdict(list)
-        for answer in answers:
-            path = self._part(answer.line.batch, answer.kind)
-            parts[path].append(answer.text)
+        for result in results:
+            path = self._part(result.line.batch, result.kind)
+            parts[path].append(result.text)
         for path, texts in parts.items():
             with path.open("ab") as file:
                 file.writelines(texts)
                 file.flush()
                 os.fsync(file.fileno())
 
-    async def _back_to_counted(self, answers: Sequence[Answer]) -> None:
-        """Drop what an earlier try has left behind the bytes that are counted."""
-        for batch_id in {answer.line.batch for answer in answers}:
+    async def _truncate_uncounted(self, results: Sequence[LineResult]) -> None:
+        """Truncate uncounted bytes of an earlier attempt."""
+        for batch_id in {result.line.batch for result in results}:
             batch = await self._database.read(partial(table.reload, batch_id=batch_id))
             for kind, size in batch.result_bytes.items():
                 path = self._part(batch_id, kind)
@@ -103,7 +103,7 @@ class ResultFiles:
 
 
 def _file_of(batch: Batch, kind: str, size: int, keep_s: int) -> StoredFile:
-    """The file of a batch's answers; the same one if a crash came between its two steps."""
+    """Return the row of a result file; equal for repeated calls, so that `end` can be repeated."""
     ended = batch.moments.get("finalizing_at", batch.moments.get("cancelling_at", batch.created_at))
     kept = batch.keep_s or keep_s
     return StoredFile(

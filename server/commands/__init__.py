@@ -1,1 +1,1 @@
-"""The command line: `rbln-serve serve|batch|check|compile|fetch|cache|tune`."""
+"""The commands `rbln-serve serve|batch|check|compile|fetch|cache|tune`."""

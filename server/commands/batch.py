@@ -1,8 +1,7 @@
-"""`rbln-serve batch`: the lines of a file answered by an engine of its own, without a service.
+"""`rbln-serve batch`: answers the requests of a JSONL file without a public service.
 
-The engine and the store are those of `serve`, on a loopback port with a key of its own, so that
-lines meet the same checks and a run that was ended, however it was, goes on where it stopped: the
-store lies beside the output until that is complete.
+It runs the service of `serve` on a loopback port with a random key, so that the same checks apply.
+The store lies next to the output until that is complete, so that a later run resumes a stopped one.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _ANY = 1 << 50
 _STOPPED = 130
 
 Work = Callable[[str], Coroutine[Any, Any, int]]
-"""What is done with a service at an address."""
+"""A client's work with the service at a URL; returns an exit code."""
 Serve = Callable[[ServerSettings, Work], int]
-"""Runs the service with these settings, and beside it the work."""
+"""Runs the service with these settings, and the work concurrently."""
 
 
 def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Serve) -> int:
-    """Answer the lines of `source` into `target`; returns the exit code."""
+    """Write the answers to the lines of `source` to `target`; return the exit code."""
     try:
         require_sound(source, settings.max_body_bytes)
     except JobError as error:
-        return _told(error)
+        return _report(error)
     store = target.with_name(f"{target.name}.partial")
     key = secrets.token_urlsafe(24)
     private = settings.model_copy(
@@ -58,7 +57,7 @@ def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Ser
         try:
             await BatchJob(url, key, source, target).run()
         except JobError as error:
-            return _told(error)
+            return _report(error)
         finally:
             signal.raise_signal(signal.SIGTERM)
         return 0
@@ -67,22 +66,22 @@ def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Ser
     if code == 0:
         shutil.rmtree(store, ignore_errors=True)
     elif store.exists():
-        sys.stderr.write(f"What is done lies in {store}; the same command goes on from there.\n")
+        sys.stderr.write(f"Partial results are in {store}; run the same command to resume.\n")
     return code
 
 
-def _told(error: JobError) -> int:
+def _report(error: JobError) -> int:
     sys.stderr.write(f"rbln-serve batch: {error}\n")
     return 1
 
 
 async def beside(service: Coroutine[Any, Any, int], work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` beside the service; return the service's exit code, else that of the work."""
+    """Run `work` concurrently with the service; return the first exit code that is not 0."""
     job = asyncio.ensure_future(work)
     try:
         code = await service
         if not job.done():
-            # The service was ended first: by a signal, or because the engine could not start.
+            # The service ended first: by a signal, or because the engine could not start.
             return code or _STOPPED
         return code or job.result()
     finally:
@@ -92,10 +91,10 @@ async def beside(service: Coroutine[Any, Any, int], work: Coroutine[Any, Any, in
 
 
 def paths_of(argv: Sequence[str]) -> tuple[Path, Path]:
-    """Return input and output as they were given. Raises `ValueError` where one is wrong."""
+    """Return the input and output paths. Raises `ValueError` if one cannot be used."""
     source, target = (Path(text) for text in argv)
     if not source.is_file():
         raise ValueError(f"the input {source} is no file")
     if not target.absolute().parent.is_dir():
-        raise ValueError(f"the output {target} would be in a folder that is not there")
+        raise ValueError(f"the folder of the output {target} does not exist")
     return source, target

@@ -1,4 +1,4 @@
-"""One file of lines through the service's own API: left, followed, fetched."""
+"""Runs one input file as a batch through the service's API and downloads the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rbln_backend.host.replaced_files import replace_file
 from rbln_backend.reporting.progress_line import ProgressLine
 from server.batches.batch import LineError
 from server.batches.bodies import ENDPOINTS
-from server.batches.input_lines import InputLine, LineRules, read_lines, same_name
+from server.batches.input_lines import InputLine, LineRules, duplicate_id, read_lines
 from server.errors import describe
 
 _POLL_S = 0.2
@@ -26,14 +26,14 @@ _OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class JobError(Exception):
-    """The file cannot be answered; the message is for whoever started it."""
+    """The file cannot be answered; the message is printed to the user."""
 
 
 class BatchJob:
-    """Leaves a file with a service that has it for itself, and fetches the answers."""
+    """Uploads a file to the private service, waits for its batch and downloads the answers."""
 
     def __init__(self, url: str, key: str, source: Path, target: Path) -> None:
-        """`key` opens the API at `url`."""
+        """Use the API at `url` with `key`."""
         self._client = httpx.AsyncClient(
             base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, trust_env=False
         )
@@ -46,17 +46,17 @@ class BatchJob:
             batch = await self._begin()
             line = ProgressLine("batch")
             while batch["status"] in _OPEN:
-                _shown(batch, line)
+                _show_progress(batch, line)
                 await asyncio.sleep(_POLL_S)
                 batch = await self._get(f"/v1/batches/{batch['id']}")
-            _shown(batch, line)
+            _show_progress(batch, line)
             line.end()
             if batch["errors"]:
-                raise JobError(_complaint(batch["errors"]["data"]))
+                raise JobError(_error_text(batch["errors"]["data"]))
             await self._write(batch)
             if batch["status"] != "completed":
                 raise JobError(
-                    f"the batch is {batch['status']}; {self._target} says of which lines"
+                    f"the batch is {batch['status']}; {self._target} has the result of each line"
                 )
 
     async def _until_ready(self) -> None:
@@ -64,10 +64,10 @@ class BatchJob:
             await asyncio.sleep(_POLL_S)
 
     async def _begin(self) -> dict[str, Any]:
-        """Return the batch of this file: the one that an earlier run began, or a new one."""
+        """Return the batch of this file: that of an earlier run, or a new one."""
         name = await asyncio.to_thread(_digest, self._source)
-        every = (await self._get("/v1/batches"))["data"]
-        for batch in every:
+        batches = (await self._get("/v1/batches"))["data"]
+        for batch in batches:
             if (batch["metadata"] or {}).get("content") == name and batch["status"] in (
                 *_OPEN,
                 "completed",
@@ -75,26 +75,26 @@ class BatchJob:
                 return dict(batch)
         endpoint = await asyncio.to_thread(_endpoint, self._source)
         file = await self._upload()
-        wish = {
+        body = {
             "input_file_id": file["id"],
             "endpoint": endpoint,
             "completion_window": "24h",
             "metadata": {"content": name},
         }
-        return _told(await self._client.post("/v1/batches", json=wish))
+        return _json(await self._client.post("/v1/batches", json=body))
 
     async def _upload(self) -> dict[str, Any]:
         with self._source.open("rb") as lines:
             files = {"file": ("input.jsonl", lines)}
-            return _told(
+            return _json(
                 await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
             )
 
     async def _get(self, path: str) -> dict[str, Any]:
-        return _told(await self._client.get(path))
+        return _json(await self._client.get(path))
 
     async def _write(self, batch: dict[str, Any]) -> None:
-        """Write all answers, in the order of the lines."""
+        """Write all answers in the order of the input lines."""
         found: dict[str, bytes] = {}
         for name in (batch["output_file_id"], batch["error_file_id"]):
             if name is None:
@@ -111,15 +111,15 @@ class BatchJob:
 
 
 def require_sound(source: Path, max_bytes: int) -> None:
-    """Raise `JobError` for lines that no service would take, before an engine starts for them.
+    """Raise `JobError` for invalid lines before the engine starts.
 
-    `max_bytes` are those of one line.
+    `max_bytes` is the limit of one line.
     """
     endpoint = _endpoint(source)
     known = [endpoint.value for endpoint in ENDPOINTS]
     if endpoint not in known:
         raise JobError(
-            f"the first line asks {describe(endpoint)}, which is none of {', '.join(known)}"
+            f"url of the first line: must be one of {', '.join(known)}, got {describe(endpoint)}"
         )
     errors: list[LineError] = []
     seen: set[str] = set()
@@ -127,21 +127,21 @@ def require_sound(source: Path, max_bytes: int) -> None:
         if not isinstance(line, InputLine):
             errors.append(line)
         elif line.custom_id in seen:
-            errors.append(same_name(line))
+            errors.append(duplicate_id(line))
         else:
             seen.add(line.custom_id)
     if errors:
-        raise JobError(_complaint(errors))
+        raise JobError(_error_text(errors))
 
 
-def _shown(batch: dict[str, Any], line: ProgressLine) -> None:
+def _show_progress(batch: dict[str, Any], line: ProgressLine) -> None:
     counts = batch["request_counts"]
     if counts["total"]:
         failed = f", {counts['failed']} failed" if counts["failed"] else ""
         line.show("lines", counts["completed"] + counts["failed"], counts["total"], failed)
 
 
-def _told(answer: httpx.Response) -> dict[str, Any]:
+def _json(answer: httpx.Response) -> dict[str, Any]:
     found = dict(answer.json())
     if answer.status_code >= httpx.codes.BAD_REQUEST:
         raise JobError(found["error"]["message"])
@@ -154,22 +154,22 @@ def _digest(path: Path) -> str:
 
 
 def _endpoint(path: Path) -> str:
-    """Return what the first line asks; that the others ask the same is checked with them."""
+    """Return the `url` of the first line; the other lines are checked against it later."""
     with path.open("rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
         url = json.loads(first)["url"]
     except (ValueError, TypeError, KeyError):
-        raise JobError(f"the first line of {path} is no request with a 'url'") from None
+        raise JobError(f"the first line of {path} has no 'url'") from None
     return str(url)
 
 
-def _complaint(errors: Sequence[LineError]) -> str:
+def _error_text(errors: Sequence[LineError]) -> str:
     lines = [f"  line {error['line'] or '-'}: {error['message']}" for error in errors]
     more = len(lines) - _SHOWN_ERRORS
     return "\n".join(
         [
-            "the input is wrong",
+            "the input is invalid",
             *lines[:_SHOWN_ERRORS],
             *([f"  and {more} more"] if more > 0 else []),
         ]

@@ -1,7 +1,7 @@
 """`rbln-serve cache list|inspect|verify|export|import|prune`: the flags of each.
 
-Exit codes: 0 done (inspect: warm), 1 failed or something is damaged, 2 the command line is wrong,
-3 (inspect, and export of a model) something that a start needs is not stored.
+Exit codes: 0 success (inspect: a start would be warm), 1 failure or damaged entries, 2 invalid
+command line, 3 (inspect, export of a model) an entry that a start needs is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(\d+)([KMG]i?B?|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 ModelFlags = Callable[[Sequence[str]], tuple[list[str], ServerSettings]]
-"""Takes MODEL and the flags of `serve`, gives vLLM's part and our settings."""
+"""Splits MODEL and the flags of `serve` into vLLM's arguments and our settings."""
 
 
 def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
@@ -59,23 +59,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, about, add_flags in (
-        ("list", "show what is stored", _list_flags),
-        ("inspect", "say whether a start of a model would be warm", _inspect_flags),
-        ("verify", "read every entry and check its sizes and SHA-256", _verify_flags),
+        ("list", "list the stored entries", _json_flag),
+        ("inspect", "show whether a start of a model would be warm", _inspect_flags),
+        ("verify", "check size and SHA-256 of every entry", _verify_flags),
         ("export", "write graphs and kernels to one file", _export_flags),
-        ("import", "take over what an exported file holds", _import_flags),
+        ("import", "store the entries of an exported file", _import_flags),
         ("prune", "remove entries by age, size or version", _prune_flags),
     ):
-        # A prefix of one of these flags may be one of vLLM's.
+        # A prefix of one of these flags may be a flag of vLLM.
         command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         command.set_defaults(command=name)
-        command.add_argument("--cache-root", type=_root, help="the servers' [VLLM_CACHE_ROOT]")
+        command.add_argument("--cache-root", type=_root, help="cache root [VLLM_CACHE_ROOT]")
         add_flags(command)
     return parser
-
-
-def _list_flags(command: argparse.ArgumentParser) -> None:
-    _json_flag(command)
 
 
 def _inspect_flags(command: argparse.ArgumentParser) -> None:
@@ -86,39 +82,49 @@ def _inspect_flags(command: argparse.ArgumentParser) -> None:
 def _verify_flags(command: argparse.ArgumentParser) -> None:
     _json_flag(command)
     command.add_argument(
-        "--quarantine", action="store_true", help="move what is damaged out of the way"
+        "--quarantine", action="store_true", help="move damaged entries to quarantine"
     )
 
 
 def _export_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="the file to write")
-    command.add_argument("--model", help="only what this MODEL needs; flags of `serve` may follow")
-    command.add_argument("--no-kernels", action="store_true", help="graphs alone")
-    command.add_argument("--directory", action="store_true", help="FILE is a folder to write")
+    command.add_argument(
+        "--model", help="only the entries of this MODEL; flags of `serve` may follow"
+    )
+    command.add_argument("--no-kernels", action="store_true", help="export graphs only")
+    command.add_argument("--directory", action="store_true", help="write FILE as a folder")
 
 
 def _import_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="an exported file or folder")
     command.add_argument(
-        "--digest", type=_digest, metavar="sha256:HEX", help="refuse anything else; trusts kernels"
+        "--digest",
+        type=_digest,
+        metavar="sha256:HEX",
+        help="expected digest; a match also permits kernels",
     )
     command.add_argument(
-        "--trust-kernels", action="store_true", help="take kernels, which are code, undigested"
+        "--trust-kernels",
+        action="store_true",
+        help="import kernels, which are native code, without --digest",
     )
-    command.add_argument("--max-bytes", type=_size, metavar="SIZE", help="bound of the content")
+    command.add_argument("--max-bytes", type=_size, metavar="SIZE", help="limit of the content")
 
 
 def _prune_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--keep-days", type=float, metavar="N", help="remove what is unused longer"
+        "--keep-days", type=float, metavar="N", help="remove entries unused for more than N days"
     )
     command.add_argument(
-        "--max-bytes", type=_size, metavar="SIZE", help="least recently used first"
+        "--max-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="remove the least recently used graphs above SIZE",
     )
     command.add_argument(
-        "--other-versions", action="store_true", help="remove what this version cannot use"
+        "--other-versions", action="store_true", help="remove entries that this version cannot use"
     )
-    command.add_argument("--dry-run", action="store_true", help="only say what would go")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     _json_flag(command)
 
 
@@ -137,7 +143,7 @@ def _digest(text: str) -> str:
 
 
 def _size(text: str) -> int:
-    """Bytes, or a number with K, M or G."""
+    """Parse a number of bytes with an optional unit K, M or G."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"must be a size such as 500M or 2G, got {text!r}")

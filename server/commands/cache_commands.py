@@ -1,4 +1,4 @@
-"""`rbln-serve cache inspect|export|import`: what a start would find, and moving it elsewhere."""
+"""`rbln-serve cache inspect|export|import`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rbln_backend.store.bundle_output import write_bundle, write_folder
 from rbln_backend.store.kernel_files import kernel_store
 from rbln_backend.store.unpack import Imported, unpack
 from server.commands.graph_checks import GraphChecks
-from server.commands.stdout import answers_alone_on_stdout
-from server.commands.without_engine import ask_backend
+from server.commands.stdout import reserved_stdout
+from server.commands.without_engine import with_config
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
     from rbln_backend.reporting.store_report import StoreReport
 
 COLD = 3
-"""Exit code: something that a start needs is not stored."""
+"""Exit code: an entry that a start needs is missing."""
 
 
 def default_root() -> Path:
@@ -35,8 +35,8 @@ def default_root() -> Path:
 
 
 def inspect(args: Namespace) -> int:
-    """Say whether a start would be warm, and what it would compile."""
-    with answers_alone_on_stdout() as out:
+    """Print whether a start would be warm, and the graphs that it would compile."""
+    with reserved_stdout() as out:
         try:
             report = _survey(args)
         except LaunchError as error:
@@ -50,7 +50,7 @@ def inspect(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     """Write a bundle and print its digest."""
-    with answers_alone_on_stdout() as out:
+    with reserved_stdout() as out:
         try:
             contents = _chosen(args)
             if not contents.graphs and not contents.kernels:
@@ -67,7 +67,7 @@ def export(args: Namespace) -> int:
 
 
 def import_entries(args: Namespace) -> int:
-    """Take a bundle over, and say what of it is new."""
+    """Import a bundle and print the number of new entries."""
     limit, checks = args.max_bytes or MAX_BYTES, GraphChecks()
     try:
         read = read_tree if args.file.is_dir() else read_archive
@@ -83,12 +83,12 @@ def import_entries(args: Namespace) -> int:
         )
     except (BundleError, OSError) as error:
         return _fail(str(error), 1)
-    _tell_imported(imported, args.root, sys.stdout)
+    _print_imported(imported, args.root, sys.stdout)
     sys.stdout.write(checks.report())
     return 0
 
 
-def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
+def _print_imported(imported: Imported, root: Path, out: TextIO) -> None:
     out.write(
         f"{imported.graphs} graphs imported into {root}, {imported.graphs_present} were there\n"
     )
@@ -109,9 +109,9 @@ def _tell_imported(imported: Imported, root: Path, out: TextIO) -> None:
 
 
 def _survey(args: Namespace) -> StoreReport:
-    """Raises `LaunchError`, also for a cache root that is not the configuration's."""
+    """Return the store's report for a model. Raises `LaunchError`."""
     root = str(args.root)
-    return ask_backend(args.model_argv, args.settings, lambda c, _: api.survey_store(c, root))
+    return with_config(args.model_argv, args.settings, lambda c, _: api.survey_store(c, root))
 
 
 def _chosen(args: Namespace) -> Contents:

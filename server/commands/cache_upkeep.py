@@ -1,4 +1,4 @@
-"""`rbln-serve cache list|verify|prune`: what looks after the store needs no model."""
+"""`rbln-serve cache list|verify|prune`, the commands that need no model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
 from rbln_backend.store.audit import above_bound, audit, of_other_versions, unused_since
 from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
 from server.commands.graph_checks import GraphChecks
-from server.commands.stdout import answers_alone_on_stdout
+from server.commands.stdout import reserved_stdout
 
 _ROW = "{:<32}  {:<12}  {:<28}  {:>9}  {:>10}\n"
 _DAY_S = 86400.0
@@ -53,7 +53,7 @@ def list_entries(args: Namespace) -> int:
 
 
 def verify(args: Namespace) -> int:
-    """Read everything; 1 when something is damaged."""
+    """Check every entry; return 1 if one is damaged."""
     store = _store(args.root, read_only=not args.quarantine)
     damaged, whole, checks = [], 0, GraphChecks()
     for digest, reason in audit(store.root, checks):
@@ -84,11 +84,11 @@ def verify(args: Namespace) -> int:
 
 
 def prune(args: Namespace) -> int:
-    """Remove what is chosen, or say what would be removed."""
+    """Remove the selected entries, or print them with --dry-run."""
     if args.keep_days is None and args.max_bytes is None and not args.other_versions:
         sys.stderr.write(
-            "rbln-serve cache prune: error: say what to remove: --keep-days, --max-bytes or "
-            "--other-versions\n"
+            "rbln-serve cache prune: error: one of --keep-days, --max-bytes and --other-versions "
+            "is required\n"
         )
         return 2
     store = _store(args.root, read_only=args.dry_run)
@@ -139,8 +139,8 @@ def _chosen(args: Namespace, entries: Sequence[Entry]) -> tuple[list[Entry], lis
 
 
 def _versions() -> tuple[dict[str, object], frozenset[str]]:
-    """What this installation writes into its keys; asks the backend, which takes seconds."""
-    with answers_alone_on_stdout():
+    """Return the fields and kernel keys of this installation; imports the backend (seconds)."""
+    with reserved_stdout():
         fields, keys = api.store_versions()
     return fields, frozenset(keys)
 
@@ -178,8 +178,8 @@ def _kernel(kernel: KernelFiles) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """Return a name from a bundle without what would control a terminal."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text[:_MAX_NAME])
+    """Return a name from a bundle without control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text[:_MAX_NAME])
 
 
 def _bytes(entries: Sequence[Entry], kernels: Sequence[KernelFiles]) -> int:

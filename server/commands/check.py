@@ -1,6 +1,6 @@
-"""`rbln-serve check`: whether a model can run here and how, without reading its weights.
+"""`rbln-serve check`: reports whether and how a model can be served, without its weights.
 
-Both refuse the same models for the same reasons, see `server.commands.without_engine`.
+It refuses the same models as `serve`, see `server.commands.without_engine`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rbln_backend import api
-from server.commands.stdout import answers_alone_on_stdout
-from server.commands.without_engine import ask_backend
+from server.commands.stdout import reserved_stdout
+from server.commands.without_engine import with_config
 from server.engine.weight_files import WeightFiles, check_weight_files
 from server.frontend import LaunchError
 from server.settings import ServerSettings
@@ -30,10 +30,10 @@ _LABEL_WIDTH = 16
 
 
 def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> int:
-    """Print the verdict on vLLM's `argv`; return 0, 1 (cannot run) or 2 (wrong command line)."""
-    with answers_alone_on_stdout() as out:
+    """Print the result for vLLM's `argv`; return 0, 1 (cannot run) or 2 (invalid arguments)."""
+    with reserved_stdout() as out:
         try:
-            report, files, tools = ask_backend(
+            report, files, tools = with_config(
                 argv, settings, lambda config, args: _inspect(config, args, settings)
             )
         except LaunchError as error:
@@ -41,14 +41,15 @@ def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> in
         problems = [*files.problems, *report.problems]
         warnings = [*files.warnings, *report.warnings, *_port_warnings(settings)]
         if as_json:
-            verdict = {"ok": not problems, "reason": "; ".join(problems) or None}
-            told = {
+            result = {
+                "ok": not problems,
+                "reason": "; ".join(problems) or None,
                 **report.to_dict(),
                 "tools": None if tools is None else tools.to_dict(),
                 "problems": problems,
                 "warnings": warnings,
             }
-            out.write(json.dumps({**verdict, **told}) + "\n")
+            out.write(json.dumps(result) + "\n")
         else:
             lines = [*report.lines(), *([] if tools is None else [("tools", str(tools))])]
             _print(lines, problems, warnings, out)
@@ -70,14 +71,14 @@ def _print(
 
 
 def _port_warnings(settings: ServerSettings) -> list[str]:
-    """Say that another server has the port; it may be gone by the time of the start."""
+    """Return a warning if the port cannot be bound; it may be free at the time of a start."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((settings.host, settings.port))
         except OSError as error:
-            return [f"--port {settings.port} on {settings.host} cannot be taken now: {error}"]
+            return [f"--port {settings.port} on {settings.host} cannot be bound now: {error}"]
     return []
 
 
@@ -104,7 +105,7 @@ def _inspect(
 def _check_tokenizer(
     model_config: ModelConfig, args: Namespace, settings: ServerSettings
 ) -> ToolSupport | None:
-    """Return how tools reach a model that generates text."""
+    """Return the tool support of a model that generates text, None for others."""
     if model_config.skip_tokenizer_init:
         return None
     from vllm.tokenizers import cached_tokenizer_from_config
@@ -114,7 +115,7 @@ def _check_tokenizer(
     try:
         tokenizer = cached_tokenizer_from_config(model_config)
     except Exception as error:
-        # Each tokenizer library raises errors of its own, and all mean the same here.
+        # Each tokenizer library raises its own exception types.
         text = f"the tokenizer cannot be loaded: {type(error).__name__}: {error}"
         raise LaunchError(" ".join(text.split())) from error
     if model_config.runner_type != "generate":

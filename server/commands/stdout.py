@@ -1,4 +1,4 @@
-"""The standard output of commands whose answer scripts read: it holds nothing else."""
+"""Standard output reserved for the results of commands, which scripts read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TextIO
 
 
 @contextmanager
-def answers_alone_on_stdout() -> Iterator[TextIO]:
-    """Yield the standard output; whatever libraries and children print goes to standard error."""
+def reserved_stdout() -> Iterator[TextIO]:
+    """Yield standard output; output of libraries and child processes goes to standard error."""
     sys.stdout.flush()
     answers = os.dup(1)
     os.dup2(2, 1)

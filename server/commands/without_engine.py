@@ -1,7 +1,7 @@
-"""What `check`, `compile` and `cache` share: a configuration as an engine would get it.
+"""The engine's configuration for `check`, `compile` and `cache`, which start no engine.
 
-They take the way of `serve` up to the point where weights would be loaded, so all refuse the same
-models for the same reasons.
+They follow `serve` up to the loading of weights, so that all refuse the same models for the same
+reasons.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rbln_backend.errors import PlatformError
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
 from server.frontend import LaunchError
-from server.host.importing import uncollected
-from server.settings import ServerSettings, hand_on_log_level
+from server.host.importing import without_garbage_collection
+from server.settings import ServerSettings, export_log_level
 from server.vllm.importing import import_vllm
 
 if TYPE_CHECKING:
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask_backend(
-    argv: Sequence[str], settings: ServerSettings, ask: Callable[[VllmConfig, Namespace], T]
+def with_config(
+    argv: Sequence[str], settings: ServerSettings, use: Callable[[VllmConfig, Namespace], T]
 ) -> T:
-    """Return what `ask` makes of the configuration that vLLM's `argv` describe, and of its flags.
+    """Return the result of `use` for the configuration and the parsed flags of vLLM's `argv`.
 
-    Raises `LaunchError`, whatever is wrong.
+    Raises `LaunchError` for every failure.
     """
-    hand_on_log_level(settings)
-    with uncollected():
+    export_log_level(settings)
+    with without_garbage_collection():
         _quiet_engine_logs(settings)
         try:
-            # Before the flags are read, which asks the platform for their defaults.
+            # Before vLLM parses the flags, whose defaults come from the platform.
             api.refuse_twins()
         except PlatformError as error:
             raise LaunchError(str(error), exit_code=2) from error
@@ -46,20 +46,20 @@ def ask_backend(
 
         args = parse_arguments(argv, settings)
     try:
-        with uncollected():
+        with without_garbage_collection():
             config = engine_config(args, settings, None)[1]
-        return ask(config, args)
+        return use(config, args)
     except PlatformError as error:
         raise LaunchError(str(error), exit_code=2) from error
     except Exception as error:
-        # The boundary to vLLM, as in `server.engine.launch`: every failure is a reason.
+        # The boundary to vLLM, as in `server.engine.launch`: every failure becomes a reason.
         logging.getLogger(__name__).debug("The command failed", exc_info=True)
         raise launch_error(error, args.model) from error
 
 
 def _quiet_engine_logs(settings: ServerSettings) -> None:
-    """Let the engine's libraries warn; `--log-level debug` lets them talk."""
-    # The package sets its loggers up when it is imported.
+    """Set the log level of the engine's libraries to warning, unless `--log-level debug`."""
+    # The package configures its loggers when it is imported.
     import_vllm()
     if settings.log_level != "debug":
         for name in ("vllm", "rbln_backend"):

@@ -1,1 +1,1 @@
-"""The engine: from flags to a running AsyncLLM in a process of its own, watched to its end."""
+"""Launch, self-test, monitoring and shutdown of the engine process behind AsyncLLM."""

@@ -1,4 +1,4 @@
-"""vLLM's parsed flags to its configuration, the same for `serve` and `check`."""
+"""Converts vLLM's parsed flags to its configuration, for `serve` and `check`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MIN_BACKLOG = 16384
 def engine_config(
     args: Namespace, settings: ServerSettings, run_dir: Path | None
 ) -> tuple[AsyncEngineArgs, VllmConfig]:
-    """Return the engine's arguments and configuration; slow, it asks the platform and the model.
+    """Return the engine's arguments and configuration; takes seconds.
 
-    Workers leave their progress and metrics in `run_dir`. Raises `LaunchError` and whatever vLLM
-    or the platform raise.
+    Workers write progress and metrics to `run_dir`. Raises `LaunchError` and the exceptions of vLLM
+    and the platform.
     """
     check_model_folder(args.model)
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -38,7 +38,7 @@ def engine_config(
     engine_args = AsyncEngineArgs.from_cli_args(args)
     ours: dict[str, Any] = {}
     if engine_args.language_model_only:
-        # vLLM forgets the flag where a model takes text alone, as they all do here.
+        # vLLM ignores the flag for models without multimodal inputs.
         ours["disable_mm"] = True
     if run_dir is not None:
         ours["run_dir"] = str(run_dir)
@@ -50,7 +50,7 @@ def engine_config(
             "--async-scheduling cannot be used: steps run one after another on this platform",
             exit_code=2,
         )
-    # An engine that gets the signal together with us must drain as we do.
+    # An engine that receives the same signal must drain as long as the server.
     engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
     context = UsageContext.OPENAI_API_SERVER
     try:
@@ -64,23 +64,23 @@ def engine_config(
 
 
 def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
-    """Bound the prompt tokens that wait for their prefill, through vLLM's own limit."""
+    """Set vLLM's limit of prompt tokens that wait for prefill."""
     scheduler = config.scheduler_config
-    given, wanted = scheduler.max_num_queued_tokens, settings.max_queued_tokens
-    if given is not None and wanted not in (None, given):
+    theirs, ours = scheduler.max_num_queued_tokens, settings.max_queued_tokens
+    if theirs is not None and ours not in (None, theirs):
         raise LaunchError(
-            f"--max-num-queued-tokens {given} and --max-queued-tokens {wanted} are the same limit; "
+            f"--max-num-queued-tokens {theirs} and --max-queued-tokens {ours} are the same limit; "
             "give one of them",
             exit_code=2,
         )
-    if given is None:
-        scheduler.max_num_queued_tokens = wanted or _default_backlog(config)
+    if theirs is None:
+        scheduler.max_num_queued_tokens = ours or _default_backlog(config)
 
 
 def _default_backlog(config: VllmConfig) -> int | None:
     """Return the prompt tokens that all sequences of all data-parallel ranks can hold.
 
-    None where the model pools: such prompts are short, and one request has many.
+    None for pooling models, whose requests have many short prompts.
     """
     model, scheduler = config.model_config, config.scheduler_config
     if model.runner_type == "pooling":
@@ -90,13 +90,13 @@ def _default_backlog(config: VllmConfig) -> int | None:
 
 
 def _refuse_model(engine_args: AsyncEngineArgs) -> None:
-    """Raise the platform's own reason against the model, if that is what it comes down to."""
+    """Raise the platform's reason to refuse the model, if it has one."""
     if not api.is_active():
         return
     try:
         model_config = engine_args.create_model_config()
     except (ValueError, OSError):
-        # The model's own configuration is at fault, as the caller is about to say.
+        # The model's configuration is invalid; the caller raises that error.
         return
     api.refuse_model(model_config)
 

@@ -1,8 +1,7 @@
-"""The engine: command line to AsyncLLM, its self-test, its death, its end.
+"""Launches the engine from vLLM's command line, tests it, and reports its failure.
 
-Everything slow happens in one daemon thread, so that the event loop answers probes meanwhile
-and a stop during start-up need not wait for it. Invariant: an engine that was handed out has
-answered a request.
+All slow work runs in one daemon thread, so that the event loop answers probes and a stop during
+start-up does not wait. Invariant: a launched engine has answered a request.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from server.engine.socket import EngineSocket, receive_directly
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import refuse_damaged_weights
 from server.frontend import Frontend
-from server.host.importing import uncollected
-from server.host.tasks import aside, in_daemon_thread
+from server.host.importing import without_garbage_collection
+from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.importing import allow_stop_strings, import_vllm
@@ -45,8 +44,8 @@ from server.vllm.importing import allow_stop_strings, import_vllm
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from server.vllm.engine_client import EngineClient
     from server.vllm.frontend import VllmFrontend
-    from server.vllm.gated_engine import GatedLLM
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +54,23 @@ class VllmEngine:
     """A running AsyncLLM with its front end."""
 
     def __init__(
-        self, engine: GatedLLM, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
+        self, engine: EngineClient, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
     ) -> None:
         self._engine = engine
         self._frontend = frontend
         self._hang_watch, self._idle_watch = hang, idle
         self._hang: str | None = None
         self._processes = engine_processes()
-        # After the processes that are the engine were counted; kept, so that it runs to its end.
+        # After the engine's processes are listed; referenced, so that the task is not collected.
         self._warming = asyncio.ensure_future(frontend.warm_up())
 
     @property
     def frontend(self) -> Frontend:
-        """What answers requests."""
+        """The front end that answers requests."""
         return self._frontend
 
     def failure(self) -> str | None:
-        """Return why the engine is dead, None while it lives; one that hangs is killed first."""
+        """Return why the engine has failed, None while it runs; kills an engine that hangs."""
         if self._hang is not None:
             return self._hang
         for process in self._processes:
@@ -99,14 +98,14 @@ class VllmEngine:
         return None
 
     async def shutdown(self, timeout_s: float) -> None:
-        """Stop the engine process; it is killed after `timeout_s` seconds."""
+        """Stop the engine process; kill it after `timeout_s` seconds."""
         if (handler := self._engine.output_handler) is not None:
-            # It would take the end of the engine for its death and log a traceback.
+            # It would report the shutdown as a failure and log a traceback.
             handler.cancel()
-        await aside(partial(self._engine.shutdown, timeout=timeout_s))
+        await in_thread(partial(self._engine.shutdown, timeout=timeout_s))
 
     def kill(self) -> None:
-        """End the engine process at once."""
+        """Kill the engine processes."""
         for process in self._processes:
             process.kill()
 
@@ -120,15 +119,15 @@ class VllmLauncher:
         self._run_dir = run_dir
         self._model = ""
         self._ready_times = _ready_times(argv)
-        self._built: Future[tuple[Namespace, GatedLLM, EngineSocket]] | None = None
+        self._built: Future[tuple[Namespace, EngineClient, EngineSocket]] | None = None
 
     @property
     def building(self) -> bool:
-        """Whether the thread that builds the engine is still at work."""
+        """True while the thread that builds the engine runs."""
         return self._built is not None and not self._built.done()
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of what runs, without importing it."""
+        """Return the versions of the components, without importing them."""
         return {
             "version": __version__,
             "vllm": importlib.metadata.version("vllm"),
@@ -138,18 +137,18 @@ class VllmLauncher:
         }
 
     def expected_s(self) -> float | None:
-        """Return what a start took on this host, of this command line if there was one."""
+        """Return the seconds of an earlier start on this host, preferably of this command line."""
         return None if self._ready_times is None else self._ready_times.expected_s()
 
     def keep_ready_s(self, seconds: float) -> None:
-        """Remember what this start took."""
+        """Record the seconds of this start."""
         if self._ready_times is not None:
             self._ready_times.keep(seconds)
 
     async def launch(self) -> VllmEngine:
-        """Build the engine and prove it with one request. Raises `LaunchError`."""
-        # Modules and the engine's objects live until the end: collecting finds nothing.
-        with uncollected():
+        """Build the engine and test it with one request. Raises `LaunchError`."""
+        # Modules and the engine's objects are never freed.
+        with without_garbage_collection():
             try:
                 self._built = in_daemon_thread(self._build)
                 args, engine, socket = await asyncio.wrap_future(self._built)
@@ -171,18 +170,18 @@ class VllmLauncher:
                     ),
                 )
             except Exception as error:
-                # The boundary of start-up: whatever failed in there ends the process with a reason.
+                # The boundary of start-up: every failure ends the process with a reason.
                 logger.debug("Start-up failed", exc_info=True)
-                told = ProgressReader(self._run_dir).poll().failure
-                raise launch_error(error, self._model, told) from error
+                reported = ProgressReader(self._run_dir).poll().failure
+                raise launch_error(error, self._model, reported) from error
 
     async def abandon(self) -> None:
-        """End the engine processes of a launch that is under way."""
-        await aside(end_engine_processes)
+        """End the engine processes of an unfinished launch."""
+        await in_thread(end_engine_processes)
 
-    def _build(self) -> tuple[Namespace, GatedLLM, EngineSocket]:
+    def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
         import_vllm()
-        # Before the flags are read, which asks the platform for their defaults.
+        # Before vLLM parses the flags, whose defaults come from the platform.
         api.refuse_twins()
         allow_stop_strings(self._settings.max_stop)
         from server.vllm.flags import parse_arguments
@@ -194,22 +193,22 @@ class VllmLauncher:
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
         from vllm.usage.usage_lib import UsageContext
 
-        from server.engine.outputs import tell_queue_timeouts
-        from server.vllm.gated_engine import GatedLLM
+        from server.engine.outputs import install_output_processor
+        from server.vllm.engine_client import EngineClient
 
         choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
-        # The engine process loads the model while this one imports what serves it.
+        # The engine process loads the model while this one imports vLLM's serving modules.
         serving = in_daemon_thread(import_serving)
-        engine = GatedLLM.from_vllm_config(
+        engine = EngineClient.from_vllm_config(
             vllm_config,
             usage_context=UsageContext.OPENAI_API_SERVER,
             enable_log_requests=engine_args.enable_log_requests,
             aggregate_engine_logging=engine_args.aggregate_engine_logging,
             disable_log_stats=engine_args.disable_log_stats,
         )
-        assert isinstance(engine, GatedLLM)
+        assert isinstance(engine, EngineClient)
         socket = receive_directly(engine)
-        tell_queue_timeouts(engine, self._settings.max_queue_s)
+        install_output_processor(engine, self._settings.max_queue_s)
         serving.result()
         return args, engine, socket
 
@@ -218,5 +217,5 @@ def _ready_times(argv: Sequence[str]) -> ReadyTimes | None:
     try:
         return ReadyTimes(Path(resolve(None).config.cache_root), argv)
     except ConfigError:
-        # The engine says so in a moment, with all its settings at hand.
+        # The engine's configuration reports this error with all settings.
         return None

@@ -1,7 +1,7 @@
-"""Why an engine could not be built, in one line, whatever raised it.
+"""Converts exceptions of a failed launch to a one-line reason.
 
-Our own refusals already are such lines. vLLM wraps errors of its configuration in pydantic's,
-lists all its architectures in one message, and says of an engine process only that it failed.
+Our own errors are such lines already. vLLM wraps configuration errors in pydantic's, lists all its
+architectures in one message, and reports only that an engine process failed.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _HUB_ERRORS = frozenset(
         "RevisionNotFoundError",
     )
 )
-_OTHER_SENSES = ("vision_config", "audio_config", "speech_config")
+_MULTIMODAL_CONFIGS = ("vision_config", "audio_config", "speech_config")
 
 
-def launch_error(error: Exception, model: str, told: str | None = None) -> LaunchError:
+def launch_error(error: Exception, model: str, reported: str | None = None) -> LaunchError:
     """Return `error` as the reason why `model` cannot be served.
 
-    `told` is what a worker left behind as the cause of its failure.
+    `reported` is the cause that a worker wrote to the run directory.
     """
     cause = _unwrapped(error)
     if isinstance(cause, LaunchError):
         return cause
-    if told is not None and _ENGINE_FAILED in str(cause):
-        return LaunchError(_one_line(told))
+    if reported is not None and _ENGINE_FAILED in str(cause):
+        return LaunchError(_one_line(reported))
     return LaunchError(_one_line(_reason(cause, model)))
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Return what was raised inside pydantic's validation, where that is how it got here."""
+    """Return the exception inside pydantic's validation errors."""
     while isinstance(error, ValidationError):
         inner = error.errors()[0].get("ctx", {}).get("error")
         if not isinstance(inner, Exception):
@@ -77,17 +77,16 @@ def _reason(cause: Exception, model: str) -> str:
         )
     if _REMOTE_CODE in text:
         return (
-            f"MODEL {model!r} comes with Python code of its own; add --trust-remote-code if you "
-            "trust its author"
+            f"MODEL {model!r} contains Python code; add --trust-remote-code if you trust its author"
         )
     if type(cause).__name__.startswith("StrictDataclass") and cause.__cause__ is not None:
         return f"config.json: {cause.__cause__}"
     if type(cause).__name__ in _HUB_ERRORS:
         return (
-            f"MODEL {model!r} is no directory here, and the Hugging Face hub did not give it: "
+            f"MODEL {model!r} is no directory, and loading it from the Hugging Face hub failed: "
             f"{text}"
         )
-    # A plain ValueError is what vLLM tells its users; other kinds also say what went wrong.
+    # vLLM reports user errors as ValueError; for other exceptions the type is informative.
     return text if type(cause) is ValueError else f"{type(cause).__name__}: {text}"
 
 
@@ -99,11 +98,11 @@ def _unknown_architecture(name: str, known: list[str]) -> str:
 
 
 def _broken_architecture(name: str, model: str) -> str:
-    # vLLM imports a model's code to learn what it does, and a vision tower's code needs packages
-    # that a server without multimodal inputs does not have.
-    if any(key in model_config_of(model) for key in _OTHER_SENSES):
+    # vLLM imports a model's code to inspect it; code of vision towers needs packages that are not
+    # installed without multimodal inputs.
+    if any(key in model_config_of(model) for key in _MULTIMODAL_CONFIGS):
         return str(MULTIMODAL.refusal(f"architecture {name!r}"))
-    return f"architecture {name!r} cannot be imported by vLLM; its log above says what is missing"
+    return f"architecture {name!r} cannot be imported by vLLM; its log above has the cause"
 
 
 def _one_line(text: str) -> str:

@@ -1,6 +1,6 @@
-"""What a checkpoint's folder says of itself, read before the engine's libraries are.
+"""Checks of a checkpoint's config.json before the engine's libraries are imported.
 
-Hugging Face's own messages for a folder that is no checkpoint name neither the file nor the fault.
+Hugging Face's error for a folder that is no checkpoint names neither the file nor the problem.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from server.frontend import JsonObject, LaunchError
+from server.frontend import LaunchError
+from server.wire.endpoint import JsonObject
 
 _CONFIG = "config.json"
-# Mistral's own format has this instead.
+# Mistral's format.
 _OTHER_CONFIGS = ("params.json",)
 
 
 def check_model_folder(model: str) -> None:
     """Raise `LaunchError` when `model` is a folder without a readable configuration.
 
-    Names of the Hugging Face hub pass: what they hold is not here yet.
+    Names of models on the Hugging Face hub pass: they are not downloaded yet.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -38,7 +39,7 @@ def check_model_folder(model: str) -> None:
 
 
 def model_config_of(model: str) -> JsonObject:
-    """Return the folder's config.json; empty for a name of the hub."""
+    """Return the folder's config.json; empty for a model on the hub."""
     path = Path(model).expanduser() / _CONFIG
     if not path.is_file():
         return {}

@@ -1,8 +1,8 @@
-"""Requests that waited too long for their turn, told to those who asked.
+"""vLLM's output processor with queue timeouts and deferred prompt logprobs.
 
-The scheduler ends such a request with an error and a stop reason of ours; what vLLM's serving
-classes make of an error depends on the endpoint, and some log a traceback. So the request's record
-is told the real reason, which the front end prefers over whatever comes out of those classes.
+The scheduler ends a request that exceeds `--max-queue-s` with our stop reason. vLLM's serving
+classes handle its error differently per endpoint, and some log a traceback. So the request's record
+stores the error, which takes precedence in the front end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class QueueAwareOutputs(TracedOutputs):
-    """vLLM's output processor, which also knows who waits for which output."""
+    """vLLM's output processor, which maps output queues to request records."""
 
     def __init__(self, engine: AsyncLLM, max_queue_s: float) -> None:
         super().__init__(
@@ -40,7 +40,8 @@ class QueueAwareOutputs(TracedOutputs):
             tracing_enabled=engine.output_processor.tracing_enabled,
         )
         self._max_queue_s = max_queue_s
-        self._askers: WeakKeyDictionary[RequestOutputCollector, RequestRecord] = WeakKeyDictionary()
+        self._records: WeakKeyDictionary[RequestOutputCollector, RequestRecord]
+        self._records = WeakKeyDictionary()
 
     def add_request(
         self,
@@ -53,7 +54,7 @@ class QueueAwareOutputs(TracedOutputs):
         super().add_request(request, prompt, parent_req, request_index, queue)
         record = record_var.get()
         if record is not None and queue is not None:
-            self._askers[queue] = record
+            self._records[queue] = record
         state: RequestState = self.request_states[request.request_id]
         parts, processor = late_var.get(), state.logprobs_processor
         if parts is not None and processor is not None and processor.prompt_logprobs is not None:
@@ -66,7 +67,7 @@ class QueueAwareOutputs(TracedOutputs):
         iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
         late: list[str] = []
-        # The scheduler puts them first.
+        # The scheduler puts timed out requests first.
         while engine_core_outputs and engine_core_outputs[0].stop_reason == QUEUE_TIMEOUT:
             late += self._end(engine_core_outputs[0].request_id)
             engine_core_outputs = engine_core_outputs[1:]
@@ -75,28 +76,28 @@ class QueueAwareOutputs(TracedOutputs):
         return done
 
     def _end(self, request_id: str) -> list[str]:
-        """End a request with all its answers; return the ids that the engine may still have."""
+        """End a request with all its sequences; return ids that the engine may still run."""
         state = self.request_states.get(request_id)
         if state is None or (queue := state.queue) is None:
             return []
-        if (record := self._askers.get(queue)) is not None:
+        if (record := self._records.get(queue)) is not None:
             record.failure = queue_timeout(self._max_queue_s)
         whole = request_id if state.parent_req is None else state.parent_req.request_id
         ended = self.abort_requests((whole,), internal=True)
-        # Takes the place of the last output: a stream fails before its first frame.
+        # Replaces the last output: a stream fails before its first frame.
         queue.put(GracefulHTTPError(QUEUE_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE))
         return ended
 
 
 def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
-    """Return what a client is told whose request was not scheduled in time."""
+    """Return the error of a request that was not scheduled within `max_queue_s` seconds."""
     return QueueTimeoutError(
         f"The request waited {max_queue_s:g} s for its turn on the device, the limit of this "
         "server (--max-queue-s)."
     )
 
 
-def tell_queue_timeouts(engine: AsyncLLM, max_queue_s: float) -> None:
-    """Make a new engine tell them; before its first request."""
+def install_output_processor(engine: AsyncLLM, max_queue_s: float) -> None:
+    """Replace a new engine's output processor before its first request."""
     assert engine.output_handler is None, "outputs are processed already"
     engine.output_processor = QueueAwareOutputs(engine, max_queue_s)

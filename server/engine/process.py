@@ -1,7 +1,7 @@
-"""How the engine process starts: forked from a clean process that imported while we listened.
+"""Starts the engine process from a fork server that has preloaded its modules.
 
-Spawning pays for all imports after the configuration is known; forking this process would take
-its listening socket, event loop and threads along. The fork server has neither problem.
+Spawning would import everything after the configuration is known; forking this process would copy
+its listening socket, event loop and threads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GRACE_S = 0.7
 
 
 def start_forkserver() -> None:
-    """Start the fork server; call it before any thread exists. It imports by itself."""
+    """Start the fork server, which imports in the background; call it before any thread exists."""
     multiprocessing.set_forkserver_preload(["server.engine.preload"])
     multiprocessing.forkserver.ensure_running()
 
@@ -25,8 +25,8 @@ def start_forkserver() -> None:
 def choose_start_method(method: StartMethod) -> None:
     """Make vLLM start its engine process by `method`.
 
-    vLLM 0.30's own launcher asks for VLLM_WORKER_MULTIPROC_METHOD=forkserver, but its table of
-    variables refuses that value. Replacing the table's row reaches only this process: engine
+    vLLM 0.30's launcher supports VLLM_WORKER_MULTIPROC_METHOD=forkserver, but its table of
+    variables refuses that value. Replacing the table's row affects this process only: engine
     processes that start workers still follow the variable.
     """
     from vllm import envs

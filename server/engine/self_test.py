@@ -1,4 +1,4 @@
-"""One small request from the event loop: starts the engine's tasks and proves the whole path."""
+"""Tests a new engine with one small request, which also starts vLLM's tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUEST_ID = "self-test"
 
 
 async def self_test(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> None:
-    """Ask for one token, or for one pooled vector. Raises `LaunchError` or `TimeoutError`."""
+    """Generate one token or one pooled vector. Raises `LaunchError` or `TimeoutError`."""
     work = _generate(engine) if "generate" in tasks else _pool(engine, tasks)
     if not await asyncio.wait_for(work, _TIMEOUT_S):
         raise LaunchError("the self-test got no result")

@@ -1,7 +1,7 @@
-"""The engine's messages on the event loop, without pyzmq's own asyncio machinery.
+"""Receives the engine's messages on the event loop without pyzmq's asyncio support.
 
-pyzmq makes a future, several queries of the socket's state and a second turn of the event loop out
-of every message: under a profiler, about 30 % of what a token of a single stream costs here.
+pyzmq needs a future, several queries of the socket's state and a second iteration of the event loop
+for every message: under a profiler, about 30 % of this process's time per token of a single stream.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _NO_WAIT = int(zmq.DONTWAIT)
 
 
 class EngineSocket(zmq.asyncio.Socket):
-    """Stands in for the socket on which vLLM's client awaits `recv_multipart(copy=False)`.
+    """Replaces the socket on which vLLM's client awaits `recv_multipart(copy=False)`.
 
-    One task receives, on one event loop. The descriptor of a ZeroMQ socket says only that something
-    may have happened, and is quiet again once a receive found nothing: so messages are taken until
-    there are none, and only then is it waited for.
+    One task receives on one event loop. A ZeroMQ descriptor is edge-triggered: it becomes readable
+    once and is reset by a receive that finds nothing. So messages are received until none is left
+    before waiting on the descriptor.
     """
 
-    # pyzmq takes attributes that a class does not have for socket options.
+    # pyzmq treats undeclared attributes as socket options.
     _source: zmq.asyncio.Socket
     _plain: zmq.Socket[Any]
     _descriptor = -1
     num_messages = 0
-    """How many came so far."""
+    """Number of messages received."""
     _loop: asyncio.AbstractEventLoop | None = None
     _waiter: asyncio.Future[None] | None = None
 
     def __init__(self, source: zmq.asyncio.Socket) -> None:
-        """Receive what arrives at `source`, which nobody else may receive from any more."""
+        """Receive the messages of `source`; no other receiver may use it."""
         super().__init__(_from_socket=source)  # type: ignore[call-overload,misc]  # stubs lag behind
         self._source = source
         self._plain = zmq.Socket.shadow(source.underlying)
@@ -51,7 +51,7 @@ class EngineSocket(zmq.asyncio.Socket):
             try:
                 frames = [self._plain.recv(flags | _NO_WAIT, False, track)]
             except zmq.Again:
-                await self._something()
+                await self._readable()
                 continue
             # The parts of a message arrive together.
             while frames[-1].more:
@@ -60,13 +60,13 @@ class EngineSocket(zmq.asyncio.Socket):
             return [frame.bytes for frame in frames] if copy else frames
 
     def close(self, linger: int | None = None) -> None:
-        """Close the socket; a receive under way ends with its task."""
+        """Close the socket; a pending receive ends with its task."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
         self._loop = None
         self._source.close(linger)
 
-    async def _something(self) -> None:
+    async def _readable(self) -> None:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._wake)
@@ -82,7 +82,7 @@ class EngineSocket(zmq.asyncio.Socket):
 
 
 def receive_directly(engine: AsyncLLM) -> EngineSocket:
-    """Let a new engine's client receive through this socket; before its first request."""
+    """Replace the output socket of a new engine's client before its first request."""
     resources: BackgroundResources = engine.engine_core.resources
     assert resources.output_queue_task is None, "the client receives already"
     assert isinstance(resources.output_socket, zmq.asyncio.Socket)

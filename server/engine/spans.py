@@ -1,8 +1,7 @@
-"""The engine's spans: one for each sequence of a request, ended, stopped or aborted.
+"""The engine's spans: one for each sequence of a traced request, also of aborted ones.
 
-vLLM's output processor records a span for every request that finishes, traced or not, and none for
-requests that are aborted. Here a span is recorded for each sequence of a
-request with a trace context, below the request's own span.
+vLLM's output processor records a span for every finished request, traced or not, and none for
+aborted requests.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _NS = 1_000_000_000
 
 
 class _Traced(NamedTuple):
-    """A sequence that the engine works on for a traced request."""
+    """A running sequence of a traced request."""
 
     context: Mapping[str, str]
     arrival_time: float
@@ -45,7 +44,7 @@ class _Traced(NamedTuple):
 
 
 class TracedOutputs(OutputProcessor):
-    """vLLM's output processor, with spans of traced requests alone and of aborted ones, too."""
+    """vLLM's output processor, with spans of traced requests only, including aborted ones."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -71,7 +70,7 @@ class TracedOutputs(OutputProcessor):
         req_state: RequestState,
         iteration_stats: IterationStats | None,  # noqa: ARG002 (vLLM's signature)
     ) -> None:
-        # The engine gives no reason where the detokenizer has found a stop string.
+        # The engine reports no reason if the detokenizer found a stop string.
         self._record(req_state.request_id, engine_core_output.finish_reason or FinishReason.STOP)
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:

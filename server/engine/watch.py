@@ -1,9 +1,9 @@
-"""Watches over the engine: it must answer, and compute while it has requests.
+"""Detects an engine that hangs, and one that has requests but runs no step.
 
-The engine sends a message after every step, and answers between two steps when it is asked
-something. So an engine that stays silent for longer than a step may take, asked half-way, hangs:
-in a kernel, in a driver, or stopped from outside. One that answers and runs no step for that long,
-although requests wait or run, has lost them: they would never end.
+The engine sends a message after every step and answers queries between two steps. An engine
+without any message for `--step-timeout-s`, despite a query after half that time, hangs in a kernel
+or a driver, or was stopped. An engine that answers but runs no step for that long although it has
+requests has lost them.
 """
 
 from __future__ import annotations
@@ -13,64 +13,67 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
-_LONGEST_LOOK_S = 1.0
+_MAX_PERIOD_S = 1.0
 _READS = 8
 
 
 class HangWatch:
-    """Counts the seconds of silence; used from the event loop only."""
+    """Counts the seconds without a message; used from the event loop only."""
 
     def __init__(
         self,
         timeout_s: float,
         messages: Callable[[], int],
-        ask: Callable[[], Awaitable[object]],
+        query: Callable[[], Awaitable[object]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s` 0 never ends. `messages` counts what came; `ask` waits for an answer."""
+        """`messages` returns the number received; `query` waits for an answer of the engine.
+
+        `timeout_s` 0: never.
+        """
         self._timeout_s = timeout_s
         self._messages = messages
-        self._ask = ask
+        self._send_query = query
         self._clock = clock
         self._seen = -1
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._silent_s = 0.0
-        self._question: asyncio.Task[None] | None = None
+        self._query: asyncio.Task[None] | None = None
 
     def hung_for_s(self) -> float | None:
-        """Return for how many seconds a hung engine is silent, None while it is not hung.
+        """Return the silent seconds of a hung engine, None while it is not hung.
 
-        To be called several times a second: of the time between two calls a second counts at
-        most, because a process that was stopped itself has not listened.
+        Call it several times a second. At most one second counts between two calls, because this
+        process may have been stopped itself.
         """
         if not self._timeout_s:
             return None
         now = self._clock()
-        since, self._looked_at = now - self._looked_at, now
+        since, self._checked_at = now - self._checked_at, now
         if self._seen != (messages := self._messages()):
             self._seen, self._silent_s = messages, 0.0
-            self._forget()
+            self._cancel_query()
             return None
-        self._silent_s += min(since, _LONGEST_LOOK_S)
+        self._silent_s += min(since, _MAX_PERIOD_S)
         if self._silent_s >= self._timeout_s:
             return self._silent_s
-        if self._silent_s >= self._timeout_s / 2 and self._question is None:
-            self._question = asyncio.ensure_future(self._put())
+        if self._silent_s >= self._timeout_s / 2 and self._query is None:
+            self._query = asyncio.ensure_future(self._run_query())
         return None
 
-    async def _put(self) -> None:
-        # An engine that cannot be asked is dead, which is somebody else's to notice.
+    async def _run_query(self) -> None:
+        # The failure of a dead engine is reported by `VllmEngine.failure`.
         with contextlib.suppress(Exception):
-            await self._ask()
+            await self._send_query()
 
-    def _forget(self) -> None:
-        if self._question is not None:
-            self._question.cancel()
-            self._question = None
+    def _cancel_query(self) -> None:
+        if self._query is not None:
+            self._query.cancel()
+            self._query = None
 
 
 class IdleWatch:
-    """Counts the seconds in which the engine has requests and computes nothing for them."""
+    """Counts the seconds in which the engine has requests but runs no step."""
 
     def __init__(
         self,
@@ -79,26 +82,26 @@ class IdleWatch:
         computed: Callable[[], float | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s` 0 never ends. `unfinished` counts the engine's requests.
+        """`unfinished` returns the number of requests; `timeout_s` 0: never.
 
-        `computed` returns a number that grows with every step of a request, None if it is unknown.
-        It reads files, so that it is called at most `_READS` times within `timeout_s`.
+        `computed` returns a number that grows with every step, None if unknown. It reads files, so
+        it is called at most `_READS` times within `timeout_s`.
         """
         self._timeout_s = timeout_s
         self._unfinished, self._computed = unfinished, computed
         self._clock = clock
         self._seen: float | None = None
-        self._looked_at = self._idle_s = self._since_read_s = 0.0
+        self._checked_at = self._idle_s = self._since_read_s = 0.0
 
     def idle_for_s(self) -> float | None:
-        """Return for how many seconds a stalled engine is idle, None while it is not stalled.
+        """Return the idle seconds of a stalled engine, None while it is not stalled.
 
-        To be called several times a second, as `HangWatch.hung_for_s`.
+        Call it several times a second, as `HangWatch.hung_for_s`.
         """
         if not self._timeout_s:
             return None
         now = self._clock()
-        since, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        since, self._checked_at = min(now - self._checked_at, _MAX_PERIOD_S), now
         if not self._unfinished():
             self._idle_s = self._since_read_s = 0.0
             return None

@@ -1,6 +1,6 @@
-"""Whether a folder's safetensors are all there and whole, from their headers; no weight is read.
+"""Checks that a folder's safetensors files are complete, by their headers only.
 
-A download that was cut off otherwise shows after minutes, as an error of a library.
+Otherwise a truncated download causes a library's error after minutes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _INDEX = "model.safetensors.index.json"
 _OTHER_FORMATS = ("dummy", "pt", "npcache")
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 << 20
-# As the files spell them, and as users do.
+# Names in safetensors files, and of --dtype.
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass
 class WeightFiles:
-    """What was found: `dtype` is that of most weights, None where they are packed or absent."""
+    """Result of a check; `dtype` is that of most weights, None if they are packed or absent."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -33,13 +33,13 @@ class WeightFiles:
 
 
 def refuse_damaged_weights(model: str, load_format: str) -> None:
-    """Raise `LaunchError` if MODEL is a folder of safetensors that are not whole."""
+    """Raise `LaunchError` if MODEL is a folder with damaged safetensors files."""
     if load_format not in _OTHER_FORMATS and (problems := check_weight_files(model, "").problems):
         raise LaunchError("; ".join(problems))
 
 
 def check_weight_files(model: str, dtype: str) -> WeightFiles:
-    """Look at MODEL, if it is a folder; `dtype` is what the engine will compute in."""
+    """Check MODEL if it is a folder; `dtype` is the engine's."""
     found, folder = WeightFiles(), Path(model).expanduser()
     if not folder.is_dir():
         return found
@@ -57,14 +57,14 @@ def check_weight_files(model: str, dtype: str) -> WeightFiles:
         found.dtype = _DTYPES.get(counts.most_common(1)[0][0])
     if found.dtype is not None and found.dtype != dtype:
         found.warnings.append(
-            f"the weights are stored as {found.dtype} and converted to {dtype} as they are read; "
-            f"--dtype {found.dtype} takes them as they are"
+            f"the weights are stored as {found.dtype} and converted to {dtype} while loading; "
+            f"--dtype {found.dtype} avoids the conversion"
         )
     return found
 
 
 def _names(folder: Path, found: WeightFiles) -> list[str]:
-    """The files that the index names, else all of the folder."""
+    """Return the files in the index, else all safetensors files of the folder."""
     index = folder / _INDEX
     if not index.is_file():
         return sorted(path.name for path in folder.glob("*.safetensors"))
@@ -76,9 +76,9 @@ def _names(folder: Path, found: WeightFiles) -> list[str]:
         return []
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        told = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         found.problems.append(
-            f"{_INDEX} names {len(names)} files, of which {len(missing)} are missing: {told}; "
+            f"{_INDEX} names {len(names)} files, of which {len(missing)} are missing: {listed}; "
             "fetch them"
         )
     return [name for name in names if name not in missing]
@@ -104,7 +104,7 @@ def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> None:
         )
         return
     try:
-        # What reads the weights later: it knows the sizes of types and where tensors may lie.
+        # The library that loads the weights also checks dtypes and offsets.
         with safe_open(path, framework="np"):
             pass
     except (OSError, SafetensorError) as error:
@@ -112,12 +112,12 @@ def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> None:
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """Return the file's size, the header's, and the header; `ValueError` if it is none."""
+    """Return the file's size, the header's size, and the header; `ValueError` if invalid."""
     with path.open("rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise ValueError("it does not begin as safetensors do")
+            raise ValueError("it does not begin with a safetensors header")
         if length > size - _LENGTH_BYTES:
             raise ValueError(f"its {size:,} bytes are too few for its header of {length:,}")
         header = json.loads(file.read(length))

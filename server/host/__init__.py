@@ -1,1 +1,1 @@
-"""The machine beneath: files that change or hang, run folders, tasks, processes for jobs."""
+"""Operating system helpers: watched files, run directories, tasks and worker processes."""

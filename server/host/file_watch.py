@@ -1,4 +1,4 @@
-"""Notices that files changed, by looking at them: that works for mounts and swapped links too."""
+"""Detects changed files by polling, which also works for mounts and replaced symbolic links."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 
 _PERIOD_S = 1.0
 
-_Looks = tuple[int, int, int]
+_Version = tuple[int, int, int]
 
 
 class FileWatch:
-    """Remembers what some files looked like when it was made; make it before reading them."""
+    """Compares files with their versions at construction; construct it before reading them."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = tuple(paths)
-        self._seen = self._look()
+        self._seen = self._versions()
 
     async def follow(
         self, changed: Callable[[], Awaitable[None]], period_s: float = _PERIOD_S
     ) -> None:
-        """Await `changed` whenever one of the files is another than before; never returns."""
+        """Await `changed` whenever one of the files has changed; never returns."""
         while True:
             await asyncio.sleep(period_s)
-            # A file system that hangs must not take the requests along.
-            now = await aside(self._look)
+            # A file system that hangs must not block the event loop.
+            now = await in_thread(self._versions)
             if now != self._seen:
                 self._seen = now
                 await changed()
 
-    def _look(self) -> tuple[_Looks | None, ...]:
-        return tuple(_looks(path) for path in self._paths)
+    def _versions(self) -> tuple[_Version | None, ...]:
+        return tuple(_version(path) for path in self._paths)
 
 
-def _looks(path: Path) -> _Looks | None:
-    """Return what tells one version of a file from the next, None while there is no file."""
+def _version(path: Path) -> _Version | None:
+    """Return inode, size and modification time of a file, None if it does not exist."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Imports without the garbage collector, which finds nothing in modules and costs a fifth."""
+"""Imports without garbage collection, which frees nothing there and costs a fifth of the time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Collect nothing meanwhile; what was made by then lives until the end, and is let alone."""
+def without_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector in the block, then freeze the objects that exist."""
     gc.disable()
     try:
         yield

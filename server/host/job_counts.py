@@ -1,4 +1,4 @@
-"""What is done in processes beside the event loop, as the metrics hear of it."""
+"""Results and durations of jobs in worker processes, for the metrics."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import Counter, deque
 GRAMMAR_RESULTS = (
     *("ok", "known", "refused", "spent", "timeout", "crashed", "overloaded", "not_started"),
 )
-"""How the check of a grammar can end; the label of its metric."""
+"""Results of grammar checks, the label of their metric."""
 READING_RESULTS = ("ok", "refused", "timeout", "crashed", "overloaded", "not_started")
-"""How the reading of a large body can end; the label of its metric."""
-_KEPT_SECONDS = 4096
+"""Results of reading large bodies, the label of their metric."""
+_MAX_DURATIONS = 4096
 
 
 class JobCounts:
-    """What was done since somebody last asked."""
+    """Results and durations of jobs since the last scrape."""
 
     def __init__(self) -> None:
         self.results: Counter[str] = Counter()
-        # Only so many are kept, should nobody ask.
-        self.seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
+        # Bounded, in case /metrics is never scraped.
+        self.seconds: deque[float] = deque(maxlen=_MAX_DURATIONS)
 
     def note(self, result: str, seconds: float | None = None) -> None:
-        """Note how a job ended, and its seconds if it was done at all."""
+        """Count a job's result, and its duration if it ran."""
         self.results[result] += 1
         if seconds is not None:
             self.seconds.append(seconds)

@@ -1,7 +1,7 @@
-"""A bounded pool of worker processes, each of which is killed when a job takes too long.
+"""A bounded pool of worker processes; a process whose job exceeds its timeout is killed.
 
-A process is started when there is work for it and none is idle, and stays. Invariant: however a
-job ends, its place in the pool is free again, with a process that works or none.
+A process is started when a job finds no idle one, and is reused. Invariant: after every job its
+slot is free again, with a working process or none.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _START_TIMEOUT_S = 120.0
 _END_S = 5.0
 _WAITING_PER_PROCESS = 8
 MEMORY_BYTES = 2 << 30
-"""What a worker process may grow by."""
+"""Memory by which a worker process may grow."""
 _PROCESSES: dict[str, type[BaseProcess]] = {
     "forkserver": ForkServerProcess,
     "spawn": SpawnProcess,
 }
 
 StartProcess = Callable[[Connection], BaseProcess]
-"""Starts a process that answers jobs on its end of the pipe, after a first message."""
+"""Starts a process that sends one message when it is ready, then answers jobs on the pipe."""
 
 
 class JobTimeoutError(Exception):
-    """The job took too long; its process was killed."""
+    """The job exceeded its timeout; its process was killed."""
 
 
 class JobCrashedError(Exception):
-    """The process ended before it had answered; the message says how, as `by SIGKILL`."""
+    """The process ended before it answered; the message gives its end, such as `by SIGKILL`."""
 
 
 class JobSpentError(Exception):
-    """The job took more processor time than it may; its process is gone."""
+    """The job exceeded its processor time; its process has ended."""
 
 
 class WorkerStartError(Exception):
@@ -53,13 +53,13 @@ class WorkerStartError(Exception):
 
 
 class PoolFullError(Exception):
-    """Too many jobs wait already."""
+    """Too many jobs are waiting."""
 
 
 def process_starter(
     method: str, target: Callable[..., None], name: str, *args: Any
 ) -> StartProcess:
-    """Return what starts `target(pipe, *args)` in a process, the way the engine's is started."""
+    """Return a function that starts `target(pipe, *args)` in a process by `method`."""
 
     def start(pipe: Connection) -> BaseProcess:
         process = _PROCESSES[method](target=target, args=(pipe, *args), name=name, daemon=True)
@@ -70,7 +70,7 @@ def process_starter(
 
 
 class JobPool:
-    """Used from one event loop; `name` is that of its processes in the log."""
+    """A pool used from one event loop; `name` names its processes in the log."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class JobPool:
         self._start_timeout_s = start_timeout_s
         self._max_waiting = size * _WAITING_PER_PROCESS
         self._waiting = 0
-        # A thread per place waits for its process, so that the event loop does not.
+        # One thread per slot blocks on its process.
         self._threads = ThreadPoolExecutor(size, thread_name_prefix=name.replace(" ", "-"))
-        # The last to come back is the next to go: its process is started and warm.
-        self._places: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
+        # Last in, first out: the slot used last has a warm process.
+        self._slots: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
         for _ in range(size):
-            self._places.put_nowait(_Place(name, start))
+            self._slots.put_nowait(_WorkerSlot(name, start))
 
     @property
     def timeout_s(self) -> float:
@@ -97,74 +97,74 @@ class JobPool:
         return self._timeout_s
 
     async def run(self, job: bytes, shares: int = 1, *, waits: bool = False) -> bytes:
-        """Return the answer to a job, which may take the time of `shares` jobs.
+        """Return the answer to a job; its timeout is `shares` times that of the pool.
 
-        One that `waits` is not refused for those that wait already; its caller bounds them. Raises
-        one of this module's errors.
+        `waits` skips the limit of waiting jobs; the caller bounds them instead. Raises one of this
+        module's errors.
         """
         if not waits and self._waiting >= self._max_waiting:
             raise PoolFullError
         self._waiting += 1
         try:
-            place = await self._places.get()
+            slot = await self._slots.get()
         finally:
             self._waiting -= 1
         try:
-            await self._ensure_started(place)
-            return await self._run_in(place, job, shares * self._timeout_s)
+            await self._ensure_started(slot)
+            return await self._run_in(slot, job, shares * self._timeout_s)
         finally:
-            self._places.put_nowait(place)
+            self._slots.put_nowait(slot)
 
     async def start_one(self) -> None:
-        """Have a process ready before there is work for it. Raises `WorkerStartError`."""
-        place = await self._places.get()
+        """Start a process before the first job. Raises `WorkerStartError`."""
+        slot = await self._slots.get()
         try:
-            await self._ensure_started(place)
+            await self._ensure_started(slot)
         finally:
-            self._places.put_nowait(place)
+            self._slots.put_nowait(slot)
 
-    async def _ensure_started(self, place: _Place) -> None:
-        if place.is_alive():
+    async def _ensure_started(self, slot: _WorkerSlot) -> None:
+        if slot.is_alive():
             return
-        start = asyncio.get_running_loop().run_in_executor(self._threads, place.start)
+        start = asyncio.get_running_loop().run_in_executor(self._threads, slot.start)
         try:
             await asyncio.wait({start}, timeout=self._start_timeout_s)
         except asyncio.CancelledError:
-            # The place is given back when the process is there.
+            # The slot is released once the process has started.
             await asyncio.wait({start}, timeout=self._start_timeout_s)
             raise
         finally:
-            start.add_done_callback(_look_at)
+            start.add_done_callback(_consume_exception)
         if not start.done():
-            # As while the fork server is stopped; its thread goes on when that does.
+            # The fork server may be stopped; the thread continues when it is resumed.
             raise WorkerStartError(f"no process within {self._start_timeout_s:g} s")
         start.result()
 
-    async def _run_in(self, place: _Place, job: bytes, timeout_s: float) -> bytes:
+    async def _run_in(self, slot: _WorkerSlot, job: bytes, timeout_s: float) -> bytes:
         loop = asyncio.get_running_loop()
-        exchange = loop.run_in_executor(self._threads, place.exchange, job)
+        exchange = loop.run_in_executor(self._threads, slot.exchange, job)
         try:
             done, _ = await asyncio.wait({exchange}, timeout=timeout_s)
             if not done:
                 raise JobTimeoutError
             return exchange.result()
         except BaseException:
-            place.kill()
-            # With its process the wait in the thread ends too.
+            slot.kill()
+            # The end of the process also ends the thread's wait.
             await asyncio.wait({exchange})
             with suppress(JobCrashedError, JobSpentError):
                 exchange.result()
             raise
 
 
-def _look_at(work: asyncio.Future[None]) -> None:
-    """Take the exception of work that nothing waits for any more."""
+def _consume_exception(work: asyncio.Future[None]) -> None:
+    """Mark the exception of abandoned work as retrieved."""
     if not work.cancelled():
         work.exception()
 
 
-class _Place:
-    """Room for one process."""
+class _WorkerSlot:
+    """A slot for one process."""
 
     def __init__(self, name: str, start: StartProcess) -> None:
         self._name = name
@@ -192,7 +192,7 @@ class _Place:
         with suppress(EOFError, OSError):
             if ours.poll(_START_TIMEOUT_S):
                 ours.recv_bytes()
-                logger.info("process %s is there for: %s", self._process.pid, self._name)
+                logger.info("started process %s: %s", self._process.pid, self._name)
                 return
         self.kill()
         raise WorkerStartError(f"the process for {self._name} did not get ready")
@@ -207,24 +207,24 @@ class _Place:
             raise self._end() from None
 
     def _end(self) -> Exception:
-        """Return why the process is gone."""
+        """Return the error for a process that has ended."""
         process = self._process
         if process is None:
             return JobCrashedError("by this server")
         process.join(_END_S)
         if process.exitcode == -signal.SIGPROF:
             return JobSpentError()
-        return JobCrashedError(_how(process.exitcode))
+        return JobCrashedError(_exit_reason(process.exitcode))
 
     def kill(self) -> None:
-        """End the process, whatever it is at; does not wait for its end."""
+        """Kill the process without waiting for its end."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
 
 
-def _how(exit_code: int | None) -> str:
-    """Return how a process ended, from its exit code."""
+def _exit_reason(exit_code: int | None) -> str:
+    """Return the signal or the exit code that ended a process."""
     if exit_code is not None and exit_code < 0:
         with suppress(ValueError):
             return f"by {signal.Signals(-exit_code).name}"
@@ -232,15 +232,15 @@ def _how(exit_code: int | None) -> str:
 
 
 def limit_processor_time(seconds: float) -> None:
-    """Let the calling process take so much from now on, in user code and the kernel; 0: no limit.
+    """End the calling process with SIGPROF after `seconds` of processor time; 0: no limit.
 
-    What takes more ends it with SIGPROF. The time of others on a busy machine is not counted.
+    User and kernel time count, waiting for a busy processor does not.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_growth() -> None:
-    """Let the calling worker process grow by `MEMORY_BYTES`; a job that needs more fails alone."""
+    """Limit the calling process's memory growth to `MEMORY_BYTES`; larger jobs fail alone."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

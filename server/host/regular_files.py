@@ -1,7 +1,4 @@
-"""Reads files that others write, without trusting what lies at their path.
-
-A pipe would be waited for, a device has no end, and a file that is cut off says something else.
-"""
+"""Reads files from untrusted paths: refuses pipes, devices and files above a size limit."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from pathlib import Path
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return a file's whole content; `OSError` if it is not a regular file, or is too large."""
-    # To open a pipe without this waits for its writer.
+    """Return a file's content; `OSError` if it is not a regular file or is too large."""
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

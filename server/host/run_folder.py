@@ -1,8 +1,8 @@
-"""The run directory: made at start, gone at the end; what a killed server left, the next removes.
+"""The run directory: created at start, removed at exit; abandoned ones are removed at start.
 
-A server holds a lock on a file in its directory, and the kernel drops it however the server ends.
-Invariant: only directories of this user that hold such a file, of nobody, are removed; no symbolic
-link is followed.
+A server holds a lock on a file in its directory, which the kernel releases when the process ends.
+Invariant: only directories of this user with an unlocked lock file are removed; no symbolic link is
+followed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK = "lock"
 
 @contextmanager
 def run_folder(root: Path | None) -> Iterator[Path]:
-    """Yield a new run directory in `root`, by default the system's, for the length of the block."""
+    """Yield a new run directory in `root`, by default the system's, and remove it at the end."""
     top = Path(tempfile.gettempdir() if root is None else root)
     _remove_abandoned(top)
     folder, lock = _make(top)
@@ -40,8 +40,8 @@ def _make(top: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=top))
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Another server that starts now may have taken it for abandoned a moment ago.
-        if _take(lock) and os.fstat(lock).st_nlink:
+        # Another server that starts now may have removed it as abandoned.
+        if _try_lock(lock) and os.fstat(lock).st_nlink:
             return folder, lock
         os.close(lock)
 
@@ -66,14 +66,14 @@ def _is_own_directory(entry: os.DirEntry[str]) -> bool:
 def _remove_unless_held(folder: Path) -> None:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if stat.S_ISREG(os.fstat(lock).st_mode) and _take(lock):
+        if stat.S_ISREG(os.fstat(lock).st_mode) and _try_lock(lock):
             shutil.rmtree(folder)
-            logger.info("removed %s, which a server that was killed had left", folder)
+            logger.info("removed the run directory %s of a killed server", folder)
     finally:
         os.close(lock)
 
 
-def _take(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

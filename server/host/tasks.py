@@ -1,4 +1,4 @@
-"""Tasks that live as long as a block, and work that blocks for as long as it likes."""
+"""Background tasks, and blocking work in daemon threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def while_running(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block and cancel it at the block's end."""
+async def background_task(work: Coroutine[object, object, None]) -> AsyncIterator[None]:
+    """Run `work` concurrently with the block and cancel it at the block's end."""
     task = asyncio.ensure_future(work)
     try:
         yield
@@ -24,24 +24,24 @@ async def while_running(work: Coroutine[object, object, None]) -> AsyncIterator[
 
 
 def in_daemon_thread(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread that a process exit does not wait for."""
+    """Run `work` in a daemon thread, which does not delay the exit of the process."""
     future: Future[T] = Future()
-    # From here on nobody can cancel it: a thread cannot be stopped.
+    # A thread cannot be stopped, so the future cannot be cancelled.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001
-            # Also SystemExit of a parser: it belongs to whoever waits, not to this thread.
+            # Includes SystemExit of a parser, which the waiting thread handles.
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name=getattr(work, "__name__", "work")).start()
     return future
 
 
-async def to_its_end(work: Coroutine[object, object, T]) -> T:
-    """Run `work` to its end, also where the waiting task is cancelled meanwhile."""
+async def run_to_completion(work: Coroutine[object, object, T]) -> T:
+    """Run `work` to its end even if the waiting task is cancelled."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -50,9 +50,9 @@ async def to_its_end(work: Coroutine[object, object, T]) -> T:
         raise
 
 
-async def aside(work: Callable[[], T]) -> T:
-    """Run `work`, which may block for ever, beside the event loop and the process's exit.
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run `work`, which may block forever, in a daemon thread.
 
-    `asyncio.to_thread` is for what ends: its threads are waited for at the exit.
+    Threads of `asyncio.to_thread` delay the exit of the process.
     """
     return await asyncio.wrap_future(in_daemon_thread(work))

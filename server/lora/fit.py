@@ -15,9 +15,9 @@ from pathlib import PurePath
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_config import check_config
 from server.errors import describe
-from server.frontend import JsonObject
 from server.lora.folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, TensorInfo, refusal
 from server.lora.port import Target
+from server.wire.endpoint import JsonObject
 
 ANY_BASE = "*"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

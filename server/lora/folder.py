@@ -15,8 +15,8 @@ from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
 from server.errors import InvalidAdapterError, describe
-from server.frontend import JsonObject
 from server.host.regular_files import read_regular
+from server.wire.endpoint import JsonObject
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

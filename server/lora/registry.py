@@ -27,7 +27,7 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 from server.lora.adapter import Adapter, State
 from server.lora.fit import BaseModel, check_fit
 from server.lora.folder import AdapterFolder, read_folder, refusal
@@ -129,7 +129,7 @@ class AdapterRegistry:
         """Load again what was loaded before a restart; what cannot be is listed as failed."""
         if self._state_file is None:
             return
-        for entry in await aside(self._state_file.read):
+        for entry in await in_thread(self._state_file.read):
             adapter = Adapter(entry.name, next(self._ids), entry.path)
             try:
                 self._check_name(entry.name, replace=False)
@@ -205,7 +205,7 @@ class AdapterRegistry:
     async def _load(self, adapter: Adapter) -> None:
         started = time.perf_counter()
         try:
-            folder, adapter.rank = await aside(partial(self._checked, adapter))
+            folder, adapter.rank = await in_thread(partial(self._checked, adapter))
             adapter.path = str(folder.path)
             self._take_slot(adapter)
             await self._into_engine(adapter)
@@ -315,7 +315,7 @@ class AdapterRegistry:
             kept = [a for a in self._named.values() if not a.static]
             entries = [Remembered(adapter.name, adapter.source) for adapter in kept]
             try:
-                await aside(partial(self._state_file.write, entries))
+                await in_thread(partial(self._state_file.write, entries))
             except OSError as error:
                 path = self._state_file.path
                 logger.error("%s is out of date, it cannot be written: %s", path, error)

@@ -1,1 +1,1 @@
-"""What the server tells about itself: metrics and logs."""
+"""Metrics, logs, traces and traffic history of the server."""

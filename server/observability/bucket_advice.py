@@ -1,4 +1,4 @@
-"""The bucket tuner's advice on what the engine has run, for `/v1/server_info` and `/metrics`."""
+"""The bucket tuner's advice on recorded steps, for `/v1/server_info` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from rbln_backend.bucketing.tuner import advise
 from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.reporting.description import read_descriptions
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 
 _PERIOD_S = 60.0
-"""As often as the engine writes its record."""
+"""The period at which the engine writes its record."""
 _FIRST_PERIOD_S = 5.0
 
 
 class BucketAdvice:
-    """The advice on the record of the engine in `run_dir`.
+    """The advice on the usage record of the engine in `run_dir`.
 
-    Computed beside the event loop: the record lies in the cache's root, a mount that may hang.
+    Computed in a thread: the record is in the cache root, a mount that may hang.
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,11 +39,11 @@ class BucketAdvice:
         if (now := self._clock()) - self._looked_at < period_s:
             return self._advice
         self._looked_at = now
-        return await aside(self._look)
+        return await in_thread(self._look)
 
     async def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Return the advice as of now; `buckets` is what the engine tells of its buckets."""
-        return await aside(partial(self._read, buckets))
+        """Return the current advice; `buckets` is the `buckets` section of the engine's report."""
+        return await in_thread(partial(self._read, buckets))
 
     def _look(self) -> dict[str, Any] | None:
         ranks = read_descriptions(self._run_dir)
@@ -61,6 +61,6 @@ class BucketAdvice:
                     self._advice = advise(usage) if usage.steps else None
                     self._changed_at = changed_at
             except (OSError, ValueError):
-                # The next step that is written sets a damaged file aside.
+                # The next step that is written moves a damaged file away.
                 return None
             return self._advice

@@ -1,4 +1,4 @@
-"""How late the event loop is: what every request of this process waits for, whatever it asks."""
+"""Measures the lag of the event loop, which delays every request of this process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 PERIOD_S = 0.25
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 
 async def follow_event_loop(observe: Callable[[float], None], period_s: float = PERIOD_S) -> None:
-    """Tell `observe` every `period_s` by how many seconds a timer was late; never ends.
+    """Call `observe` every `period_s` with the lag of a timer in seconds; never returns.
 
-    Something that holds the loop for longer than a period is seen once, as long as it lasted, less
-    the part of the period that had passed.
+    A blocked loop yields one sample: the time of the block minus the part of the period before it.
     """
     loop = asyncio.get_running_loop()
     while True:

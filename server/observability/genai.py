@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 AttributeValue = str | bool | int | float | Sequence[str]
 
@@ -63,12 +63,12 @@ _FIELDS: Mapping[str, tuple[str, Callable[[float], int | float]]] = {
 
 
 def operation_of(path: str) -> str | None:
-    """Return the name of the operation behind a route; None where the model does not run."""
+    """Return the operation of a route; None if the model does not run."""
     return _OPERATIONS_BY_PATH.get(path)
 
 
 def operation_attributes(operation: str) -> dict[str, AttributeValue]:
-    """Return what is known of an operation before its request was read."""
+    """Return the attributes of an operation that are known before its request is parsed."""
     return {OPERATION: operation, PROVIDER: PROVIDER_NAME}
 
 

@@ -1,7 +1,7 @@
-"""The traffic of the last minutes, as samples that this process takes every few seconds.
+"""The traffic of the last ten minutes, as samples of five seconds.
 
-The console draws them, so that a page that was just opened shows what was there before. Counts are
-those of a whole interval: a burst of tokens within it is a rate over the interval.
+The console draws them, so that a newly opened page shows past traffic. Counts cover a whole
+interval: a burst of tokens appears as a rate over the interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 5.0
 KEPT = 120
-"""Ten minutes, about 30 kB."""
+"""Number of samples: ten minutes, about 30 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Sample:
     output_tokens: Annotated[int, "Tokens generated in the interval."]
     prompt_tokens: Annotated[int, "Prompt tokens of requests whose prefill ended in the interval."]
     running: Annotated[int, "Requests in the engine's batch at the end of the interval."]
-    waiting: Annotated[int, "Requests that waited for their turn at that time."]
+    waiting: Annotated[int, "Requests in the queue at that time."]
     kv_cache_usage: Annotated[float, "Share of the paged KV blocks in use at that time, 0 to 1."]
     decode_padding: Annotated[
         float | None, "Share of padding in the rows of decode steps; null: no step."
@@ -47,26 +47,26 @@ class History:
     """The latest samples. Used from the event loop; `read` runs in a thread."""
 
     def __init__(self, read: Callable[[], Traffic | None]) -> None:
-        """`read` returns the totals so far, None while there is no engine."""
+        """Sample the totals that `read` returns; it returns None without an engine."""
         self._read = read
         self._samples: deque[Sample] = deque(maxlen=KEPT)
         self._latest: tuple[float, Traffic] | None = None
         self._number = 0
 
     async def follow(self, period_s: float = PERIOD_S) -> None:
-        """Take a sample every `period_s`; never ends. A failed reading leaves one sample out."""
+        """Take a sample every `period_s`; never returns. A failed read skips one sample."""
         while True:
             try:
                 await self.take()
-            except Exception as error:  # noqa: BLE001 (a file that an engine is just making)
+            except Exception as error:  # noqa: BLE001 (an engine may be creating the files)
                 logger.debug("No sample of the traffic: %s", error)
             await asyncio.sleep(period_s)
 
     async def take(self) -> None:
-        """Take a sample of the work since the last call; none while there is no engine."""
+        """Add a sample of the work since the last call; does nothing without an engine."""
         total = await asyncio.to_thread(self._read)
         now = time.monotonic()
-        # Counters begin at 0: the first sample has what ran since the last call without an engine.
+        # Counters begin at 0: the first sample covers the time since the last call.
         latest, self._latest = self._latest, (now, total or NO_TRAFFIC)
         if latest is None or total is None:
             return
@@ -88,9 +88,9 @@ class History:
         )
 
     def after(self, number: int) -> list[Sample]:
-        """Return the samples after that number; all where it is above the latest.
+        """Return the samples after `number`; all of them if it is above the latest.
 
-        A page that was open before this process started sends a number of the previous process.
+        A page opened before a restart sends a number of the previous process.
         """
         if number > self._number:
             number = 0

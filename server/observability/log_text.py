@@ -1,7 +1,7 @@
-"""Log text that is safe to print although a client may have written part of it.
+"""Escapes log text, parts of which clients may have written.
 
-Invariants: a record begins at the start of a line and nothing else does; control characters, with
-the escape codes of terminals, are written as `\\xNN`; a record has a bounded length.
+Invariants: only records begin at the start of a line; control characters, including terminal
+escape codes, are written as `\\xNN`; a record has a bounded length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def shown(text: str) -> str:
-    """Return a text for the log: bounded, escaped, lines after the first indented behind a bar."""
+    """Return `text` bounded and escaped, with lines after the first indented behind a bar."""
     lines = clipped(text, MAX_CHARS).translate(_ESCAPES).split("\n")
     if len(lines) > _MAX_LINES:
         lines[_MAX_LINES:] = [f"... {len(lines) - _MAX_LINES} more lines"]
@@ -39,9 +39,9 @@ def clipped(text: str, most: int) -> str:
 
 
 def exception_text(info: ExcInfo) -> str:
-    """Return the traceback of an exception and of its causes; their messages are cut short.
+    """Return the traceback of an exception and of its causes, with truncated messages.
 
-    An exception's message may quote what a client sent.
+    An exception's message may quote a client's request.
     """
     parts: list[str] = []
     error: BaseException | None = info[1]

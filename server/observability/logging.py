@@ -1,7 +1,7 @@
 """The server's log: one line per event on stderr, as text or JSON, with the request's id.
 
-The loggers of `server`, uvicorn and asyncio are configured and, in this process, of `rbln_backend`,
-which says here what it makes of a command line; vLLM keeps its own.
+Configures the loggers of `server`, uvicorn, asyncio and, in this process, `rbln_backend`; vLLM
+configures its own.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from contextvars import ContextVar
 from server.observability.log_text import MAX_CHARS, clipped, exception_text, shown
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The id of the request that the current task works for."""
+"""The id of the current task's request."""
 
 
 FIELDS = "fields"
-"""The name under which a log call hands over fields of its own."""
+"""The key of `extra` under which a log call passes further fields."""
 
 
 class TextFormatter(logging.Formatter):
     """`12:30:05 INFO  server.service: message [request_id]`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows on lines of its own, behind a bar."""
+        """Return the line; a traceback follows on further lines behind a bar."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         request_id = request_id_var.get()
         suffix = f" [{request_id}]" if request_id else ""
@@ -38,7 +38,7 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (Unix seconds), level, logger, message, request_id.
 
-    What a log call gives as `extra={FIELDS: {...}}` becomes fields of the object.
+    `extra={FIELDS: {...}}` of a log call adds fields to the object.
     """
 
     def format(self, record: logging.LogRecord) -> str:

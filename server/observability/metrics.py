@@ -1,8 +1,8 @@
-"""The server's own metrics, and the page that joins them with the engine's.
+"""The server's own metrics, and the `/metrics` page that combines them with the engine's.
 
-`/metrics` answers from the first second on. It joins three sources: these metrics in a
-registry of their own, vLLM's `vllm:*` in prometheus_client's default registry, untouched, and
-the engine processes' boards under `<run_dir>/metrics`.
+The page is available from the first second. It has three sources: these metrics in their own
+registry, vLLM's `vllm:*` in prometheus_client's default registry, and the multiprocess files of the
+engine processes under `<run_dir>/metrics`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rbln_backend.reporting.stats import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
-from server.lifecycle import Lifecycle, Phase
+from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
     BATCH_STATUSES,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-# What `observe_advice` sets, in this order.
+# The gauges of `observe_advice`, in the order of `_publish_advice`.
 _ADVICE = (
     "rbln_bucket_suggested",
     "rbln_bucket_suggested_saving_ratio",
@@ -56,9 +56,9 @@ _ADVICE = (
 
 
 class ServerMetrics:
-    """The server's metrics in a registry of their own.
+    """The server's metrics in their own registry.
 
-    Recorded from the event loop only; a page may be rendered in another thread.
+    Updated from the event loop only; the page may be rendered in another thread.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -68,7 +68,7 @@ class ServerMetrics:
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
         self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
         self._histograms = {k: v for k, v in made.items() if isinstance(v, Histogram)}
-        # At 0 before the first event: a rate does not see a series that begins above it.
+        # Starts series at 0: `rate` ignores the first value of a series.
         for name, values in CLOSED_LABELS.items():
             for value in values:
                 self._counters[name].labels(value)
@@ -85,14 +85,14 @@ class ServerMetrics:
         )
 
     def set_versions(self, versions: Mapping[str, str]) -> None:
-        """Publish what runs; components that are not labels are left out."""
+        """Publish the versions of the components that are labels."""
         labels = next(d.labels for d in SERVER_METRICS if d.name == "rbln_serve_build_info")
         values = [versions.get(label, "unknown") for label in labels]
         self._gauges["rbln_serve_build_info"].labels(*values).set(1)
 
     def observe_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Publish the phase, the start-up progress and the requests in flight."""
-        for phase in Phase:
+        for phase in ServicePhase:
             self._gauges["rbln_serve_phase"].labels(phase.label).set(phase is lifecycle.phase)
         self._gauges["rbln_serve_startup_seconds"].set(lifecycle.ready_after_s or 0.0)
         done, total = lifecycle.graphs
@@ -111,21 +111,21 @@ class ServerMetrics:
         durations.labels(route, "true" if stream else "false").observe(seconds)
 
     def observe_open_connections(self, count: int) -> None:
-        """Publish how many client connections there are."""
+        """Publish the number of client connections."""
         self._gauges["rbln_http_connections"].set(count)
 
     def observe_connection_end(self, reason: str) -> None:
-        """Count one connection that a limit refused or ended."""
+        """Count one connection refused or closed by a limit."""
         assert reason in CONNECTION_ENDS, reason
         self._counters["rbln_http_connection_refusals_total"].labels(reason).inc()
 
     def observe_rejection(self, reason: str) -> None:
-        """Count one request that was refused for want of room."""
+        """Count one request rejected by admission."""
         assert reason in REJECTIONS, reason
         self._counters["rbln_admission_rejections_total"].labels(reason).inc()
 
     def observe_admission(self, admission: Admission, settings: ServerSettings) -> None:
-        """Publish how much work there is and how much there may be."""
+        """Publish the admitted work and its limits."""
         for name, value in (
             ("in_flight", admission.in_flight),
             ("flex_in_flight", admission.flex_in_flight),
@@ -137,7 +137,7 @@ class ServerMetrics:
             self._gauges[f"rbln_admission_{name}"].set(value)
 
     def observe_key(self, key: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count one finished request, and its tokens, for the key of this name."""
+        """Count one finished request and its tokens for an API key."""
         self._counters["rbln_key_requests_total"].labels(key, outcome).inc()
         tokens = self._counters["rbln_key_tokens_total"]
         if prompt or completion:
@@ -149,30 +149,30 @@ class ServerMetrics:
         self._counters["rbln_tier_requests_total"].labels(tier, outcome).inc()
 
     def observe_guided(self, kind: str, outcome: str) -> None:
-        """Count one finished request whose answer was to obey something."""
+        """Count one finished request with a constrained answer."""
         assert kind in GUIDES and outcome in OUTCOMES, (kind, outcome)
         self._counters["rbln_structured_output_requests_total"].labels(kind, outcome).inc()
 
     def observe_loop_lag(self, seconds: float) -> None:
-        """Note by how much the event loop was late."""
+        """Record a lag of the event loop."""
         self._histograms["rbln_serve_event_loop_lag_seconds"].observe(seconds)
 
     def observe_advice(self, advice: Mapping[str, Any] | None) -> None:
-        """Publish what the tuner says, by phase, as `advise` returns it."""
+        """Publish the tuner's advice by phase, as `advise` returns it."""
         for name in _ADVICE:
             self._gauges[name].clear()
-        for phase, told in (advice or {}).items():
-            if told is not None:
-                self._publish_advice(phase, told)
+        for phase, found in (advice or {}).items():
+            if found is not None:
+                self._publish_advice(phase, found)
 
-    def _publish_advice(self, phase: str, told: Mapping[str, Any]) -> None:
+    def _publish_advice(self, phase: str, advice: Mapping[str, Any]) -> None:
         sizes, saving, padding, steps = (self._gauges[name] for name in _ADVICE)
-        for size in sorted({*told["current"], *told["suggested"]}):
-            sizes.labels(phase, str(size)).set(size in told["suggested"])
-        saving.labels(phase).set(told["saving"])
-        padding.labels(phase, "current").set(told["padding_now"])
-        padding.labels(phase, "suggested").set(told["padding_then"])
-        steps.labels(phase).set(told["steps"])
+        for size in sorted({*advice["current"], *advice["suggested"]}):
+            sizes.labels(phase, str(size)).set(size in advice["suggested"])
+        saving.labels(phase).set(advice["saving"])
+        padding.labels(phase, "current").set(advice["padding_now"])
+        padding.labels(phase, "suggested").set(advice["padding_then"])
+        steps.labels(phase).set(advice["steps"])
 
     def observe_batches(
         self,
@@ -181,9 +181,9 @@ class ServerMetrics:
         lines: Mapping[str, int],
         tokens: Mapping[str, int],
     ) -> None:
-        """Publish batches by status and other values by the metric's name; add what was done.
+        """Publish batches by status and `values` by metric name; add finished work.
 
-        `lines` are counted by result, `tokens` by kind.
+        `lines` are counts by result, `tokens` by kind.
         """
         for status in BATCH_STATUSES:
             self._gauges["rbln_batches"].labels(status).set(statuses.get(status, 0))
@@ -201,7 +201,7 @@ class ServerMetrics:
             self._gauges["rbln_stored_responses"].labels(status).set(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
-        """Publish which LoRA adapters there are, and how many are in each state."""
+        """Publish the LoRA adapters and their number in each state."""
         every = adapters.every()
         for state in State:
             count = sum(adapter.state is state for adapter in every)
@@ -213,20 +213,20 @@ class ServerMetrics:
             info.labels(adapter.name, adapter.state.value, slot).set(1)
 
     def observe_adapter_load(self, result: str, seconds: float) -> None:
-        """Count one load of a LoRA adapter; only those that succeed have a time."""
+        """Count one load of a LoRA adapter, and its duration if it succeeded."""
         self._counters["rbln_lora_loads_total"].labels(result).inc()
         if result == "ok":
             self._histograms["rbln_lora_load_seconds"].observe(seconds)
 
     def observe_reading(self, counts: JobCounts) -> None:
-        """Add what was done with large bodies since the last call."""
+        """Add the large bodies since the last call."""
         for result, count in counts.results.items():
             self._counters["rbln_large_bodies_total"].labels(result).inc(count)
         for seconds in counts.seconds:
             self._histograms["rbln_large_body_seconds"].observe(seconds)
 
     def observe_grammars(self, counts: JobCounts) -> None:
-        """Add what the grammar gate has done since it was last asked."""
+        """Add the grammar checks since the last call."""
         for result, count in counts.results.items():
             self._counters["rbln_grammar_checks_total"].labels(result).inc(count)
         for seconds in counts.seconds:
@@ -245,10 +245,10 @@ class ServerMetrics:
             kind = sample.name.rpartition("_")[2]
             if sample.labels["phase"] == "decode" and kind in ("count", "sum"):
                 found[int(sample.labels["bucket"])][kind] += sample.value
-        return {bucket: (int(told["count"]), told["sum"]) for bucket, told in found.items()}
+        return {bucket: (int(total["count"]), total["sum"]) for bucket, total in found.items()}
 
     def _boards(self) -> CollectorRegistry:
-        """Return what the engine processes have written so far."""
+        """Return the metrics of the engine processes."""
         boards = CollectorRegistry()
         if self._board_dir.is_dir():
             MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]

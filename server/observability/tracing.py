@@ -1,7 +1,6 @@
-"""OpenTelemetry spans of requests, around those of the engine.
+"""OpenTelemetry spans of requests, the parents of the engine's spans.
 
-Imported only where `--otlp-traces-endpoint` is set. The spans go where vLLM sends its own, through
-the provider that vLLM has set up.
+Imported only with `--otlp-traces-endpoint`. The spans use the provider that vLLM has configured.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from server import __version__
 from server.observability.genai import AttributeValue
 
 SCHEMA_URL = Schemas.V1_41_1.value
-"""The release of the semantic conventions whose names the attributes have."""
+"""The release of the semantic conventions for attribute names."""
 _CONTEXT = (b"traceparent", b"tracestate")
 
 
 class Tracing:
-    """Begins and ends the spans of requests; without a `provider` those of the process's."""
+    """Begins and ends the spans of requests, by `provider` or the process's default provider."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._tracer = get_tracer("rbln_serve", __version__, provider, SCHEMA_URL)
@@ -43,9 +42,9 @@ class Tracing:
         *,
         remote: bool,
     ) -> Span:
-        """Start the span of a request below the one that its headers name.
+        """Start the span of a request as a child of the context in its headers.
 
-        `remote`: the request came over HTTP; other requests are the server's own.
+        `remote`: the request came over HTTP; others are internal.
         """
         parent = {
             name.decode("ascii"): value.decode("latin-1")
@@ -60,13 +59,13 @@ class Tracing:
         )
 
     def context_of(self, span: Span) -> dict[str, str]:
-        """Return the headers that name a span as the parent of others."""
+        """Return the trace context headers with `span` as the parent."""
         headers: dict[str, str] = {}
         self._propagator.inject(headers, set_span_in_context(span))
         return headers
 
     def end(self, span: Span, attributes: Mapping[str, AttributeValue], *, failed: bool) -> None:
-        """End a span; `failed`: the server, not the client, is the reason for an error."""
+        """End a span; `failed` marks a server error."""
         span.set_attributes(attributes)
         if failed:
             span.set_status(Status(StatusCode.ERROR))

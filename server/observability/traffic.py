@@ -19,37 +19,37 @@ _DECODE = ("decode", "verify")
 """Phases whose rows are requests; a verify step checks draft tokens."""
 _TOKENS = ("rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total")
 _COUNTERS = "counter_*.db"
-"""The boards' files of counters; histograms, which are most of the boards, have others."""
+"""Multiprocess files of counters; histograms, most of the data, have other files."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Rows or tokens that were computed: for requests, and as padding."""
+class PaddedWork:
+    """Computed rows or tokens: of requests, and of padding."""
 
     useful: int
     padded: int
 
-    def since(self, before: Work) -> Work:
-        """Return what was computed after `before`."""
-        return Work(self.useful - before.useful, self.padded - before.padded)
+    def since(self, before: PaddedWork) -> PaddedWork:
+        """Return the difference to an earlier total."""
+        return PaddedWork(self.useful - before.useful, self.padded - before.padded)
 
     def share(self) -> float | None:
-        """Return the share of padding; None where nothing was computed."""
+        """Return the share of padding; None if nothing was computed."""
         total = self.useful + self.padded
         return round(self.padded / total, 4) if total > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Counters since the start, and gauges of now, of all engines together."""
+    """Counters since the start and current gauges, summed over all engines."""
 
     output_tokens: int
     prompt_tokens: int
     running: int
     waiting: int
     kv_cache_usage: float
-    decode: Work
-    prefill: Work
+    decode: PaddedWork
+    prefill: PaddedWork
 
 
 NO_TRAFFIC = Traffic(
@@ -58,16 +58,13 @@ NO_TRAFFIC = Traffic(
     running=0,
     waiting=0,
     kv_cache_usage=0.0,
-    decode=Work(0, 0),
-    prefill=Work(0, 0),
+    decode=PaddedWork(0, 0),
+    prefill=PaddedWork(0, 0),
 )
 
 
 def read_traffic(board_dir: Path) -> Traffic | None:
-    """Return the totals; None while vLLM has no metrics, as before it is ready.
-
-    Takes about a millisecond of processor time for one engine.
-    """
+    """Return the totals; None before vLLM has metrics. Takes about 1 ms for one engine."""
     vllm = _samples(REGISTRY.restricted_registry(_VLLM).collect())
     if _VLLM[0] not in vllm:
         return None
@@ -84,10 +81,10 @@ def read_traffic(board_dir: Path) -> Traffic | None:
     )
 
 
-def _work(boards: Mapping[str, list[float]], keys: list[str], names: tuple[str, str]) -> Work:
-    """Return the sums of two counters over some keys: of the useful work, and of the padding."""
+def _work(boards: Mapping[str, list[float]], keys: list[str], names: tuple[str, str]) -> PaddedWork:
+    """Return the sums over `keys` of two counters: useful work and padding."""
     useful, padded = (sum(sum(boards[key.format(name)]) for key in keys) for name in names)
-    return Work(int(useful), int(padded))
+    return PaddedWork(int(useful), int(padded))
 
 
 def _counters(board_dir: Path) -> Iterable[Metric]:
@@ -99,7 +96,7 @@ def _counters(board_dir: Path) -> Iterable[Metric]:
 
 
 def _samples(metrics: Iterable[Metric]) -> defaultdict[str, list[float]]:
-    """Return values by name; those of a phase of the engine by phase and name, too."""
+    """Return values by name, and those with a phase by phase and name as well."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for sample in (sample for metric in metrics for sample in metric.samples):
         found[sample.name].append(sample.value)

@@ -1,7 +1,7 @@
-"""Filter of vLLM's log in the API process and the process that reads large bodies.
+"""Filter of vLLM's log in the API process and the worker that parses large bodies.
 
-vLLM's modules log what clients send: whole roles and names, prompts in exception messages, and a
-traceback for each invalid request. The server itself logs each error that is not the client's.
+vLLM's modules log parts of requests: roles and names, prompts in exception messages, and a
+traceback for each invalid request. The server itself logs each server error.
 """
 
 from __future__ import annotations

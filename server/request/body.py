@@ -1,4 +1,4 @@
-"""A request's body, from the socket to a JSON object, within the limits of one server."""
+"""Read a request body from the socket and parse it as a JSON object, within limits."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from server.errors import (
     MediaTypeError,
     describe,
 )
-from server.frontend import JsonObject
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 JSON_TYPE = "application/json"
 MAX_PLAIN_BYTES = 256 * 1024
-"""Of a body that is parsed on the event loop: the largest schema, and more."""
+"""Largest body that is parsed on the event loop; larger than the largest schema."""
 MAX_PLAIN_CONTAINERS = 16 * 1024
-"""Objects and arrays of such a body, or brackets in its texts; that many take about 5 ms."""
+"""Most objects and arrays of such a body, brackets in texts included; they take about 5 ms."""
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _MAX_DIGITS = 400
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
 
 
 CLIENT_GONE = 499
-"""The status in logs and metrics of an answer that nobody is there to read."""
+"""Status in logs and metrics of a request whose client has closed the connection."""
 
 
 class ClientGoneError(Exception):
@@ -37,7 +37,7 @@ class ClientGoneError(Exception):
 
 
 async def read_json_object(request: Request, settings: ServerSettings) -> JsonObject:
-    """Return the body of a route without prompts; raises what its two steps raise."""
+    """Return the body of a route without prompts; raises as `read_body` and `parse_json_object`."""
     raw = await read_body(request, settings)
     if len(raw) > MAX_PLAIN_BYTES:
         raise BodyTooLargeError(
@@ -68,7 +68,7 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         raise BodyTimeoutError(
             f"The request body did not arrive within {settings.body_timeout_s:g} s "
             "(--body-timeout-s).",
-            # What is left of the body would be taken for the next request.
+            # The rest of the body would be parsed as the next request.
             headers={"connection": "close"},
         ) from None
     except ClientDisconnect:
@@ -90,7 +90,7 @@ async def _collect(request: Request, settings: ServerSettings) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size > settings.max_body_bytes:
-            # The rest is read and dropped: closing now could take the answer along.
+            # The rest is read and dropped: closing now could lose the response.
             raise _too_large(settings)
         chunks.append(chunk)
     return b"".join(chunks)
@@ -113,13 +113,13 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
         raise InvalidJsonError(
             f"The request body must be a JSON object, got {type(body).__name__}."
         )
-    # Hardly a body has so many brackets at all, and counting bytes costs next to nothing.
+    # Counting brackets is cheap and rules out nearly every body.
     if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
         raise InvalidJsonError(
             f"The request body is nested deeper than the limit of {max_depth} (--max-json-depth)."
         )
     if _MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
-        # Python renders no integer of thousands of digits, in messages as little as elsewhere.
+        # Python refuses to format integers of thousands of digits, in error messages too.
         raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")
     return body
 
@@ -139,7 +139,7 @@ def _has_huge_number(body: JsonObject) -> bool:
 
 
 def _is_deeper(body: JsonObject, max_depth: int) -> bool:
-    """Whether containers lie in more than `max_depth` others; the body itself is the first."""
+    """Return True if containers are nested more than `max_depth` deep, `body` being the first."""
     level: list[object] = [body]
     for _ in range(max_depth):
         level = [

@@ -1,7 +1,7 @@
-"""How large each field of a request may be, whatever it holds: checked before anything is paid for.
+"""Size limits of each field, checked first, so that all later work is bounded.
 
-What a value means is `limits`' and the request models' concern; here lists are counted, texts
-measured and nesting walked through once, so that all later work is bounded. Pure functions.
+One walk counts items and values and measures texts. `server.request.limits` and the request models
+check what the values mean. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject
-from server.request.endpoints import Kind, kind_of_field
+from server.request.endpoints import FieldKind, kind_of_field
+from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256
-"""Fields at the top of a body; request models have fewer than a hundred."""
+"""Most fields of a body; request models have fewer than a hundred."""
 MIN_TEXT_CHARS = 1 << 20
 CHARS_PER_TOKEN = 16
-"""A text of more characters for each token of the context does not fit, but in rare scripts."""
+"""Characters per token of the context: a longer text does not fit, except in rare scripts."""
 _VALUES_PER_MESSAGE = 16
-"""Objects, arrays, texts and numbers: a message with a handful of parts or calls has as many."""
+"""Objects, arrays, texts and numbers of a message with a few parts or calls."""
 _ANY = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a field may be: entries of itself, values in all of it, characters of one text."""
+    """Limits of a field: its items, the values nested in it, the characters of one text."""
 
     items: int = _ANY
     values: int = _ANY
@@ -37,7 +37,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The sizes of one server; `max_text_chars` None derives it from the context."""
+    """Size limits of one server; `max_text_chars` None derives it from the context."""
 
     max_messages: int
     max_prompts: int
@@ -48,32 +48,34 @@ class Budget:
 
     @property
     def text_chars(self) -> int:
-        """Characters that one text may have."""
+        """Most characters of one text."""
         derived = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self.max_model_len)
         return self.max_text_chars or derived
 
 
 @functools.lru_cache(maxsize=1)
-def _sizes(budget: Budget) -> Mapping[Kind, Size]:
-    """Return how large a field of each kind may be; made once for all bodies of a server."""
+def _sizes(budget: Budget) -> Mapping[FieldKind, Size]:
+    """Return the limits of each kind of field; cached for all bodies of a server."""
     text, messages, prompts = budget.text_chars, budget.max_messages, budget.max_prompts
     return {
-        Kind.CONVERSATION: Size(messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"),
+        FieldKind.CONVERSATION: Size(
+            messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"
+        ),
         # Token ids within are measured against the context.
-        Kind.PROMPTS: Size(
+        FieldKind.PROMPTS: Size(
             messages + prompts,
             (messages + prompts) * _VALUES_PER_MESSAGE,
             text,
             "--max-prompts",
         ),
-        Kind.TOKENS: Size(budget.max_model_len),
-        Kind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
-        Kind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
-        Kind.GRAMMAR: Size(values=1 << 16),
-        Kind.WORDS: Size(256, 257, 1024),
-        Kind.OPTIONS: Size(1024, 1024, 1 << 16),
-        Kind.NAME: Size(64, 64, 1024),
-        Kind.TEMPLATE: Size(1, 1, 1 << 16),
+        FieldKind.TOKENS: Size(budget.max_model_len),
+        FieldKind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
+        FieldKind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
+        FieldKind.GRAMMAR: Size(values=1 << 16),
+        FieldKind.WORDS: Size(256, 257, 1024),
+        FieldKind.OPTIONS: Size(1024, 1024, 1 << 16),
+        FieldKind.NAME: Size(64, 64, 1024),
+        FieldKind.TEMPLATE: Size(1, 1, 1 << 16),
     }
 
 
@@ -86,14 +88,14 @@ def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
     for name, value in body.items():
         if isinstance(value, list | dict | str):
             kind = kind_of_field(endpoint, name)
-            if kind is Kind.PROMPTS and isinstance(value, list):
+            if kind is FieldKind.PROMPTS and isinstance(value, list):
                 most = budget.text_chars if may_be_cut else budget.max_model_len
                 value = _check_token_lists(name, value, most)
             _check_size(name, value, kind, sizes[kind])
 
 
 def _check_token_lists(name: str, value: list[object], most: int) -> list[object]:
-    """Return a list of prompts without those of token ids, which are no longer than `most`."""
+    """Check prompts of token ids against `most`; return the other prompts."""
     if _are_tokens(value):
         _check_length(name, value, most)
         return []
@@ -118,7 +120,9 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
         )
 
 
-def _check_size(name: str, value: list[object] | JsonObject | str, kind: Kind, size: Size) -> None:
+def _check_size(
+    name: str, value: list[object] | JsonObject | str, kind: FieldKind, size: Size
+) -> None:
     hint = f" ({size.flag})" if size.flag else ""
     if not isinstance(value, str) and len(value) > size.items:
         raise InvalidValueError(
@@ -138,8 +142,8 @@ def _check_size(name: str, value: list[object] | JsonObject | str, kind: Kind, s
         level = _below(name, level, kind, size.chars)
 
 
-def _below(name: str, level: Sequence[object], kind: Kind, chars: int) -> list[Any]:
-    """Return what lies in the containers of a level; texts and keys of objects are measured."""
+def _below(name: str, level: Sequence[object], kind: FieldKind, chars: int) -> list[Any]:
+    """Return the values in the containers of a level; texts and keys of objects are measured."""
     below: list[object] = []
     for item in level:
         if isinstance(item, str):
@@ -153,10 +157,10 @@ def _below(name: str, level: Sequence[object], kind: Kind, chars: int) -> list[A
     return below
 
 
-def _check_text(name: str, text: str, kind: Kind, most: int) -> None:
+def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
     if len(text) <= most:
         return
-    prompt = kind in (Kind.CONVERSATION, Kind.PROMPTS)
+    prompt = kind in (FieldKind.CONVERSATION, FieldKind.PROMPTS)
     raise (ContextLengthError if prompt else InvalidValueError)(
         f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
         f"server is {most}{' (--max-text-chars)' if prompt else ''}.",

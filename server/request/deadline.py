@@ -1,4 +1,4 @@
-"""The time that a request has for its whole answer: the server's limit, or the client's own."""
+"""Deadline of a request's whole answer: the server's limit, or the client's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _WHOLE_NUMBER = re.compile("0*[1-9][0-9]{0,11}")
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`limit_s` seconds from the request's head on; `ends_at` is on `time.perf_counter`'s clock."""
+    """`limit_s` seconds after the request's head; `ends_at` is a `time.perf_counter` value.
+
+    `said_by` names the flag or header that set it.
+    """
 
     limit_s: float
     ends_at: float
@@ -28,10 +31,10 @@ class Deadline:
         return max(0.0, self.ends_at - time.perf_counter())
 
     def error(self) -> DeadlineError:
-        """Return what the client is told when the time is over."""
+        """Return the client's error for a missed deadline."""
         return DeadlineError(
             f"The answer was not complete after {self.limit_s:g} s, the limit of {self.said_by}.",
-            # Another try would take as long.
+            # A retry would take as long.
             headers={"x-should-retry": "false"},
         )
 

@@ -1,8 +1,8 @@
-"""One description of every endpoint: the forms of its requests, and what each field may hold.
+"""Forms of each endpoint's requests, and the kinds of their fields.
 
-Several endpoints take prompts or conversations, under one of several names. A body is told by
-what it holds, so that a complaint about it is about that form alone. Pure data and functions;
-tests/server/request/test_endpoints.py holds the tables against the fields of vLLM's request models.
+Several endpoints accept prompts or conversations in one of several fields. The form of a request is
+inferred from the fields present, so that errors are about that form only. Pure data and functions;
+tests/server/request/test_endpoints.py compares the tables with vLLM's request models.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 
 @dataclass(frozen=True, slots=True)
 class PromptField:
-    """A field that holds prompts; `counted`: each of them is an answer of its own.
+    """A field with prompts; `counted`: each of its prompts has an answer.
 
-    Of the counted ones that a body has, the first is blamed for a prompt that is too long.
+    Errors about a too long prompt name the first counted field of the body.
     """
 
     name: str
@@ -54,11 +54,11 @@ PROMPTS: Mapping[Endpoint, tuple[PromptField, ...]] = {
     **dict.fromkeys((Endpoint.SCORE, Endpoint.SCORE_V1), _SCORED),
     **dict.fromkeys((Endpoint.RERANK, Endpoint.RERANK_V1, Endpoint.RERANK_V2), _SCORED),
 }
-"""Where the prompts of an endpoint's requests may lie, in the order in which they are looked at."""
+"""Fields with the prompts of an endpoint's requests, in the order of their checks."""
 
 
-class Kind(enum.Enum):
-    """What a field holds, for the limits on its size; the limits are `server.request.budget`'s."""
+class FieldKind(enum.Enum):
+    """Kind of a field's content, which selects its size limits in `server.request.budget`."""
 
     CONVERSATION = "conversation"
     """Messages with their parts and calls; or a text."""
@@ -67,11 +67,11 @@ class Kind(enum.Enum):
     TOKENS = "tokens"
     """Token ids of one text."""
     IDS = "ids"
-    """Token ids that an option is about."""
+    """Token ids of an option."""
     TOOLS = "tools"
     """Declarations of tools with their schemas."""
     GRAMMAR = "grammar"
-    """What guides an answer; the gate of structured outputs has further limits."""
+    """Constraints of an answer; the gate of structured outputs has further limits."""
     WORDS = "words"
     """A few short texts."""
     OPTIONS = "options"
@@ -82,47 +82,49 @@ class Kind(enum.Enum):
     """A chat template."""
 
 
-KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(("messages", "previous_input_messages", "system"), Kind.CONVERSATION),
-    "prediction": Kind.CONVERSATION,
-    **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), Kind.PROMPTS),
-    **dict.fromkeys(("documents", "items", "query", "queries"), Kind.PROMPTS),
-    **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), Kind.PROMPTS),
-    **dict.fromkeys(("suffix", "instruction", "instructions"), Kind.PROMPTS),
-    "prompt_embeds": Kind.PROMPTS,
-    "tokens": Kind.TOKENS,
-    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), Kind.IDS),
-    "logit_bias": Kind.IDS,
-    "tools": Kind.TOOLS,
+FIELD_KINDS: Mapping[str, FieldKind] = {
+    **dict.fromkeys(("messages", "previous_input_messages", "system"), FieldKind.CONVERSATION),
+    "prediction": FieldKind.CONVERSATION,
+    **dict.fromkeys(("prompt", "input", "inputs", "texts", "images"), FieldKind.PROMPTS),
+    **dict.fromkeys(("documents", "items", "query", "queries"), FieldKind.PROMPTS),
+    **dict.fromkeys(("data_1", "data_2", "text_1", "text_2"), FieldKind.PROMPTS),
+    **dict.fromkeys(("suffix", "instruction", "instructions"), FieldKind.PROMPTS),
+    "prompt_embeds": FieldKind.PROMPTS,
+    "tokens": FieldKind.TOKENS,
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids", "stop_token_ids"), FieldKind.IDS),
+    "logit_bias": FieldKind.IDS,
+    "tools": FieldKind.TOOLS,
     **dict.fromkeys(
-        ("structured_outputs", "response_format", "output_config", "text"), Kind.GRAMMAR
+        ("structured_outputs", "response_format", "output_config", "text"), FieldKind.GRAMMAR
     ),
-    **dict.fromkeys(("stop", "stop_sequences", "bad_words"), Kind.WORDS),
-    **dict.fromkeys(("include", "embedding_types"), Kind.WORDS),
-    **dict.fromkeys(("metadata", "vllm_xargs", "reasoning", "tool_choice"), Kind.OPTIONS),
-    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs"), Kind.OPTIONS),
-    **dict.fromkeys(("mm_processor_kwargs", "repetition_detection"), Kind.OPTIONS),
-    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Kind.OPTIONS),
-    "stream_options": Kind.OPTIONS,
-    **dict.fromkeys(("cache_salt", "input_type", "model", "user"), Kind.NAME),
-    **dict.fromkeys(("previous_response_id", "prompt_cache_key"), Kind.NAME),
-    **dict.fromkeys(("request_id", "session_id"), Kind.NAME),
-    "chat_template": Kind.TEMPLATE,
+    **dict.fromkeys(("stop", "stop_sequences", "bad_words"), FieldKind.WORDS),
+    **dict.fromkeys(("include", "embedding_types"), FieldKind.WORDS),
+    **dict.fromkeys(("metadata", "vllm_xargs", "reasoning", "tool_choice"), FieldKind.OPTIONS),
+    **dict.fromkeys(("chat_template_kwargs", "media_io_kwargs"), FieldKind.OPTIONS),
+    **dict.fromkeys(("mm_processor_kwargs", "repetition_detection"), FieldKind.OPTIONS),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), FieldKind.OPTIONS),
+    "stream_options": FieldKind.OPTIONS,
+    **dict.fromkeys(("cache_salt", "input_type", "model", "user"), FieldKind.NAME),
+    **dict.fromkeys(("previous_response_id", "prompt_cache_key"), FieldKind.NAME),
+    **dict.fromkeys(("request_id", "session_id"), FieldKind.NAME),
+    "chat_template": FieldKind.TEMPLATE,
 }
-"""What the fields of all request models hold that are more than a number or a word of a list."""
+"""Kinds of all fields of the request models but numbers and words of a list."""
 
-_OTHER_KINDS: Mapping[tuple[Endpoint, str], Kind] = {
-    **{(endpoint, "input"): Kind.CONVERSATION for endpoint in Endpoint if endpoint.takes_items},
-    **{(endpoint, "prompt"): Kind.OPTIONS for endpoint in Endpoint if endpoint.takes_items},
+_OTHER_FIELD_KINDS: Mapping[tuple[Endpoint, str], FieldKind] = {
+    **{
+        (endpoint, "input"): FieldKind.CONVERSATION for endpoint in Endpoint if endpoint.takes_items
+    },
+    **{(endpoint, "prompt"): FieldKind.OPTIONS for endpoint in Endpoint if endpoint.takes_items},
     # Documents that a chat template shows, not prompts.
-    (Endpoint.CHAT, "documents"): Kind.CONVERSATION,
+    (Endpoint.CHAT, "documents"): FieldKind.CONVERSATION,
 }
-"""Where an endpoint means something else by a name."""
+"""Exceptions by endpoint: fields of the same name and another kind."""
 
 
-def kind_of_field(endpoint: Endpoint, name: str) -> Kind:
-    """Return what a field holds; one that is in no table is an option."""
-    return _OTHER_KINDS.get((endpoint, name)) or KINDS.get(name, Kind.OPTIONS)
+def kind_of_field(endpoint: Endpoint, name: str) -> FieldKind:
+    """Return the kind of a field; OPTIONS for one that is in no table."""
+    return _OTHER_FIELD_KINDS.get((endpoint, name)) or FIELD_KINDS.get(name, FieldKind.OPTIONS)
 
 
 def prompt_fields(endpoint: Endpoint, body: JsonObject) -> list[str]:
@@ -130,23 +132,23 @@ def prompt_fields(endpoint: Endpoint, body: JsonObject) -> list[str]:
     return [field.name for field in PROMPTS[endpoint] if field.name in body]
 
 
-def blamed_field(endpoint: Endpoint, body: JsonObject) -> str | None:
-    """Return the field that is blamed for a prompt that is too long, None where there is none."""
+def error_field(endpoint: Endpoint, body: JsonObject) -> str | None:
+    """Return the field that errors about a too long prompt name, or None."""
     return next((f.name for f in PROMPTS[endpoint] if f.counted and f.name in body), None)
 
 
 def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
-    """Return how many answers a body asks for, `n` for each prompt; 1 where it is not valid."""
+    """Return the number of answers of a body, `n` for each prompt; 1 where `n` is invalid."""
     n = body.get("n")
     answers = n if type(n) is int and n > 1 else 1
     if endpoint is Endpoint.COMPLETION or endpoint.pools:
-        counted = blamed_field(endpoint, body)
+        counted = error_field(endpoint, body)
         answers *= 1 if counted is None else _prompts(body[counted])
     return answers
 
 
 def _prompts(value: object) -> int:
-    """A prompt is a text, a list of token ids or a list of messages; several are a list of them."""
+    """Return the number of prompts: each is a text, a list of token ids or a list of messages."""
     if not isinstance(value, list) or not value:
         return 1
     first = value[0]
@@ -165,7 +167,7 @@ _SCORED_PAIRS = (("items", "score_items"), ("data_1", "score_data"), ("text_1", 
 
 
 def request_form(endpoint: Endpoint, body: JsonObject) -> str:
-    """Return the name of the form: the endpoint's, with what sets the form apart behind it."""
+    """Return the name of the form: the endpoint's, with a suffix where it has several."""
     endpoint = _SAME.get(endpoint, endpoint)
     name = endpoint.name.lower()
     if endpoint is Endpoint.EMBEDDINGS:
@@ -184,7 +186,7 @@ def forms_of(endpoint: Endpoint, known: Iterable[str]) -> list[str]:
 
 
 def _conversation_suffix(body: JsonObject) -> str:
-    """Embeddings take one or several conversations, as `messages` or as `input`."""
+    """Return the suffix of embeddings of one or several conversations, in `messages` or `input`."""
     if "messages" in body:
         return "_chats" if isinstance(_first(body["messages"]), list) else "_chat"
     first = _first(body.get("input"))

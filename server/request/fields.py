@@ -1,7 +1,7 @@
-"""What becomes of a body's fields: the documented ones are treated, unknown ones refused by name.
+"""Apply the field rules to a body, and reject unknown fields by name.
 
-The tables are in `server.request.treatments`. vLLM's request models take any extra field and
-ignore it. Pure functions over plain bodies and validated models; nothing here imports vLLM.
+The tables are in `server.request.field_rules`. vLLM's request models ignore unknown fields. Pure
+functions over plain bodies; nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
-from server.request.treatments import TREATMENTS, Treated, Treatment
+from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.wire.endpoint import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +33,30 @@ _REPLACED: Mapping[str, str] = {
     "best_of": "n",
     "normalize": "use_activation",
 }
-"""Fields of the past, and what to send instead."""
+"""Fields of older vLLM versions, and their replacements."""
 
 _LONGEST_NAME = 64
-"""Of a field that somebody may have meant."""
+"""Longest unknown name for which a similar field is suggested."""
 _STREAM_ONLY = ("stream_options", "stream_interval")
 _UNKNOWN_FLAG = "with --unknown-fields warn this server ignores unknown fields"
 """Hint at the end of every error about an unknown field."""
 IGNORED_HEADER = "x-rbln-ignored-fields"
-"""Of an answer: the fields that had no effect, by their paths."""
+"""Header of an answer with the paths of the fields without effect."""
 _ITEMS = "[]"
 
 
 @dataclasses.dataclass(slots=True)
 class _Node:
-    """A place in a body: the rows about it, and the places within that have some."""
+    """A place in a body: its rules, and the places within it that have rules."""
 
-    rows: list[Treated] = dataclasses.field(default_factory=list)
+    rows: list[FieldRule] = dataclasses.field(default_factory=list)
     within: dict[str, _Node] = dataclasses.field(default_factory=dict)
 
 
-def treat(endpoint: Endpoint, body: JsonObject) -> list[str]:
-    """Take off `body` what is granted or ignored; return the paths of what is ignored.
+def apply_field_rules(endpoint: Endpoint, body: JsonObject) -> list[str]:
+    """Remove granted and ignored fields from `body`; return the paths of the ignored ones.
 
-    Raises `UnsupportedFieldError` for what is refused. The work is linear in the body's size.
+    Raises `UnsupportedFieldError` for a refused field. The work is linear in the body's size.
     """
     ignored: set[str] = set()
     _visit(body, _tree(endpoint), "", ignored)
@@ -66,9 +66,9 @@ def treat(endpoint: Endpoint, body: JsonObject) -> list[str]:
 def accepted_fields(
     body: JsonObject, known: Collection[str], policy: UnknownPolicy, endpoint: Endpoint
 ) -> JsonObject:
-    """Return what a treated body has of the model's fields, `known`.
+    """Return the fields of a body that the model has, `known`, after `apply_field_rules`.
 
-    A misspelt name may have meant any documented field, also one that was taken off the body.
+    The suggestion for a misspelt name may be any documented field.
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
     meant = {*known, *_tree(endpoint).within}
@@ -103,7 +103,7 @@ def known_fields(
 
 
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
-    """Return the error for a field that nothing knows, with the likely remedy."""
+    """Return the error for an unknown field, with the likely remedy."""
     name = path.rpartition(".")[2]
     if name in _REPLACED:
         message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead"
@@ -142,8 +142,8 @@ def refuse_unknown(error: UnknownFieldError, policy: UnknownPolicy) -> None:
 @cache
 def _tree(endpoint: Endpoint) -> _Node:
     root = _Node()
-    for row in TREATMENTS[endpoint]:
-        if row.treatment is Treatment.OBEYED:
+    for row in FIELD_RULES[endpoint]:
+        if row.action is FieldAction.OBEYED:
             continue
         node = root
         for step in row.path.replace(_ITEMS, f".{_ITEMS}").split("."):
@@ -167,31 +167,31 @@ def _visit(value: Any, node: _Node, path: str, ignored: set[str]) -> None:
 
 
 def _stays(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
-    """Whether a value stays in the body, once it is treated itself."""
-    if _taken_off(value, node, path, ignored):
+    """Apply the rules to a value; return True if it stays in the body."""
+    if _is_removed(value, node, path, ignored):
         return False
     if node.within:
         _visit(value, node, path, ignored)
     return True
 
 
-def _taken_off(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
-    """Whether a value is to leave the body; raises for one that is refused."""
+def _is_removed(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
+    """Return True if the rules remove a value; raises for a refused one."""
     for row in node.rows:
         if row.when and not _has(value, row.when):
             continue
         if row.only and not any(_equal(value, other) for other in row.only):
             continue
-        if row.treatment is Treatment.GRANTED:
+        if row.action is FieldAction.GRANTED:
             return True
         passes = value is None or any(_equal(value, other) for other in row.same)
-        if row.treatment is Treatment.REFUSED and not passes:
+        if row.action is FieldAction.REFUSED and not passes:
             raise UnsupportedFieldError(
                 f"'{path}' is not supported, got {describe(value)}: {row.why}.",
                 param=path,
                 anthropic_code=row.code,
             )
-        if row.treatment is Treatment.IGNORED and not passes:
+        if row.action is FieldAction.IGNORED and not passes:
             ignored.add(row.path)
         return not row.stays
     return False
@@ -204,5 +204,5 @@ def _has(value: Any, entries: Any) -> bool:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    # As JSON has them: 0 is not false.
+    # As in JSON: 0 is not false.
     return type(value) is type(other) and bool(value == other)

@@ -1,7 +1,7 @@
-"""What a request may ask for on this server, checked before the engine sees it.
+"""Limits of generation requests, checked before the engine gets them.
 
-These are the checks that vLLM lacks, makes only deep inside the engine, or words without the
-limit. Pure functions over the body; types that are wrong are left to the request models.
+vLLM lacks these checks, makes them deep inside the engine, or omits the limit from its message.
+Pure functions over the body; wrong types are left to the request models.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.frontend import JsonObject
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
 PRIORITY_HEADER = "X-Vllm-Priority"
 RANK_HEADER = "X-data-parallel-rank"
 _RANK = re.compile("[0-9]{1,6}")
 _PRIORITY = re.compile("[+-]?[0-9]{1,12}")
 _MAX_PRIORITY = BACKGROUND_PRIORITY - 1
-"""Values beyond are those of the service tiers `flex` and `priority`."""
+"""Higher values are those of the service tiers `flex` and `priority`."""
 _MAX_BIAS = 100
 _ARGUMENTS = ("parameters", "input_schema")
-"""Where a tool has the schema of its arguments: OpenAI's, Anthropic's."""
+"""Fields of a tool with the schema of its arguments: OpenAI's, Anthropic's."""
 _STOP_FIELDS = ("stop", "stop_sequences")
 _EXTRA_ARGS = "vllm_xargs"
 _RESERVED_ARGS = frozenset(("kv_transfer_params", "ec_transfer_params", "speculation"))
-"""Keys that vLLM and this server set themselves, or refuse as fields."""
+"""Keys that vLLM and this server set, or reject as fields."""
 REPORT_MODE = "kv_cache_report_mode"
 """The key that selects the KV events of a request."""
 _REPORT_MODES = ("incremental", "full")
@@ -51,16 +51,15 @@ _NOT_OF_BEAMS: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     **dict.fromkeys(("seed", "prompt_logprobs", "structured_outputs"), ()),
 }
-"""Fields that beam search ignores, with the values that have no effect anyway."""
+"""Fields that beam search ignores, with the values that mean no change."""
 MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of one server; lengths are in tokens."""
+class RequestLimits:
+    """Limits of one server for generation requests; lengths are in tokens."""
 
     max_n: int
-    max_messages: int
     max_prompts: int
     max_stop: int
     max_logit_bias: int
@@ -72,7 +71,7 @@ class Limits:
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
 
 
-def check_limits(body: JsonObject, limits: Limits) -> None:
+def check_limits(body: JsonObject, limits: RequestLimits) -> None:
     """Raise the `RequestError` of the first field that goes beyond what is allowed."""
     n = body.get("n")
     if isinstance(n, int) and not 1 <= n <= limits.max_n:
@@ -95,14 +94,14 @@ def check_limits(body: JsonObject, limits: Limits) -> None:
                 param=name,
             )
     _check_tools(body.get("tools"))
-    _check_messages(body.get("messages"), limits)
+    _check_messages(body.get("messages"))
     _check_prompt(body, limits)
     check_token_ids(body.get("tokens"), limits.vocab_size, "tokens")
     _check_truncation(body, limits.max_model_len)
 
 
 def _check_truncation(body: JsonObject, max_model_len: int) -> None:
-    """Raise `InvalidValueError` for a prompt that would be cut to nothing, or to too much."""
+    """Raise `InvalidValueError` for a truncation to no token, or to more than the context."""
     kept = body.get("truncate_prompt_tokens")
     if isinstance(kept, int) and (kept == 0 or not -1 <= kept <= max_model_len):
         raise InvalidValueError(
@@ -112,15 +111,15 @@ def _check_truncation(body: JsonObject, max_model_len: int) -> None:
         )
 
 
-def bound_tokens(body: JsonObject, limits: Limits) -> None:
-    """Lower the tokens that an answer may have to what the context has."""
+def bound_tokens(body: JsonObject, limits: RequestLimits) -> None:
+    """Lower the limits of answer tokens to the model's context."""
     for name in MAX_TOKENS_FIELDS:
         if isinstance(value := body.get(name), int):
             body[name] = min(value, limits.max_model_len)
 
 
 def _check_biases(biases: object) -> None:
-    """OpenAI's bounds; vLLM would cut what is beyond them off without a word."""
+    """Raise `InvalidValueError` beyond OpenAI's bounds, to which vLLM clips silently."""
     for token, bias in biases.items() if isinstance(biases, dict) else ():
         if isinstance(bias, int | float) and abs(bias) > _MAX_BIAS:
             raise InvalidValueError(
@@ -130,8 +129,8 @@ def _check_biases(biases: object) -> None:
             )
 
 
-def check_priority_header(headers: Headers, limits: Limits) -> None:
-    """Raise the `RequestError` of a header that vLLM would take for a priority, or ignore."""
+def check_priority_header(headers: Headers, limits: RequestLimits) -> None:
+    """Raise the `RequestError` of an invalid priority header, which vLLM would accept or ignore."""
     given = headers.get(PRIORITY_HEADER)
     if given is None:
         return
@@ -145,7 +144,7 @@ def check_priority_header(headers: Headers, limits: Limits) -> None:
 
 
 def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
-    """Raise `UnsupportedFieldError` for a priority in a tier that has one of its own."""
+    """Raise `UnsupportedFieldError` for a priority in a tier that sets the priority."""
     if tier is None or tier.engine_priority is None:
         return
     for name, value in (
@@ -159,7 +158,7 @@ def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
 
 
 def check_rank_header(headers: Headers, num_ranks: int) -> None:
-    """Raise `InvalidValueError` for a header that names no data-parallel rank."""
+    """Raise `InvalidValueError` for a header that is not a data-parallel rank."""
     given = headers.get(RANK_HEADER)
     if given is None:
         return
@@ -171,7 +170,7 @@ def check_rank_header(headers: Headers, num_ranks: int) -> None:
         )
 
 
-def check_priority(value: object, name: str, limits: Limits) -> None:
+def check_priority(value: object, name: str, limits: RequestLimits) -> None:
     """Raise the `RequestError` of a priority that has no effect, or is not a small integer."""
     if not isinstance(value, int) or not value:
         return
@@ -188,8 +187,8 @@ def check_priority(value: object, name: str, limits: Limits) -> None:
         )
 
 
-def _check_extra_args(given: object, limits: Limits) -> None:
-    """Raise `UnsupportedFieldError` for a key that nothing reads or the server sets."""
+def _check_extra_args(given: object, limits: RequestLimits) -> None:
+    """Raise `UnsupportedFieldError` for a key without effect, or one that the server sets."""
     allowed = limits.extra_args
     if not isinstance(given, dict):
         return
@@ -240,7 +239,7 @@ def _check_number(value: object, name: str, limit: int) -> None:
 
 
 def _check_tools(tools: object) -> None:
-    """Raise `InvalidSchemaError` for a tool whose arguments are said to be no object."""
+    """Raise `InvalidSchemaError` for a tool whose arguments are not an object."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         within = isinstance(tool, dict) and isinstance(tool.get("function"), dict)
         holder, path = (tool["function"], ".function") if within else (tool, "")
@@ -256,14 +255,11 @@ def _check_tools(tools: object) -> None:
                 )
 
 
-def _check_messages(messages: object, limits: Limits) -> None:
+def _check_messages(messages: object) -> None:
     if not isinstance(messages, list):
         return
-    if not 1 <= len(messages) <= limits.max_messages:
-        raise InvalidValueError(
-            f"'messages' must have 1 to {limits.max_messages} items, got {len(messages)}.",
-            param="messages",
-        )
+    if not messages:
+        raise InvalidValueError("'messages' must have at least 1 item, got 0.", param="messages")
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
@@ -275,7 +271,7 @@ def _check_messages(messages: object, limits: Limits) -> None:
                 raise MissingFieldError(f"The field '{path}' is missing.", param=path)
 
 
-def _check_prompt(body: JsonObject, limits: Limits) -> None:
+def _check_prompt(body: JsonObject, limits: RequestLimits) -> None:
     if "prompt" not in body:
         return
     prompt = body["prompt"]
@@ -284,7 +280,7 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
     if not isinstance(prompt, list) or not prompt:
         return
     if isinstance(prompt[0], int):
-        # One prompt of token ids; its length is the context's concern.
+        # One prompt of token ids; its length is checked against the context.
         check_token_ids(prompt, limits.vocab_size, "prompt")
         return
     if len(prompt) > limits.max_prompts:
@@ -301,10 +297,10 @@ def _check_prompt(body: JsonObject, limits: Limits) -> None:
         check_token_ids(ids, limits.vocab_size, f"prompt[{index}]")
 
 
-def check_queued(num_tokens: int, limits: Limits) -> None:
-    """Raise `OverloadedError` for prompts of token ids that can never all wait together.
+def check_queued(num_tokens: int, limits: RequestLimits) -> None:
+    """Raise `OverloadedError` for prompts of token ids that exceed the queue together.
 
-    vLLM would find out after it has taken the first of them in.
+    vLLM would notice only after it has queued some of them.
     """
     if limits.max_queued_tokens is not None and num_tokens > limits.max_queued_tokens:
         raise OverloadedError(

@@ -1,7 +1,7 @@
-"""Pictures, sound and video, refused before anything fetches them from where they are said to be.
+"""Rejection of images, audio and video before anything fetches them.
 
-vLLM's front end loads what a conversation points at first and asks later whether the model has
-any use for it. Pure functions over the body.
+vLLM's front end fetches the media of a conversation before it checks that the model accepts
+them. Pure functions over the body.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint, JsonObject
 from server.request.endpoints import prompt_fields
+from server.wire.endpoint import Endpoint, JsonObject
 
 _MEDIA = frozenset(
     (
@@ -18,13 +18,13 @@ _MEDIA = frozenset(
         *("audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds"),
     )
 )
-"""Types of content parts, and the fields that hold them where the type is left out."""
+"""Types of content parts, and the fields that hold them if `type` is omitted."""
 _OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
-"""Fields with options for them, which vLLM passes to the model's processor."""
+"""Fields with media options, which vLLM passes to the model's processor."""
 
 
 def refuse_media(endpoint: Endpoint, body: JsonObject) -> None:
-    """Raise `UnsupportedFieldError` for the first part of a prompt, or option, not about text."""
+    """Raise `UnsupportedFieldError` for the first media option or part of a prompt."""
     fields = [(name, body[name]) for name in prompt_fields(endpoint, body)]
     options = (name for name in ("images", *_OPTIONS) if body.get(name))
     found = next(options, None) or next(_media(fields), None)

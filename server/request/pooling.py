@@ -1,7 +1,6 @@
-"""What a request for embeddings, scores or classes may ask for, checked before the engine sees it.
+"""Limits of requests for embeddings, scores and classes, checked before the engine gets them.
 
-As `limits`, for the endpoints of models that pool. Types that are wrong are left to the
-request models.
+Wrong types are left to the request models.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, UnsupportedFieldError, describe
-from server.frontend import Endpoint, JsonObject
 from server.request.endpoints import PROMPTS
 from server.request.limits import check_token_ids
+from server.wire.endpoint import Endpoint, JsonObject
 
 _ENCODINGS = ("float", "base64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingLimits:
-    """The limits of one server."""
+    """Limits of one server for pooling requests."""
 
     max_prompts: int
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What is known of a request when it ends; handlers find it in `request.state.record`."""
+"""State of a request from its head to its last byte, in `request.state.record`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from server.errors import ErrorRow, ServerError
-from server.frontend import JsonObject
+from server.errors import ServerError
 from server.request.deadline import Deadline
 from server.request.route_table import Route
-from server.speculation.wishes import DraftWishes
+from server.speculation.draft_options import DraftOptions
 from server.tiers.tier import EVERY_TIER, Tier, Tiers
+from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 Meter = Callable[[], tuple[int, int]]
-"""Tells what one of the engine's requests has used so far: prompt and completion tokens."""
+"""Returns the prompt and completion tokens that one of the engine's requests has used."""
 PredictionMeter = Callable[[], tuple[int, int]]
-"""Tells how many tokens of one's prediction are in the answer, and how many are not."""
+"""Returns how many tokens of a prediction are in the answer, and how many are not."""
 PrefixMeter = Callable[[], tuple[int, int]]
-"""Tells how many tokens of one's prompt were read from the prefix cache, and written to it."""
+"""Returns how many prompt tokens were read from the prefix cache, and written to it."""
 
 
-INSIDER = "insider"
-"""Where the state of a request's scope says that the service itself asks."""
+INTERNAL = "internal"
+"""Key of the `InternalRequest` in the state of an ASGI scope."""
 
 
 @dataclass(frozen=True, slots=True)
-class Insider:
-    """The service itself, for the owner of stored work.
+class InternalRequest:
+    """A request that the service sends to itself, for the owner of stored work.
 
     `tiers` are those that the work may run in; `permitted` work takes a permit of admission, as a
     client's request does. `stamp` are fields that its answer has. `response_id` is the id of the
@@ -53,7 +53,7 @@ class RequestRecord:
 
     `started` is on `time.perf_counter`'s clock. `anthropic`: the client expects the forms of
     Anthropic's API. `key` is the name of the API key, None without
-    keys; `owner` is the owner of what the request stores; an admin may see more. `insider` is set
+    keys; `owner` is the owner of what the request stores; an admin may see more. `internal` is set
     for requests of the service itself. `tiers` are those that the request may run in, and `tier`
     the one that it does, once its body was read.
     `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
@@ -62,7 +62,8 @@ class RequestRecord:
     the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
     vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
     which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
-    guided, one of `GUIDES`. `sent_frames` counts the frames of a stream; `failure_frames` makes
+    guided, one of `GUIDES`; `grammars` are the gate's verdicts on its constraints: grammars by job
+    key. `sent_frames` counts the frames of a stream; `failure_frames` makes
     those that end it with an error, where the endpoint's depend on what was sent before. `error` is
     how the error looks that ended it. `span` is the request's, None where none is recorded or it
     has ended; `trace_headers` name it to the engine.
@@ -79,7 +80,7 @@ class RequestRecord:
     key: str | None = None
     owner: str = ""
     is_admin: bool = False
-    insider: Insider | None = None
+    internal: InternalRequest | None = None
     tiers: Tiers = EVERY_TIER
     tier: Tier | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
@@ -88,7 +89,8 @@ class RequestRecord:
     failure: ServerError | None = None
     rejection: str | None = None
     guide: str | None = None
-    error: ErrorRow | None = None
+    grammars: Mapping[bytes, str | None] = field(default_factory=dict)
+    error: type[ServerError] | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None
     sent_bytes: int = 0
@@ -97,7 +99,7 @@ class RequestRecord:
     complete: bool = False
     meters: list[Meter] = field(default_factory=list)
     prefix_meter: PrefixMeter | None = None
-    drafts: DraftWishes = field(default_factory=DraftWishes)
+    drafts: DraftOptions = field(default_factory=DraftOptions)
     prediction_meter: PredictionMeter | None = None
 
     def tokens(self) -> tuple[int, int]:
@@ -110,21 +112,21 @@ class RequestRecord:
         return (0, 0) if self.prefix_meter is None else self.prefix_meter()
 
     def close_meters(self) -> None:
-        """Let go of the engine's side of the request."""
+        """Drop the references to the engine's request states."""
         self.meters.clear()
         self.prefix_meter = self.prediction_meter = None
 
     def guided_by(self, kind: str) -> None:
-        """Remember how the answer is guided; what the request says comes before what is made."""
+        """Set how the answer is guided, unless the request's own constraint has set it."""
         self.guide = self.guide or kind
 
     def note(self, error: ServerError) -> None:
-        """Remember how the request failed."""
-        self.error = error.row
-        self.outcome, self.rejection = error.row.outcome, error.rejection
+        """Record the error that ended the request."""
+        self.error = type(error)
+        self.outcome, self.rejection = error.outcome, error.rejection
 
     def final_outcome(self) -> str:
-        """Return the outcome that a handler gave, else what the status says."""
+        """Return the outcome that a handler set, else the one of the status."""
         if self.outcome is not None:
             return self.outcome
         if not self.status:
@@ -137,10 +139,10 @@ class RequestRecord:
 
 
 record_var: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
-"""The record of the request that the current task works for."""
+"""Record of the request that the current task serves."""
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """Return the record that the outermost middleware made."""
+    """Return the record that the outermost middleware created."""
     record: RequestRecord = scope["state"]["record"]
     return record

@@ -1,4 +1,4 @@
-"""Request ids: taken from the client when harmless, else made here.
+"""Request ids: the client's if it is valid, else a new one.
 
 Invariant: an id is 1 to 128 characters of letters, digits and `._:-`, so that it can be put
 into logs, headers and the engine's own ids as it is.
@@ -12,13 +12,13 @@ from collections.abc import Iterable
 
 HEADER = b"x-request-id"
 ANTHROPIC_HEADER = b"request-id"
-"""Where clients of Anthropic's API look for it."""
+"""Header in which Anthropic's API returns it."""
 
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the client's id when it is harmless, else a new one."""
+    """Return the client's id if it is valid, else a new one."""
     for name, value in headers:
         if name == HEADER and _HARMLESS.fullmatch(value):
             return value.decode("ascii")

@@ -1,7 +1,7 @@
-"""Every route of the service: its label in metrics and logs, who may call it, and when.
+"""Table of the service's routes: labels in metrics and logs, required keys, and gates.
 
-The middleware reads this table, so that a route that is missing here is guarded like the API and
-shares one label. Pure data.
+The middleware reads this table; a route that is missing here is guarded like the API and has the
+label `other`. Pure data.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import dataclass
 
 from starlette.types import Scope as AsgiScope
 
-from server.frontend import Endpoint
+from server.wire.endpoint import Endpoint
 
 
 class Scope(enum.Enum):
-    """Which key opens a route, once there are keys."""
+    """Key that a route requires, if the server has keys."""
 
     PROBE = "probe"
     """No key: orchestrators have none."""
     PAGE = "page"
-    """No key: the console's files hold no data, and its page asks for a key."""
+    """No key: the console's files hold no data; its page prompts for a key."""
     METRICS = "metrics"
     """An API or admin key, unless `open_metrics`."""
     API = "api"
     """An API key."""
     ADAPTERS = "adapters"
-    """Changes what is served: an admin key, or what `UNGUARDED` says."""
+    """Changes the served adapters: an admin key, or `UNGUARDED`."""
     ADMIN = "admin"
-    """Takes the server out of service: an admin key, or what `UNGUARDED` says."""
+    """Takes the server out of service: an admin key, or `UNGUARDED`."""
 
 
 NEVER_GUARDED = (Scope.PROBE, Scope.PAGE)
 OPEN, KEY, ADMIN_KEY = "open", "API or admin key", "admin key"
 UNGUARDED = "programs on this host"
-"""Who changes things on a loopback address where there are no admin keys."""
+"""Callers that the server accepts without admin keys: those on a loopback address."""
 
 OPENINGS: Mapping[Scope, tuple[str, str, str]] = {
     Scope.PROBE: (OPEN, OPEN, OPEN),
@@ -45,27 +45,27 @@ OPENINGS: Mapping[Scope, tuple[str, str, str]] = {
     Scope.ADAPTERS: (UNGUARDED, f"{UNGUARDED}, with an API key", ADMIN_KEY),
     Scope.ADMIN: (UNGUARDED, UNGUARDED, ADMIN_KEY),
 }
-"""What opens the routes of a scope: without keys, with API keys, with admin keys too. For the
-documents; `server.edge.auth` decides, and tests compare the two."""
+"""Requirement of each scope without keys, with API keys, and with admin keys too. For the
+documents; `server.http.auth` decides, and tests compare the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route; `template` is its label. A `gated` one is refused unless the service is ready."""
+    """One route; `template` is its label. A `gated` one is rejected unless the service is ready."""
 
     template: str
     scope: Scope
     gated: bool = True
     prefix: str = ""
-    """What the paths of a template with a parameter start with."""
+    """Prefix of the paths of a template with a parameter."""
     suffix: str = ""
-    """What they end with."""
+    """Suffix of these paths."""
     admitted: bool = False
-    """Whether it is refused while as many answers run and wait as may."""
+    """True if the route needs a permit of admission."""
 
     @property
     def anthropic(self) -> bool:
-        """Whether it is of Anthropic's API alone."""
+        """True for routes of Anthropic's API."""
         return self.template.startswith(Endpoint.MESSAGES.value)
 
 
@@ -131,7 +131,7 @@ def route_of(path: str) -> Route:
 
 
 def route_path(scope: AsgiScope) -> str:
-    """Return the path that the router goes by: a proxy may have left `root_path` in front."""
+    """Return the path that the router matches, without a proxy's `root_path`."""
     path: str = scope["path"]
     root_path: str = scope.get("root_path", "")
     rest = path.removeprefix(root_path)
@@ -139,9 +139,9 @@ def route_path(scope: AsgiScope) -> str:
 
 
 def is_anthropic(route: Route, scope: AsgiScope) -> bool:
-    """Return whether a request is one of Anthropic's API, which has its own forms.
+    """Return True for a request of Anthropic's API, which has its own error form.
 
-    Both APIs have models, and paths that do not exist: there the client's header decides.
+    For models and unknown paths, which both APIs have, the client's header decides.
     """
     if route is not OTHER and route.template not in _MODELS:
         return route.anthropic
@@ -151,7 +151,7 @@ def is_anthropic(route: Route, scope: AsgiScope) -> bool:
 
 
 def scope_of(route: Route, method: str) -> Scope:
-    """Return which key opens a route for a method: to remove an adapter is more than to look."""
+    """Return the scope of a route for a method: removing an adapter needs more than reading it."""
     if route.template == "/v1/lora_adapters/{name}" and method not in ("GET", "HEAD"):
         return Scope.ADAPTERS
     return route.scope

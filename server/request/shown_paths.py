@@ -1,25 +1,25 @@
-"""What clients see of the server's own paths: nothing that says how its file system is laid out."""
+"""Paths as clients see them, without the layout of the server's file system."""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePath
 
-from server.frontend import JsonObject
 from server.lora.adapter import AdapterObject
+from server.wire.endpoint import JsonObject
 
 _NO_PATHS = ("root_path",)
-"""Fields that begin with a slash and are parts of URLs."""
+"""Fields that are parts of URLs and begin with a slash."""
 
 
 class ShownPaths:
-    """Turns absolute paths into what is below a folder that clients know, else the last part."""
+    """Turns absolute paths into paths below a folder that clients know, else the last part."""
 
     def __init__(self, known: Path | None) -> None:
-        """`known` is the folder that clients name adapters from, None where they cannot."""
+        """`known` is the folder that clients load adapters from, None where they cannot."""
         self._known = None if known is None else known.resolve()
 
     def of(self, path: str) -> str:
-        """Return how a path is shown; names and relative paths stay as they are."""
+        """Return the visible form of a path; names and relative paths are returned unchanged."""
         given = PurePath(path)
         if not given.is_absolute():
             return path
@@ -31,14 +31,14 @@ class ShownPaths:
         """Return a model object, whose `root` may be a path."""
         return {**card, "root": self.of(card["root"])} if card.get("root") else card
 
-    def adapter(self, told: AdapterObject) -> AdapterObject:
-        """Return an adapter's description; the reason for a failure may name its path."""
-        path, error = told["path"], told["error"]
+    def adapter(self, described: AdapterObject) -> AdapterObject:
+        """Return an adapter's description with its path replaced, in its error too."""
+        path, error = described["path"], described["error"]
         shown = self.of(path)
-        return {**told, "path": shown, "error": error and error.replace(path, shown)}
+        return {**described, "path": shown, "error": error and error.replace(path, shown)}
 
     def every(self, value: object) -> object:
-        """Return JSON with all its texts that are absolute paths as they are shown."""
+        """Return JSON with every absolute path in it replaced."""
         if isinstance(value, dict):
             return {k: v if k in _NO_PATHS else self.every(v) for k, v in value.items()}
         if isinstance(value, list):

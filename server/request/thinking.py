@@ -1,4 +1,4 @@
-"""Whether a model is to think before it answers, and how hard: wishes that depend on the model."""
+"""Fields that switch thinking on and off and set its effort, as the served model supports them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import re
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Variables of chat templates that turn thinking on and off: Qwen's and Granite's, DeepSeek's."""
+"""Variables of chat templates that switch thinking: of Qwen and Granite, of DeepSeek."""
 _EFFORT = "reasoning_effort"
 _CONTENT = "reasoning_content"
 _WANTED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-"""Anthropic's kinds of `thinking`."""
+"""Anthropic's types of `thinking`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Thinker:
-    """What the served model has for it.
+class ThinkingSupport:
+    """Support for thinking of the served model.
 
-    `switch` is the variable of its chat template that turns thinking on, `effort` whether it knows
-    `reasoning_effort`, `parses` whether thinking is told apart from answers.
+    `switch` is the variable of its chat template that turns thinking on. `effort`: the template has
+    `reasoning_effort`. `parses`: thinking is separated from answers.
     """
 
     switch: str | None = None
@@ -29,38 +29,38 @@ class Thinker:
     parses: bool = False
 
     @classmethod
-    def of(cls, template: str, *, parses: bool, harmony: bool) -> Thinker:
-        """Return what a chat template has; `harmony`: the model's format knows an effort."""
+    def of(cls, template: str, *, parses: bool, harmony: bool) -> ThinkingSupport:
+        """Return the support of a chat template; `harmony`: the model's format has an effort."""
         names = set(re.findall(r"\w+", template))
         switch = next((name for name in _SWITCHES if name in names), None)
         return cls(switch, harmony or _EFFORT in names, parses)
 
 
-def settle_thinking(endpoint: Endpoint, body: JsonObject, thinker: Thinker) -> list[str]:
-    """Put a body's wishes where the request model has them; return those without an effect.
+def settle_thinking(endpoint: Endpoint, body: JsonObject, thinking: ThinkingSupport) -> list[str]:
+    """Move a body's thinking fields to the request model's; return the paths without effect.
 
-    Raises `InvalidValueError` for a kind of thinking that is none.
+    Raises `InvalidValueError` for an unknown type of thinking.
     """
     if endpoint.anthropic:
-        ignored = _settle_anthropic(body, thinker)
+        ignored = _settle_anthropic(body, thinking)
         effort = _get(body.get("output_config"), "effort")
-        return ignored + _unheard("output_config.effort", effort, thinker)
+        return ignored + _ignored_effort("output_config.effort", effort, thinking)
     if endpoint is Endpoint.CHAT:
-        return _unheard(_EFFORT, body.get(_EFFORT), thinker)
+        return _ignored_effort(_EFFORT, body.get(_EFFORT), thinking)
     if endpoint.takes_items:
-        return _unheard("reasoning.effort", _get(body.get("reasoning"), "effort"), thinker)
+        return _ignored_effort("reasoning.effort", _get(body.get("reasoning"), "effort"), thinking)
     return []
 
 
 def settle_reasoning(body: JsonObject) -> None:
-    """Rename `reasoning_content` of messages, as many clients call it, to vLLM's `reasoning`."""
+    """Rename `reasoning_content` of messages, which many clients send, to vLLM's `reasoning`."""
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and (said := message.pop(_CONTENT, None)) is not None:
             message.setdefault("reasoning", said)
 
 
-def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:
+def _settle_anthropic(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
     given = body.pop("thinking", None)
     if given is None:
         return []
@@ -71,21 +71,21 @@ def _settle_anthropic(body: JsonObject, thinker: Thinker) -> list[str]:
             f"'thinking.type' must be one of {', '.join(_WANTED)}, got {describe(kind)}.",
             param="thinking.type",
         )
-    if thinker.switch is not None:
+    if thinking.switch is not None:
         own = body.get("chat_template_kwargs")
         body["chat_template_kwargs"] = {
-            thinker.switch: wanted,
+            thinking.switch: wanted,
             **(own if isinstance(own, dict) else {}),
         }
         return []
-    # Without a switch, a model that thinks always does, and another one never.
-    return [] if wanted == thinker.parses else ["thinking"]
+    # Without a switch, a model always thinks or never does.
+    return [] if wanted == thinking.parses else ["thinking"]
 
 
-def _unheard(path: str, effort: object, thinker: Thinker) -> list[str]:
+def _ignored_effort(path: str, effort: object, thinking: ThinkingSupport) -> list[str]:
     # vLLM turns an effort into the switch of that name.
-    heard = thinker.effort or thinker.switch == "enable_thinking"
-    return [] if effort is None or heard else [path]
+    has_effect = thinking.effort or thinking.switch == "enable_thinking"
+    return [] if effort is None or has_effect else [path]
 
 
 def _get(value: object, name: str) -> object:

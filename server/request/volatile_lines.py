@@ -1,7 +1,7 @@
-"""Lines of a system prompt that change from request to request, settled by named rules.
+"""Rules for lines of a system prompt that change from request to request.
 
-A prefix match ends at the first token that differs: a line that changes at a prompt's head costs
-all of it. A line is dropped, or moved behind everything else. Pure functions over plain bodies.
+A prefix match ends at the first token that differs, so that a changing line at the head of a prompt
+prevents every match. A rule drops the line or moves it to the end. Pure functions.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
-Rule = Literal["billing", "clock"]
+LineRule = Literal["billing", "clock"]
 """`billing`: Claude Code's `x-anthropic-billing-header: ...`, which says nothing to a model, is
 dropped. `clock`: a line that says the date or the time is moved to the end of the conversation."""
 
@@ -31,11 +31,11 @@ _CONVERSATION: Mapping[Endpoint, tuple[str, str | None]] = {
     Endpoint.INPUT_TOKENS: ("input", "instructions"),
     Endpoint.COMPACT: ("input", "instructions"),
 }
-"""Where an endpoint has its turns, and system text besides them."""
+"""Fields with an endpoint's turns and its system text."""
 
 
-def settle_lines(endpoint: Endpoint, body: JsonObject, rules: Collection[Rule]) -> None:
-    """Drop and move the lines that `rules` are about, in place.
+def settle_lines(endpoint: Endpoint, body: JsonObject, rules: Collection[LineRule]) -> None:
+    """Drop and move the lines of `rules`, in place.
 
     Anthropic's API never shows a model its own client's billing line.
     """
@@ -90,13 +90,13 @@ def _changed(content: Any, change: Callable[[str], str]) -> Any:
 
 
 def _may_end_with_lines(turns: list[Any]) -> bool:
-    """Whether a text may follow: not behind the beginning of an answer."""
+    """Return True if a text may follow the last turn: not after the beginning of an answer."""
     last = turns[-1] if turns else None
     return isinstance(last, dict) and last.get("role") != "assistant"
 
 
 def _with_lines(last: JsonObject, lines: str, endpoint: Endpoint) -> list[JsonObject]:
-    """Return the last turn and the lines: within it where it is the user's, else behind it."""
+    """Return the last turn with the lines, in it if it is the user's, else as a new turn."""
     content = last.get("content")
     if last.get("role") == "user" and isinstance(content, str):
         return [{**last, "content": f"{content}\n\n{lines}"}]

@@ -1,1 +1,1 @@
-"""Answers of the Responses API that are kept: to be read again, continued, or made meanwhile."""
+"""Stored responses of the Responses API: retrieval, conversations and background runs."""

@@ -1,7 +1,7 @@
-"""Compaction of a conversation: the request that summarises it, and the item that has the summary.
+"""Compaction of a conversation: the request for a summary, and the item with the summary.
 
-The item is plain text in an encoding, not encrypted: whoever sends it back may send any text as an
-assistant's message, which is what it becomes. It is checked like every other input
+The item is encoded plain text, not encrypted. A client can send any text in it; it becomes an
+assistant message and is validated like other input
 (docs/decisions/0068-compaction-items-carry-their-summary.md).
 """
 
@@ -15,12 +15,12 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidValueError, MissingFieldError
-from server.frontend import JsonObject
+from server.wire.endpoint import JsonObject
 
 COMPACTION = "compaction"
 MAX_SUMMARY_TOKENS = 1024
 _CONTEXT_SHARE = 8
-"""A summary may have one in so many tokens of the context, if that is less."""
+"""Context length divided by the largest length of a summary, if below `MAX_SUMMARY_TOKENS`."""
 _INSTRUCTION = (
     "Summarise the conversation above so that it can go on from the summary alone. Keep every "
     "fact, decision, name and number that later turns may need, what was done, and what is still "
@@ -28,26 +28,26 @@ _INSTRUCTION = (
 )
 _HEADING = "Summary of the conversation so far:\n"
 _PREFIX = "rbln1."
-"""Tells items of this server, and their version, from those of others."""
+"""Prefix of items of this server, with their version."""
 _CONTENT = "encrypted_content"
 _INSTRUCTING_ROLES = ("system", "developer")
 
 
 def max_summary_tokens(max_model_len: int) -> int:
-    """Return how many tokens a summary may have."""
+    """Return the largest number of tokens of a summary."""
     return max(1, min(MAX_SUMMARY_TOKENS, max_model_len // _CONTEXT_SHARE))
 
 
 def compaction_item(summary: str) -> JsonObject:
-    """Return the item that stands for a conversation in later requests."""
+    """Return the item that replaces a conversation in later requests."""
     text = base64.urlsafe_b64encode(to_json({"summary": summary})).decode()
     return {"id": f"cmp_{uuid.uuid4().hex}", "type": COMPACTION, _CONTENT: _PREFIX + text}
 
 
 def expand_compactions(body: JsonObject) -> None:
-    """Put the messages that they stand for in the place of compaction items of `input`.
+    """Replace the compaction items of `input` by messages with their summaries.
 
-    Raises `InvalidValueError` for an item that this server did not make.
+    Raises `InvalidValueError` for an item of another server.
     """
     items = body.get("input")
     if not isinstance(items, list):
@@ -58,10 +58,10 @@ def expand_compactions(body: JsonObject) -> None:
 
 
 def summarise(body: JsonObject, max_model_len: int) -> list[JsonObject]:
-    """Make of a body that asks for a compaction one that asks for the summary.
+    """Turn the body of a compaction request into one for the summary.
 
-    Returns the messages that stay as they are: those that instruct, then the user's as one.
-    Raises `MissingFieldError` where there is no conversation.
+    Returns the messages to retain: system and developer messages, then one user message with the
+    parts of all. Raises `MissingFieldError` without a conversation.
     """
     items = body.get("input")
     if isinstance(items, str) and items:
@@ -75,16 +75,16 @@ def summarise(body: JsonObject, max_model_len: int) -> list[JsonObject]:
     body["input"] = _with_instruction(items)
     body["max_output_tokens"] = max_summary_tokens(max_model_len)
     body["temperature"] = 0.0
-    return _kept(items)
+    return _retained(items)
 
 
-def compacted(response: JsonObject, kept: list[JsonObject], summary: str) -> JsonObject:
-    """Return the object for the response that has the summary."""
+def compacted(response: JsonObject, retained: list[JsonObject], summary: str) -> JsonObject:
+    """Return the compaction object for a response with the summary."""
     return {
         "id": response["id"],
         "object": "response.compaction",
         "created_at": response["created_at"],
-        "output": [*kept, compaction_item(summary)],
+        "output": [*retained, compaction_item(summary)],
         "usage": response["usage"],
     }
 
@@ -116,16 +116,16 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _role(item: Any) -> str | None:
-    """Return the role of a message that a client wrote, None for everything else."""
+    """Return the role of a message of the input, None for other items."""
     is_message = isinstance(item, dict) and item.get("type", "message") == "message"
     role = item.get("role") if is_message else None
     return role if isinstance(role, str) else None
 
 
 def _with_instruction(items: list[Any]) -> list[Any]:
-    """Return a conversation that ends with the instruction, in the user's turn.
+    """Append the instruction to the last user message, or as a new one.
 
-    Some chat templates allow no two turns of one role in a row.
+    Some chat templates reject two messages of one role in a row.
     """
     last = items[-1]
     if _role(last) != "user":
@@ -134,7 +134,7 @@ def _with_instruction(items: list[Any]) -> list[Any]:
     return [*items[:-1], {**last, "content": parts}]
 
 
-def _kept(items: list[Any]) -> list[JsonObject]:
+def _retained(items: list[Any]) -> list[JsonObject]:
     messages = [item for item in items if _role(item) in _INSTRUCTING_ROLES]
     parts = [p for item in items if _role(item) == "user" for p in _parts(item.get("content"))]
     if parts:

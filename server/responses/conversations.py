@@ -1,8 +1,8 @@
-"""Conversations: the turns up to a stored response, bounded in bytes, one by one and together.
+"""Conversations: the turns up to a stored response, with limits on their bytes.
 
-A turn is a row; its items are two JSON arrays, those of its input and its output. They are joined
-as bytes. A large conversation takes several times its bytes in memory while a request that
-continues it runs, so requests in progress continue bounded bytes together.
+A turn is a row with two JSON arrays, the items of its input and its output, which are joined as
+bytes. A request that continues a conversation needs several times its bytes in memory, so the
+bytes of all continued conversations are limited together.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from server.storage.raw_json import joined
 
 MAX_TURNS = 1000
 _SMALL_BYTES = 64 << 10
-"""A conversation of so few bytes is not counted; the number of requests bounds them."""
+"""Largest conversation that is not counted; the limit on requests bounds these."""
 _FIELD = "previous_response_id"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The ids of its turns, the last first, and the bytes of all their items."""
+    """Ids of its turns, the last one first, and the bytes of all items."""
 
     turns: list[str]
     bytes: int
 
 
 def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conversation:
-    """Return the conversation that ends with the response `last`, without reading its items.
+    """Return the conversation that ends with the response `last`, without its items.
 
-    Raises `NotFoundError` where a turn is gone, `InvalidValueError` where the last has no answer,
+    Raises `NotFoundError` for a missing turn, and `InvalidValueError` for an unfinished last turn
     and for too many turns or bytes.
     """
     turns: list[str] = []
-    size, wanted = 0, last
-    while wanted:
-        # Lengths are in the row's header: no page of the items is read.
+    size, turn = 0, last
+    while turn:
+        # SQLite takes lengths from the row header and reads no page of the items.
         row = db.execute(
             "SELECT previous, status, length(input) + length(output) FROM responses "
             "WHERE id = ? AND owner = ?",
-            (wanted, owner),
+            (turn, owner),
         ).fetchone()
         if row is None:
-            raise NotFoundError(f"There is no response {describe(wanted)}.", param=_FIELD)
+            raise NotFoundError(f"There is no response {describe(turn)}.", param=_FIELD)
         previous, status, turn_bytes = row
         if not turns and status not in ("completed", "incomplete"):
             raise InvalidValueError(
                 f"The response {describe(last)} is {status} and cannot be continued.",
                 param=_FIELD,
             )
-        turns.append(wanted)
+        turns.append(turn)
         if len(turns) > MAX_TURNS:
             raise InvalidValueError(
                 f"The conversation has more than {MAX_TURNS} turns.", param=_FIELD
             )
         size += turn_bytes
-        wanted = previous
+        turn = previous
     if size > max_bytes:
         raise InvalidValueError(
             f"'{_FIELD}': the {len(turns)} turns up to {describe(last)} have {size} bytes; at most "
@@ -68,7 +68,7 @@ def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conve
 
 
 def items_of(db: sqlite3.Connection, owner: str, conversation: Conversation) -> bytes:
-    """Return the items of a conversation: a JSON array. Raises `NotFoundError`."""
+    """Return the items of a conversation as a JSON array. Raises `NotFoundError`."""
     arrays: list[bytes] = []
     for turn in reversed(conversation.turns):
         row = db.execute(
@@ -81,14 +81,14 @@ def items_of(db: sqlite3.Connection, owner: str, conversation: Conversation) -> 
 
 
 class ContinuedBytes:
-    """Bytes of the conversations that requests in progress continue. Used from the event loop."""
+    """Sum of the bytes of continued conversations. Used from the event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
 
     def hold(self, size: int, record: RequestRecord) -> None:
-        """Count a conversation until the request of `record` ends. Raises `OverloadedError`."""
+        """Add a conversation until the request of `record` ends. Raises `OverloadedError`."""
         if size <= _SMALL_BYTES:
             return
         if self._bytes + size > self._max_bytes:

@@ -1,4 +1,4 @@
-"""The events of one response while it is made: kept in order, followed by any number of readers."""
+"""Event log of a response in progress, for any number of concurrent readers."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 END_EVENTS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
-"""What the frames begin with that have the response at its end."""
+"""First lines of the frames that contain the final response."""
 
 
 class EventLog:
-    """Frames by their numbers, from 0. Used from the event loop."""
+    """Frames numbered from 0. Used from the event loop."""
 
     def __init__(self) -> None:
         self.frames: list[str] = []
         self.stored = 0
-        """How many of them are on the disk."""
+        """Number of frames on the disk."""
         self._ended = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, frame: str) -> None:
-        """Show one more."""
+        """Append a frame."""
         self.frames.append(frame)
         self._wake()
 
     def end(self) -> None:
-        """No more will come."""
+        """Close the log."""
         self._ended = True
         self._wake()
 
     async def follow(self, after: int) -> AsyncGenerator[str, None]:
-        """Yield the frames behind the number `after`, as they come."""
-        place = after + 1
+        """Yield the frames after the number `after`, as they arrive."""
+        number = after + 1
         while True:
-            news = self._news
-            while place < len(self.frames):
-                yield self.frames[place]
-                place += 1
+            changed = self._changed
+            while number < len(self.frames):
+                yield self.frames[number]
+                number += 1
             if self._ended:
                 return
-            await news.wait()
+            await changed.wait()
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

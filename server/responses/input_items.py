@@ -1,4 +1,4 @@
-"""The items of a stored response's input, as pages of its API show them."""
+"""Pages of the input items of a stored response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MESSAGE = "message"
 
 
 def page_of_items(response: Response, page: Page) -> tuple[list[dict[str, Any]], bool]:
-    """Return a page of the items, and whether there are more. Raises `NotFoundError`."""
+    """Return a page of the items, and whether more follow. Raises `NotFoundError`."""
     items = [bytes(item) for item in decode(response.input, list[Raw])]
     numbers = list(range(len(items)))
     if page.newest_first:
@@ -32,7 +32,7 @@ def page_of_items(response: Response, page: Page) -> tuple[list[dict[str, Any]],
 
 
 def _id_of(response_id: str, number: int, item: bytes) -> str:
-    """Return an item's id, or the one that it gets here: the same at every call."""
+    """Return the id of an item; items without one get an id from their number."""
     if item[:1] != b"{":
         return f"msg_{number}"
     fields = fields_of(item, "id", "type")

@@ -1,4 +1,4 @@
-"""A stored response: what was asked, what was answered, and how OpenAI's API shows both."""
+"""Stored response: its database row and its form in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from msgspec import Raw
 from pydantic_core import to_json
 
-from server.frontend import JsonObject, Keeping
+from server.frontend import StorageOptions
 from server.storage.files import new_id
+from server.storage.jobs import RESPONSES
 from server.storage.raw_json import (
     JsonText,
     all_fields_of,
@@ -20,22 +21,18 @@ from server.storage.raw_json import (
     with_fields,
 )
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
-OPEN = ("queued", "in_progress")
-"""The states of a response that is still to be made."""
-ENDED = ("completed", "incomplete", "failed", "cancelled")
-STATUSES = (*OPEN, *ENDED)
 _NO_ITEMS = b"[]"
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response as the database has it.
+    """Row of the table of responses.
 
-    `input` and `output` are JSON arrays of items: the request's own and the answer's. `answer` is
-    the rest of the response as it is shown, but for its status. `request` is the body of one that
-    is still to be made, in `tier`; `streams` says that its events are kept. Columns that a query
-    leaves out are empty.
+    `input` and `output` are JSON arrays of items. `answer` is the response object without its
+    output and status. `request` is the body of an open background response, which runs in `tier`.
+    `streams` says whether its events are stored. Columns that a query omits are empty.
     """
 
     id: str
@@ -56,7 +53,7 @@ class Response:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Response:
-        """The response of a row."""
+        """Return the response of a row."""
         values = dict(row)
         for name in ("background", "streams"):
             values[name] = bool(values[name])
@@ -64,21 +61,23 @@ class Response:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is still to be made."""
-        return self.status in OPEN
+        """True until the response has ended."""
+        return self.status in RESPONSES.open_statuses
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes of `bytes` that are replaced when the answer is complete."""
+        """Share of `bytes` that the final answer replaces."""
         return len(self.request or b"") + len(self.answer) + len(self.output)
 
     def shown(self) -> JsonText:
-        """Return the JSON text that a client gets."""
+        """Return the JSON text of the response object."""
         return with_fields(self.answer, {"status": self.status, "output": Raw(self.output)})
 
 
-def made(owner: str, previous: str | None, items: bytes, whole: bytes, keep_s: int) -> Response:
-    """Return the response whose JSON text, as it was shown, is `whole`."""
+def finished_response(
+    owner: str, previous: str | None, items: bytes, whole: bytes, keep_s: int
+) -> Response:
+    """Return the row for the JSON text `whole` of a finished response."""
     fields = all_fields_of(whole)
     status, output = string_of(bytes(fields.pop("status"))), bytes(fields.pop("output"))
     identity, answer = string_of(bytes(fields["id"])), object_of(fields)
@@ -104,12 +103,12 @@ def made(owner: str, previous: str | None, items: bytes, whole: bytes, keep_s: i
     )
 
 
-def queued(
-    owner: str, keeping: Keeping, raw: bytes, tier: Tier, *, shown: JsonObject, keep_s: int
+def queued_response(
+    owner: str, options: StorageOptions, raw: bytes, tier: Tier, *, shown: JsonObject, keep_s: int
 ) -> Response:
-    """Return the response that the body `raw` asks to be made meanwhile.
+    """Return the row of a background response for the body `raw`.
 
-    `shown` is what it shows of the request, and the model that answers if that names none.
+    `shown` has the request fields that it shows, and the default model.
     """
     identity, now = new_id("resp_"), int(time.time())
     model = string_of(fields_of(raw, "model").get("model"))
@@ -125,22 +124,22 @@ def queued(
             "store": True,
         }
     )
-    # The request that is run later; its response is stored here, not by itself.
+    # The request runs in the foreground and unstored; the runner stores its result in this row.
     request = with_fields(raw, {"background": False, "store": False})
     return Response(
         id=identity,
         owner=owner,
-        previous=keeping.previous,
+        previous=options.previous,
         status="queued",
         created_at=now,
         expires_at=now + keep_s if keep_s else None,
         background=True,
-        streams=keeping.stream,
+        streams=options.stream,
         tier=tier.value,
         tries=0,
         request=request,
-        input=keeping.items,
+        input=options.items,
         answer=answer,
-        bytes=len(request) + len(keeping.items) + len(answer) + len(_NO_ITEMS),
+        bytes=len(request) + len(options.items) + len(answer) + len(_NO_ITEMS),
         output=_NO_ITEMS,
     )

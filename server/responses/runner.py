@@ -1,9 +1,8 @@
-"""Makes responses in the background: each is a request that the service sends itself.
+"""Runner of background responses: each is a loopback request.
 
-A response that waits is a row of the database; in memory are its id, and its events where a client
-follows them. Invariants: one is made at most once at a time; whatever ends this process, one that
-is open is made again at the next start, or failed there with the reason
-(`server.responses.table.unfinished`).
+A waiting response is a row of the database. Memory holds its id, and its event log if a client
+reads it. Invariants: a response runs at most once at a time. After a crash or restart, an open
+response runs again or fails with the reason (`server.responses.table.unfinished`).
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from pydantic_core import from_json
 from starlette.types import ASGIApp
 
 from server.admission import Admission
-from server.batches.inside import InsideAnswer, ask
+from server.batches.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.errors import StorageFullError, StorageUnavailableError
-from server.frontend import Endpoint, data_text, named_frame
-from server.host.tasks import while_running
-from server.lifecycle import Lifecycle, Phase
-from server.request.record import Insider
+from server.host.tasks import background_task
+from server.lifecycle import Lifecycle, ServicePhase
+from server.request.record import InternalRequest
 from server.responses import table
 from server.responses.events import END_EVENTS, EventLog
+from server.responses.fair_queue import FairQueue
 from server.responses.response import Response
 from server.responses.table import Waiting
-from server.responses.turns import FairQueue
 from server.storage.database import Database, T, Work
+from server.storage.jobs import JobLoop
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.tiers.tier import Tier
+from server.wire.endpoint import Endpoint
+from server.wire.sse import data_text, named_frame
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _FLUSH_S = 0.25
-_PAUSE_S = 0.5
+_RETRY_S = 0.5
 _DISK_PAUSE_S = 5.0
 _OK = 200
-_COMES_BACK = (429, 503)
-"""Not now: it is asked again."""
 _EVENTS = ("event: response.", "event: error\n")
 _FRAME_END = "\n\n"
 
@@ -56,8 +55,8 @@ class _Run:
     task: asyncio.Task[None]
 
 
-class Runner:
-    """Used from the event loop. At most as many run as the largest bucket has rows."""
+class ResponseRunner:
+    """Runs at most as many responses as the largest bucket has rows. Used from the event loop."""
 
     def __init__(self, database: Database, lifecycle: Lifecycle, admission: Admission) -> None:
         self._database = database
@@ -66,40 +65,36 @@ class Runner:
         self._waiting: dict[str, Waiting] = {}
         self._queue = FairQueue()
         self._runs: dict[str, _Run] = {}
-        # Of responses that wait, those that are followed.
+        # Logs of waiting responses that a client reads.
         self._logs: WeakValueDictionary[str, EventLog] = WeakValueDictionary()
-        self._wake = asyncio.Event()
+        self._loop = JobLoop("responses in the background", self._turn)
+        self._app: ASGIApp | None = None
 
     def add(self, waiting: Waiting) -> None:
-        """Make a response that is stored already when its turn comes."""
+        """Queue a stored response."""
         self._waiting[waiting.id] = waiting
         self._queue.add(waiting)
-        self._wake.set()
+        self._loop.wake()
 
     def log_of(self, response_id: str) -> EventLog | None:
-        """Return the events of a response that waits or is being made, None of another."""
+        """Return the event log of a waiting or running response, None for another."""
         if (run := self._runs.get(response_id)) is not None:
             return run.log
         return self._log_of(response_id) if response_id in self._waiting else None
 
     async def run(self, app: ASGIApp) -> None:
-        """Work until cancelled."""
+        """Run responses through `app` until cancelled."""
+        self._app = app
         for waiting in await self._database.run(table.unfinished):
             self.add(waiting)
         try:
-            while True:
-                self._wake.clear()
-                self._start(app)
-                try:
-                    await asyncio.wait_for(self._wake.wait(), _TICK_S if self._waiting else None)
-                except TimeoutError:
-                    continue
+            await self._loop.run()
         finally:
             for run in self._runs.values():
                 run.task.cancel()
 
     async def stop(self, response_id: str) -> None:
-        """Make it no more; its request in the engine is aborted."""
+        """Remove a waiting response, or abort a running one."""
         if (waiting := self._waiting.pop(response_id, None)) is not None:
             self._queue.remove(waiting)
             self._log_of(response_id).end()
@@ -113,48 +108,54 @@ class Runner:
         self._logs[response_id] = log
         return log
 
-    def _start(self, app: ASGIApp) -> None:
-        rows = self._admission.rows[-1] if self._lifecycle.phase is Phase.READY else 0
+    async def _turn(self) -> float | None:
+        self._start_runs()
+        # Free rows wake nothing, a new response wakes the loop.
+        return _TICK_S if self._waiting else None
+
+    def _start_runs(self) -> None:
+        rows = self._admission.rows[-1] if self._lifecycle.phase is ServicePhase.READY else 0
         while len(self._runs) < rows:
             running = Counter(run.owner for run in self._runs.values())
-            if (turn := self._queue.take(running)) is None:
+            if (waiting := self._queue.take(running)) is None:
                 return
-            del self._waiting[turn.id]
-            log = self._log_of(turn.id)
-            task = asyncio.create_task(self._make(app, turn.id, log))
-            self._runs[turn.id] = _Run(turn.owner, log, task)
+            del self._waiting[waiting.id]
+            log = self._log_of(waiting.id)
+            task = asyncio.create_task(self._run_safely(waiting.id, log))
+            self._runs[waiting.id] = _Run(waiting.owner, log, task)
 
-    async def _make(self, app: ASGIApp, identity: str, log: EventLog) -> None:
+    async def _run_safely(self, identity: str, log: EventLog) -> None:
         try:
             response = await self._store(partial(table.begin, response_id=identity))
             if response is not None:
-                await self._make_begun(app, response, log)
+                await self._run_begun(response, log)
         except Exception:
             logger.exception("%s could not be stored", identity)
         finally:
             log.end()
             self._runs.pop(identity, None)
-            self._wake.set()
+            self._loop.wake()
 
-    async def _make_begun(self, app: ASGIApp, response: Response, log: EventLog) -> None:
+    async def _run_begun(self, response: Response, log: EventLog) -> None:
         identity = response.id
         try:
-            async with while_running(self._flushing(identity, log)):
-                answer = await self._ask(app, response, log)
+            async with background_task(self._flushing(identity, log)):
+                answer = await self._send(response, log)
             changes = _outcome(response, log, answer)
         except Exception:
-            logger.exception("%s could not be made", identity)
+            logger.exception("%s could not be run", identity)
             changes = table.failure("Internal error.")
         if response.streams and not _has_ended(log):
             log.add(_failed_frame(response, log, changes))
         await self._flush(identity, log)
         await self._store(partial(table.end, response_id=identity, changes=changes))
 
-    async def _ask(self, app: ASGIApp, response: Response, log: EventLog) -> InsideAnswer:
+    async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
+        assert self._app is not None
         assert response.request is not None
         stamp = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
-        insider = Insider(
+        internal = InternalRequest(
             response.owner, tiers, permitted=True, stamp=stamp, response_id=response.id
         )
 
@@ -164,10 +165,12 @@ class Runner:
                     log.add(frame + _FRAME_END)
 
         while True:
-            answer = await ask(app, Endpoint.RESPONSES.value, response.request, insider, take)
-            if answer.status not in _COMES_BACK:
+            answer = await post(
+                self._app, Endpoint.RESPONSES.value, response.request, internal, take
+            )
+            if answer.status not in RETRIED_STATUSES:
                 return answer
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def _flushing(self, response_id: str, log: EventLog) -> None:
         while True:
@@ -175,14 +178,14 @@ class Runner:
             await self._flush(response_id, log)
 
     async def _flush(self, response_id: str, log: EventLog) -> None:
-        """Store the events that were shown."""
+        """Store the new events of a log."""
         if new := log.frames[log.stored :]:
             work = partial(table.add_events, begin_at=log.stored, frames=new)
             await self._store(partial(work, response_id=response_id))
             log.stored += len(new)
 
     async def _store(self, work: Work[T]) -> T:
-        """Do `work` in the database; waits for as long as the disk takes no writes."""
+        """Run `work` in the database; retries every 5 s while the disk is full or fails."""
         while True:
             try:
                 return await self._database.run(work)
@@ -191,8 +194,8 @@ class Runner:
                 await asyncio.sleep(_DISK_PAUSE_S)
 
 
-def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> dict[str, Any]:
-    """Return the fields that the request's answer gives the response, as JSON texts."""
+def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dict[str, Any]:
+    """Return the changes of a response from the answer to its request, as JSON texts."""
     if answer.status != _OK:
         return table.failure(from_json(answer.body)["error"]["message"])
     if not response.streams:
@@ -203,7 +206,7 @@ def _outcome(response: Response, log: EventLog, answer: InsideAnswer) -> dict[st
 
 
 def _has_ended(log: EventLog) -> bool:
-    """Return whether the last event has the response that ends the stream."""
+    """Return whether the last event contains the final response."""
     return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)
 
 

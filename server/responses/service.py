@@ -1,4 +1,4 @@
-"""Stored responses of one server: what the routes ask, and what works on them meanwhile."""
+"""Stored responses: operations of the routes, and the background work."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.errors import InvalidValueError
-from server.frontend import JsonObject, Keeping
-from server.host.tasks import to_its_end, while_running
+from server.frontend import StorageOptions
+from server.host.tasks import background_task, run_to_completion
 from server.lifecycle import Lifecycle
 from server.request.record import RequestRecord
 from server.responses import conversations, table
-from server.responses.response import Response, made, queued
-from server.responses.runner import Runner
+from server.responses.response import Response, finished_response, queued_response
+from server.responses.runner import ResponseRunner
 from server.settings import ServerSettings
+from server.storage.jobs import RESPONSES, JobLoop
 from server.storage.quotas import Reservation
 from server.storage.store import Store
 from server.tiers.tier import Tier
+from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
+_REFRESH_S = 5.0
 
 
 class ResponseService:
-    """Everything that is kept of the Responses API."""
+    """Stored responses and conversations of the Responses API."""
 
     def __init__(
         self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
@@ -44,26 +46,27 @@ class ResponseService:
         )
         self._max_conversation_bytes = settings.max_conversation_bytes
         self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
-        self._runner = Runner(store.database, lifecycle, admission)
+        self._runner = ResponseRunner(store.database, lifecycle, admission)
         self._counts: Mapping[str, int] = {}
 
     @property
     def statuses(self) -> Mapping[str, int]:
-        """How many there are by status, a few seconds ago."""
+        """Numbers of responses by status, at the last refresh."""
         return self._counts
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
-        """Make responses through `app` for the length of the block."""
-        async with while_running(self._runner.run(app)), while_running(self._look_around()):
+        """Run background responses through `app` for the length of the block."""
+        housekeeping = JobLoop("responses", self._refresh)
+        async with background_task(self._runner.run(app)), background_task(housekeeping.run()):
             yield
 
     def reservation(self, owner: str) -> Reservation:
-        """Return the reservation of one response, which does not hold a place yet."""
+        """Return a reservation for one response, which is not held yet."""
         return Reservation(self._quotas, owner, "responses")
 
     async def reserve(self, reservation: Reservation, size: int) -> None:
-        """Hold a place for a response of at least `size` bytes. Raises `StorageFullError`."""
+        """Reserve storage for a response of at least `size` bytes. Raises `StorageFullError`."""
         await asyncio.to_thread(self._store.folder.require, size)
         reserve = partial(self._quotas.reserve, reservation=reservation, size=size)
         await self._database.run(reserve)
@@ -80,44 +83,46 @@ class ResponseService:
         items_of = partial(conversations.items_of, owner=record.owner, conversation=found)
         return await self._database.read(items_of)
 
-    async def keep(self, owner: str, keeping: Keeping, whole: bytes) -> None:
-        """Keep a response, whose JSON text is `whole`. Raises `StorageFullError`."""
-        assert keeping.reservation is not None
-        response = made(owner, keeping.previous, keeping.items, whole, keep_s=self._keep_s)
+    async def store(self, owner: str, options: StorageOptions, whole: bytes) -> None:
+        """Store the response with the JSON text `whole`. Raises `StorageFullError`."""
+        assert options.reservation is not None
+        response = finished_response(
+            owner, options.previous, options.items, whole, keep_s=self._keep_s
+        )
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        insert = partial(table.insert, response=response, reservation=keeping.reservation)
+        insert = partial(table.insert, response=response, reservation=options.reservation)
         await self._database.run(insert)
 
     async def begin(
-        self, owner: str, keeping: Keeping, raw: bytes, tier: Tier, shown: JsonObject
+        self, owner: str, options: StorageOptions, raw: bytes, tier: Tier, shown: JsonObject
     ) -> Response:
-        """Queue the response that the body `raw` asks for; `shown` is what it shows of the request.
+        """Queue a background response for the body `raw`; `shown` has the fields that it shows.
 
-        Raises `StorageFullError`, and `OverloadedError` where too many wait or run.
+        Raises `StorageFullError`, and `OverloadedError` if too many wait or run.
         """
-        make = partial(queued, shown=shown, keep_s=self._keep_s)
-        response = await asyncio.to_thread(make, owner, keeping, raw, tier)
-        await to_its_end(self._queue(response, keeping))
+        make = partial(queued_response, shown=shown, keep_s=self._keep_s)
+        response = await asyncio.to_thread(make, owner, options, raw, tier)
+        await run_to_completion(self._queue(response, options))
         return response
 
-    async def _queue(self, response: Response, keeping: Keeping) -> None:
-        assert keeping.reservation is not None
+    async def _queue(self, response: Response, options: StorageOptions) -> None:
+        assert options.reservation is not None
         queue = partial(table.queue, response=response, limits=self._background)
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        await self._database.run(partial(queue, reservation=keeping.reservation))
+        await self._database.run(partial(queue, reservation=options.reservation))
         self._runner.add(table.Waiting(response.id, response.owner))
 
     async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:
-        """Return a response, its input only on demand. Raises `NotFoundError`."""
+        """Return a response. Raises `NotFoundError`."""
         get = partial(table.get, owner=owner, response_id=response_id, with_input=with_input)
         return await self._database.read(get)
 
     async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
-        """Return the events behind the number `after`, as they come. Raises `InvalidValueError`."""
+        """Yield the events after the number `after`, as they arrive. Raises `InvalidValueError`."""
         if not (response.background and response.streams):
             raise InvalidValueError(
-                f"The response {response.id} was not made with 'background' and 'stream': only "
-                "the events of such a one are kept.",
+                f"The response {response.id} has no stored events: they require 'background' and "
+                "'stream'.",
                 param="stream",
             )
         log = self._runner.log_of(response.id)
@@ -129,15 +134,15 @@ class ResponseService:
         return _each(stored)
 
     async def cancel(self, owner: str, response_id: str) -> Response:
-        """End one that is made meanwhile; one that has ended stays as it is.
+        """Cancel a background response; one that has ended is unchanged.
 
         Raises `NotFoundError`, `InvalidValueError`.
         """
         response = await self.get(owner, response_id)
         if not response.background:
             raise InvalidValueError(
-                f"The response {response.id} was not made with 'background' and cannot be "
-                "cancelled.",
+                f"The response {response.id} cannot be cancelled: it was created without "
+                "'background'.",
                 param="response_id",
             )
         await self._runner.stop(response_id)
@@ -146,22 +151,18 @@ class ResponseService:
         return await self._database.run(work) or await self.get(owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Forget one. Raises `NotFoundError`."""
+        """Delete a response. Raises `NotFoundError`."""
         await self.get(owner, response_id)
         await self._runner.stop(response_id)
         await self._database.run(partial(table.delete, owner=owner, response_id=response_id))
 
-    async def _look_around(self) -> None:
-        while True:
-            try:
-                expire = partial(table.expire, now=self._store.clock.now())
-                if gone := await self._database.run(expire):
-                    logger.info("%d responses have expired", gone)
-                self._counts = await self._database.read(table.counts)
-            except Exception:
-                # What is shown may be old; what is stored is not touched by it.
-                logger.exception("the responses could not be looked at")
-            await asyncio.sleep(_LOOK_S)
+    async def _refresh(self) -> float:
+        """Delete expired responses and count the others."""
+        delete = partial(table.delete_expired, now=self._store.clock.now())
+        if count := await self._database.run(delete):
+            logger.info("%d responses have expired", count)
+        self._counts = await self._database.read(RESPONSES.count_by_status)
+        return _REFRESH_S
 
 
 async def _each(frames: list[str]) -> AsyncGenerator[str, None]:

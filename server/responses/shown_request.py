@@ -1,4 +1,4 @@
-"""The fields of a request that its response shows, by OpenAI's names and with its defaults."""
+"""Request fields that a response repeats, with OpenAI's names and defaults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidTypeError, describe
-from server.frontend import JsonObject
+from server.wire.endpoint import JsonObject
 
 _AS_SENT: JsonObject = {
     **dict.fromkeys(("instructions", "max_output_tokens", "max_tool_calls", "user")),
@@ -19,7 +19,7 @@ _AS_SENT: JsonObject = {
     "truncation": "disabled",
     "background": False,
 }
-"""Fields with their defaults; null stands for the default, too."""
+"""Default values of fields; a null also means the default."""
 _SAMPLING: JsonObject = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -33,11 +33,11 @@ _SAFETY_IDENTIFIER = "safety_identifier"
 
 
 def shown_request(body: JsonObject, sampling: JsonObject) -> JsonObject:
-    """Return what a response shows of the request `body`, independent of later changes to it.
+    """Return a copy of the request fields that a response repeats.
 
-    `sampling` has the model's own defaults. Values are those that were sent, also where they are
-    wrong: the request is refused for that. Raises `InvalidTypeError` for a field that nothing else
-    checks.
+    `sampling` has the default sampling parameters of the model. Invalid values are copied as well,
+    since a later check rejects the request. Raises `InvalidTypeError` for a `safety_identifier`
+    that is no string, which no other code checks.
     """
     label = body.get(_SAFETY_IDENTIFIER)
     if label is not None and not isinstance(label, str):

@@ -1,4 +1,4 @@
-"""Responses and their events in the database: every change of a state, as one transaction."""
+"""Tables of responses and their events: queries and changes, each within one transaction."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.errors import NotFoundError, OverloadedError, describe
-from server.responses.response import OPEN, Response
+from server.responses.response import Response
+from server.storage.jobs import RESPONSES
 from server.storage.quotas import Reservation
 from server.storage.raw_json import all_fields_of, object_of, string_of
 
-_TRIES = 3
-_OPEN = f"status IN ({', '.join(repr(status) for status in OPEN)})"
+_MAX_ATTEMPTS = 3
 _COLUMNS = [field.name for field in dataclasses.fields(Response)]
-_UNREAD = {"request": "NULL AS request", "input": "x'' AS input"}
-"""Columns as queries have them that need none of their megabytes."""
+_OMITTED = {"request": "NULL AS request", "input": "x'' AS input"}
+"""SQL for columns whose megabytes a query does not need."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackgroundLimits:
-    """Most responses that wait or run in the background, of one owner and of all."""
+    """Maximum of waiting and running background responses, per owner and in total."""
 
     per_owner: int
     total: int
@@ -29,14 +29,14 @@ class BackgroundLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A response in the background that waits for its turn."""
+    """Background response that waits for its turn."""
 
     id: str
     owner: str
 
 
 def insert(db: sqlite3.Connection, response: Response, reservation: Reservation) -> None:
-    """Store a new response in the place that is reserved for it. Raises `StorageFullError`."""
+    """Insert a response and end its reservation. Raises `StorageFullError`."""
     reservation.quotas.settle(db, reservation, response.bytes)
     marks = ", ".join("?" * len(_COLUMNS))
     values = [getattr(response, name) for name in _COLUMNS]
@@ -46,11 +46,9 @@ def insert(db: sqlite3.Connection, response: Response, reservation: Reservation)
 def queue(
     db: sqlite3.Connection, response: Response, reservation: Reservation, limits: BackgroundLimits
 ) -> None:
-    """Store a response that is still to be made. Raises `StorageFullError`, `OverloadedError`."""
-    (of_owner,) = db.execute(
-        f"SELECT count(*) FROM responses WHERE owner = ? AND {_OPEN}", (response.owner,)
-    ).fetchone()
-    (total,) = db.execute(f"SELECT count(*) FROM responses WHERE {_OPEN}").fetchone()
+    """Insert a background response. Raises `StorageFullError`, `OverloadedError`."""
+    of_owner = RESPONSES.count_open(db, response.owner)
+    total = RESPONSES.count_open(db)
     for count, of, most, flag in (
         (of_owner, " of this key", limits.per_owner, "--max-background-per-key"),
         (total, "", limits.total, "--max-background"),
@@ -68,10 +66,10 @@ def queue(
 def get(
     db: sqlite3.Connection, owner: str, response_id: str, *, with_input: bool = False
 ) -> Response:
-    """Return a response of an owner, its input only on demand. Raises `NotFoundError`."""
-    unread = ("request",) if with_input else ("request", "input")
+    """Return a response of an owner, without its request. Raises `NotFoundError`."""
+    omitted = ("request",) if with_input else ("request", "input")
     row = db.execute(
-        f"SELECT {_columns(unread)} FROM responses WHERE id = ? AND owner = ?",
+        f"SELECT {_columns(omitted)} FROM responses WHERE id = ? AND owner = ?",
         (response_id, owner),
     ).fetchone()
     if row is None:
@@ -80,20 +78,21 @@ def get(
 
 
 def begin(db: sqlite3.Connection, response_id: str) -> Response | None:
-    """Note that a response is being made, and return it; None where it is no longer open."""
+    """Mark an open response as running and return it; None if it is not open."""
     db.execute(
-        "UPDATE responses SET status = 'in_progress', tries = tries + 1 WHERE id = ? AND " + _OPEN,
+        "UPDATE responses SET status = 'in_progress', tries = tries + 1 WHERE id = ? AND "
+        + RESPONSES.is_open,
         (response_id,),
     )
-    # Its items are in the request as well.
-    response = _of_id(db, response_id, unread=("input",))
+    # The request contains the items of the input.
+    response = _of_id(db, response_id, omitted=("input",))
     return response if response is not None and response.is_open else None
 
 
 def add_events(
     db: sqlite3.Connection, response_id: str, begin_at: int, frames: Sequence[str]
 ) -> None:
-    """Keep events by their numbers; for one that is there already, nothing."""
+    """Store events by their numbers; stored ones are skipped."""
     size = 0
     for number, frame in enumerate(frames, begin_at):
         added = db.execute(
@@ -104,7 +103,7 @@ def add_events(
 
 
 def events(db: sqlite3.Connection, response_id: str, after: int) -> list[str]:
-    """Return the events behind the number `after`."""
+    """Return the events after the number `after`."""
     rows = db.execute(
         "SELECT frame FROM response_events WHERE response = ? AND number > ? ORDER BY number",
         (response_id, after),
@@ -113,11 +112,11 @@ def events(db: sqlite3.Connection, response_id: str, after: int) -> list[str]:
 
 
 def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) -> Response | None:
-    """End a response that is open; None where it is gone.
+    """End a response if it is open, and return it; None if it was deleted.
 
-    `changes` are fields of its answer, with its `status`; values of type `Raw` are JSON texts.
+    `changes` are its `status` and changed fields; values of type `Raw` are JSON texts.
     """
-    response = _of_id(db, response_id, unread=("input",))
+    response = _of_id(db, response_id, omitted=("input",))
     if response is not None and response.is_open:
         fields = {**all_fields_of(response.answer), **changes}
         status, output = fields.pop("status"), bytes(fields.pop("output", response.output))
@@ -130,69 +129,68 @@ def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) ->
                 *(len(answer) + len(output) - response.unfinished_bytes, response_id),
             ),
         )
-    return _of_id(db, response_id, unread=("input", "request"))
+    return _of_id(db, response_id, omitted=("input", "request"))
 
 
 def delete(db: sqlite3.Connection, owner: str, response_id: str) -> None:
-    """Forget a response. Raises `NotFoundError`."""
+    """Delete a response. Raises `NotFoundError`."""
     get(db, owner, response_id)
-    _forget(db, [response_id])
+    _delete(db, [response_id])
 
 
 def unfinished(db: sqlite3.Connection) -> list[Waiting]:
-    """Return the responses to make after a start, the oldest first; end those that cannot be.
+    """Return the responses to run after a start, the oldest first; end the others as failed.
 
-    Events that a client may have seen cannot be made again.
+    Responses with stored events cannot run again, since a client may have read the events.
     """
     rows = db.execute(
         "SELECT id, owner, tries, EXISTS (SELECT 1 FROM response_events WHERE response = id) "
-        f"FROM responses WHERE {_OPEN} ORDER BY created_at, rowid"
+        f"FROM responses WHERE {RESPONSES.is_open} ORDER BY created_at, rowid"
     ).fetchall()
-    again = []
-    for identity, owner, tries, was_seen in rows:
-        if was_seen:
-            end(db, identity, failure("The server ended while this was streamed."))
-        elif tries >= _TRIES:
-            end(db, identity, failure(f"The server ended {_TRIES} times while this was made."))
+    waiting = []
+    for identity, owner, tries, has_events in rows:
+        if has_events:
+            end(db, identity, failure("The server ended while this response was streamed."))
+        elif tries >= _MAX_ATTEMPTS:
+            end(
+                db,
+                identity,
+                failure(f"The server ended {_MAX_ATTEMPTS} times during this response."),
+            )
         else:
-            again.append(Waiting(identity, owner))
-    return again
+            waiting.append(Waiting(identity, owner))
+    return waiting
 
 
 def failure(message: str) -> dict[str, Any]:
-    """Return the changes of an answer that could not be made."""
+    """Return the changes of a failed response."""
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
-def counts(db: sqlite3.Connection) -> dict[str, int]:
-    """Return how many responses there are by state."""
-    return dict(db.execute("SELECT status, count(*) FROM responses GROUP BY status").fetchall())
-
-
-def expire(db: sqlite3.Connection, now: int) -> int:
-    """Forget what has expired by `now` and is not continued; returns how many."""
+def delete_expired(db: sqlite3.Connection, now: int) -> int:
+    """Delete expired, ended responses that no other one continues; return their number."""
     rows = db.execute(
-        f"SELECT id FROM responses WHERE expires_at <= ? AND NOT {_OPEN} AND id NOT IN "
+        f"SELECT id FROM responses WHERE expires_at <= ? AND NOT {RESPONSES.is_open} AND id NOT IN "
         "(SELECT previous FROM responses WHERE previous IS NOT NULL)",
         (now,),
     ).fetchall()
-    _forget(db, [row[0] for row in rows])
+    _delete(db, [row[0] for row in rows])
     return len(rows)
 
 
-def _forget(db: sqlite3.Connection, ids: Sequence[str]) -> None:
+def _delete(db: sqlite3.Connection, ids: Sequence[str]) -> None:
     for response_id in ids:
         db.execute("DELETE FROM response_events WHERE response = ?", (response_id,))
         db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
 
-def _columns(unread: Sequence[str]) -> str:
-    return ", ".join(_UNREAD[name] if name in unread else name for name in _COLUMNS)
+def _columns(omitted: Sequence[str]) -> str:
+    return ", ".join(_OMITTED[name] if name in omitted else name for name in _COLUMNS)
 
 
-def _of_id(db: sqlite3.Connection, response_id: str, unread: Sequence[str]) -> Response | None:
-    """Return a response whose owner is known to be right, None where it is gone."""
+def _of_id(db: sqlite3.Connection, response_id: str, omitted: Sequence[str]) -> Response | None:
+    """Return a response by its id alone, None if it was deleted."""
     row = db.execute(
-        f"SELECT {_columns(unread)} FROM responses WHERE id = ?", (response_id,)
+        f"SELECT {_columns(omitted)} FROM responses WHERE id = ?", (response_id,)
     ).fetchone()
     return None if row is None else Response.of(row)

@@ -1,4 +1,4 @@
-"""`/admin`: taking the server out of service and back, without ending it."""
+"""`/admin`: drains the server and resumes it without a restart."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import JsonObject
-from server.lifecycle import Lifecycle, Status
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
+from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
 from server.request.fields import known_fields
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _REASON = "POST /admin/drain"
 _MAX_WAIT_S = 3600.0
 
 
 class DrainBody(BaseModel):
-    """What `/admin/drain` takes, if anything."""
+    """The optional body of `/admin/drain`."""
 
     model_config = ConfigDict(extra="forbid")
 
-    wait: bool = Field(False, description="Answer when nothing is in flight any more.")
+    wait: bool = Field(False, description="Respond when no request is in flight.")
     timeout_s: float | None = Field(
-        None, gt=0, le=_MAX_WAIT_S, description="For so many seconds at most; with `wait` alone."
+        None, gt=0, le=_MAX_WAIT_S, description="Maximum wait in seconds; requires `wait`."
     )
 
 
@@ -33,7 +33,7 @@ _FIELDS = tuple(DrainBody.model_fields)
 
 
 def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
-    """Return the routes; who may call them was checked before."""
+    """Return the routes; callers are authorized by the middleware."""
     router = APIRouter(route_class=DescribedRoute)
 
     def report() -> JSONResponse:
@@ -41,21 +41,21 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
 
     @router.post(
         "/admin/drain",
-        response_model=Status,
-        responses=failing(*BODY_FAILURES) | {202: {"model": Status}},
+        response_model=ServiceStatus,
+        responses=failing(*BODY_FAILURES) | {202: {"model": ServiceStatus}},
         openapi_extra=taking(DrainBody.model_json_schema(), required=False),
     )
     async def drain(request: Request) -> JSONResponse:
-        """Take no new requests from now on; what is in flight finishes."""
+        """Reject new requests; requests in flight finish."""
         wait_s = await _wait_s(request, settings)
         lifecycle.ask_for_drain(_REASON)
         if wait_s:
             await lifecycle.wait_idle(wait_s)
         return report()
 
-    @router.post("/admin/undrain", response_model=Status)
+    @router.post("/admin/undrain", response_model=ServiceStatus)
     async def undrain() -> JSONResponse:
-        """Take requests again after /admin/drain."""
+        """Accept requests again after /admin/drain."""
         lifecycle.take_drain_back()
         return JSONResponse(lifecycle.status())
 
@@ -63,7 +63,7 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
 
 
 async def _wait_s(request: Request, settings: ServerSettings) -> float:
-    """Return how many seconds the answer may wait for the last request, 0 for not at all."""
+    """Return the seconds for which the response waits for requests in flight, 0: no wait."""
     has_body = request.headers.get("content-length", "0") != "0" or (
         "transfer-encoding" in request.headers
     )

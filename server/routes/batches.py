@@ -8,10 +8,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from server.batches.batch import Api
-from server.batches.bodies import CreateBatchBody, wish_of
+from server.batches.bodies import CreateBatchBody, batch_request
 from server.batches.service import BatchService
-from server.edge.model_body import parse_body
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -19,10 +17,12 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from server.frontend import JsonObject
+from server.http.model_body import parse_body
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100
 _CREATE = failing(
@@ -46,9 +46,9 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """Answer the lines of a file; an `Idempotency-Key` makes one batch of several tries."""
         service = store()
         body = await read_json_object(request, settings)
-        wish = parse_body(CreateBatchBody, body, settings.unknown_fields)
+        given = parse_body(CreateBatchBody, body, settings.unknown_fields)
         key = request.headers.get("idempotency-key")
-        batch = await service.create(wish_of(wish, owner_of(request), key))
+        batch = await service.create(batch_request(given, owner_of(request), key))
         return JSONResponse(batch.shown())
 
     @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED)
@@ -56,7 +56,7 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """The batches of the key that asks, the newest first."""
         service = store()
         page = page_of(limit, _MAX_LIMIT, after, "desc")
-        found, more = await service.every(owner_of(request), page, Api.OPENAI)
+        found, more = await service.list_batches(owner_of(request), page, Api.OPENAI)
         return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import RouteNotFoundError, describe
+from server.http.openapi import DescribedRoute, failing
 
 FOLDER = Path(__file__).parents[1] / "console"
 _TYPES = {

@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from server.batches.bodies import LONGEST_S, SHORTEST_S
 from server.batches.service import BatchService
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -27,6 +26,7 @@ from server.errors import (
     UnknownFieldError,
     describe,
 )
+from server.http.openapi import DescribedRoute, failing
 from server.request.fields import UnknownPolicy, known_fields
 from server.request.record import record_of
 from server.settings import ServerSettings
@@ -71,7 +71,7 @@ _ORDER = Query(
 
 
 class FileList(TypedDict):
-    """A page of files, the newest first unless asked otherwise."""
+    """A page of files, newest first by default."""
 
     object: Literal["list"]
     data: list[FileObject]
@@ -81,7 +81,7 @@ class FileList(TypedDict):
 
 
 class DeletedFile(TypedDict):
-    """A file that is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"]
@@ -113,15 +113,15 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         limit: str = str(_MAX_LIMIT),
         order: Annotated[str, _ORDER] = "desc",
     ) -> JSONResponse:
-        """The files of the key that asks."""
+        """List the files of the caller's API key."""
         files = store().files
         page = page_of(limit, _MAX_LIMIT, after, order)
-        found, more = await files.every(owner_of(request), page, purpose)
+        found, more = await files.list_files(owner_of(request), page, purpose)
         return JSONResponse(listed([file.shown() for file in found], has_more=more))
 
     @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)
     async def content(file_id: str, request: Request) -> Response:
-        """A file's content."""
+        """Return a file's content."""
         files = store().files
         file = await files.get(owner_of(request), file_id)
         path = files.content_path(file.id)
@@ -131,7 +131,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
     @router.get("/v1/files/{file_id}", response_model=FileObject, responses=_KNOWN)
     async def show(file_id: str, request: Request) -> JSONResponse:
-        """One file."""
+        """Return one file."""
         return JSONResponse((await store().files.get(owner_of(request), file_id)).shown())
 
     @router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=_KNOWN)
@@ -144,12 +144,12 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
 
 def owner_of(request: Request) -> str:
-    """Return the owner of what a request stores."""
+    """Return the owner of the data that a request stores."""
     return record_of(request.scope).owner
 
 
 def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
-    """Return the part of a list that is asked for. Raises `InvalidValueError`."""
+    """Return the requested page of a list. Raises `InvalidValueError`."""
     if not (_is_number(limit) and 1 <= int(limit) <= most):
         raise InvalidValueError(
             f"'limit' must be 1 to {most}, got {describe(limit)}.", param="limit"
@@ -162,7 +162,7 @@ def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
 
 
 def listed(data: list[Any], *, has_more: bool) -> dict[str, Any]:
-    """Return a page as OpenAI's API has it."""
+    """Return a page in OpenAI's format."""
     return {
         "object": "list",
         "data": data,

@@ -1,8 +1,8 @@
-"""Probes: is the process alive, is the service ready, has it started, what runs.
+"""Liveness, readiness and startup probes, and the versions.
 
-`/livez` fails only when a restart would help; `/readyz` is 200 exactly while new requests are
-taken; `/startupz` turns 200 once and stays; `/health` is 200 while the engine can answer, as
-vLLM's is, and 503 where vLLM would not listen yet or answer from a dying engine.
+`/livez` fails only if a restart would help; `/readyz` is 200 while new requests are accepted;
+`/startupz` is 200 once the service has been ready; `/health` is vLLM's probe: 200 while the engine
+can answer, 503 during start-up and after an engine failure.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from server.edge.openapi import DescribedRoute
-from server.lifecycle import Lifecycle, Phase, Status
+from server.http.openapi import DescribedRoute
+from server.lifecycle import Lifecycle, ServicePhase, ServiceStatus
 
-_PROBE: Any = {"response_model": Status, "responses": {503: {"model": Status}}}
+_PROBE: Any = {"response_model": ServiceStatus, "responses": {503: {"model": ServiceStatus}}}
 
 
 def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRouter:
@@ -30,27 +30,27 @@ def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRoute
 
     @router.get("/livez", **_PROBE)
     async def livez() -> JSONResponse:
-        """Whether the process would not be helped by a restart."""
-        return report(lifecycle.phase is not Phase.DEAD)
+        """Liveness: 503 if a restart would help."""
+        return report(lifecycle.phase is not ServicePhase.DEAD)
 
     @router.get("/readyz", **_PROBE)
     async def readyz() -> JSONResponse:
-        """Whether new requests are taken now; with the progress of the start-up."""
-        return report(lifecycle.phase is Phase.READY)
+        """Readiness: 200 while new requests are accepted; includes the start-up progress."""
+        return report(lifecycle.phase is ServicePhase.READY)
 
     @router.get("/startupz", **_PROBE)
     async def startupz() -> JSONResponse:
-        """Whether the service has been ready once."""
-        return report(lifecycle.started and lifecycle.phase is not Phase.DEAD)
+        """Startup: 200 once the service has been ready."""
+        return report(lifecycle.started and lifecycle.phase is not ServicePhase.DEAD)
 
     @router.get("/health", response_class=Response, responses={503: {}})
     async def health() -> Response:
-        """Whether the engine can answer, as vLLM says it."""
-        return Response(status_code=200 if lifecycle.phase is Phase.READY else 503)
+        """vLLM's health check: 200 while the engine can answer."""
+        return Response(status_code=200 if lifecycle.phase is ServicePhase.READY else 503)
 
     @router.get("/version", response_model=Mapping[str, str])
     async def version() -> JSONResponse:
-        """Versions of what runs."""
+        """Versions of the components."""
         return JSONResponse(dict(versions))
 
     return router

@@ -1,4 +1,4 @@
-"""The endpoints that need the engine: body in, JSON or SSE out, abort when the client goes."""
+"""The inference endpoints: JSON or SSE responses, aborted when the client disconnects."""
 
 from __future__ import annotations
 
@@ -9,54 +9,55 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Admission, Permit
-from server.edge.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.errors import OverloadedError, QueueTimeoutError
-from server.frontend import Endpoint, Frontend, ReadRequest
+from server.frontend import Frontend, ParsedRequest
+from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
 from server.request.record import RequestRecord, record_of
-from server.responses.keeper import Keeper
+from server.responses.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.tiers.tier import FIELD, Tier, granted
+from server.wire.endpoint import Endpoint, JsonObject
 
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
-"""Frames sent before the engine has said anything: comments, the Responses API's first two."""
+"""Frames sent before the engine's first output: comments, the Responses API's first two."""
 
 
 def add_inference_routes(
     app: Starlette,
     frontend: Callable[[], Frontend],
-    keeper: Keeper,
+    store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> None:
     """Add one POST route per endpoint; the gate has made sure that there is a front end."""
     for endpoint in Endpoint:
-        handler = _handler(endpoint, frontend, keeper, settings, admission)
+        handler = _handler(endpoint, frontend, store, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
 
 
 def _handler(
     endpoint: Endpoint,
     frontend: Callable[[], Frontend],
-    keeper: Keeper,
+    store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
     async def respond(raw: bytes, request: Request) -> Response:
-        # From here to the last byte of the answer, whatever it will be. A small body is read at
-        # once, so that nobody gets in between one permit and all that it asks for.
+        # Held until the last byte of the response. A small body is parsed without an await, so that
+        # no other request is admitted before the permit grows to all of its sequences.
         record = record_of(request.scope)
-        # Lines of batches take what is left, and nobody's permit.
-        takes = record.insider is None or record.insider.permitted
+        # Batch lines use spare capacity and need no permit.
+        takes = record.internal is None or record.internal.permitted
         permit = admission.acquire() if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        given = await keeper.read(endpoint, raw, record)
-        _settle_tier(given, record)
+        parsed, stamp = await store.read(endpoint, raw, record)
+        _settle_tier(parsed, stamp, record)
         if permit is not None:
-            _fit(permit, given, record)
-        result = await keeper.handle(endpoint, given, raw, request)
+            _fit(permit, parsed, record)
+        result = await store.handle(endpoint, parsed, stamp, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
@@ -78,24 +79,24 @@ def _handler(
     return handle
 
 
-def _settle_tier(given: ReadRequest, record: RequestRecord) -> None:
+def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord) -> None:
     """Let a request run in the tier that it asks for, and its answer say so.
 
     Raises `PermissionDeniedError` for one that it may not have.
     """
-    record.tier = granted(given.tier, record.tiers)
-    shows_tier = given.keeping is not None
-    if shows_tier or given.tier is not None or record.tier is not Tier.DEFAULT:
-        given.stamp[FIELD] = record.tier.value
+    record.tier = granted(parsed.tier, record.tiers)
+    shows_tier = parsed.storage_options is not None
+    if shows_tier or parsed.tier is not None or record.tier is not Tier.DEFAULT:
+        stamp[FIELD] = record.tier.value
 
 
-def _fit(permit: Permit, given: ReadRequest, record: RequestRecord) -> None:
+def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:
     """Make a permit one for all that a request asks for. Raises `OverloadedError`."""
-    if given.keeping is not None and given.keeping.background:
+    if parsed.storage_options is not None and parsed.storage_options.background:
         # What is made meanwhile takes its own.
         permit.release()
         return
-    permit.grow(given.answers)
+    permit.grow(parsed.answers)
     if record.tier is Tier.FLEX:
         permit.step_back()
 

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: vLLM's two routes, and those that list, show and delete them."""
+"""LoRA adapters over HTTP: vLLM's two routes, and ours to list, show and delete adapters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel
 
-from server.edge.model_body import parse_body
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     AdapterExistsError,
     InvalidAdapterError,
@@ -24,7 +22,9 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
+from server.http.model_body import parse_body
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.adapter import Adapter, AdapterObject
 from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from server.lora.registry import AdapterRegistry
@@ -33,6 +33,7 @@ from server.request.body import read_json_object
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
+from server.wire.endpoint import JsonObject
 
 _ACCEPTED = 202
 _FAILURES = (
@@ -128,15 +129,15 @@ def _registry(frontend: Frontend) -> AdapterRegistry:
 
 
 def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
-    """Describe a route that takes such a body and answers with a line of text."""
+    """Return the description of a route with this body and a text response."""
     taken = taking(body.model_json_schema())
     responses = failing(*_FAILURES)
     return {"response_class": PlainTextResponse, "responses": responses, "openapi_extra": taken}
 
 
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
-    told = adapter.to_dict()
-    return told if record_of(request.scope).is_admin else shown.adapter(told)
+    found = adapter.to_dict()
+    return found if record_of(request.scope).is_admin else shown.adapter(found)
 
 
 @contextmanager

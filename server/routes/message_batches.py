@@ -1,4 +1,4 @@
-"""`/v1/messages/batches`: Anthropic's batches, on the store and in the rows of all batches."""
+"""`/v1/messages/batches`: Anthropic's batches, in the same store and runner as OpenAI's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from server.batches.batch import Api
 from server.batches.message_batch import MessageBatch, results, shown
 from server.batches.message_requests import BODY_SCHEMA, lines_of
 from server.batches.service import BatchService
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -23,6 +22,7 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings
@@ -30,7 +30,7 @@ from server.settings import ServerSettings
 _MAX_LIMIT = 1000
 _CREATE = failing(*(*BODY_FAILURES, StorageFullError, NotEnabledError, StorageUnavailableError))
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
-_ASKED = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
+_CHECKED = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
 
 
 class MessageBatchList(TypedDict):
@@ -63,14 +63,14 @@ def message_batches_router(
         openapi_extra=taking(BODY_SCHEMA),
     )
     async def create(request: Request) -> Response:
-        """Answer requests of Anthropic's Messages API when nobody else needs the device."""
+        """Answer requests of Anthropic's Messages API with spare capacity of the device."""
         service = store()
         raw = await read_body(request, settings)
         # Beside the event loop: there may be thousands.
         lines = await asyncio.to_thread(read, raw, settings.max_batch_lines)
         return JSONResponse(shown(await service.create_messages(owner_of(request), lines)))
 
-    @router.get("/v1/messages/batches", response_model=MessageBatchList, responses=_ASKED)
+    @router.get("/v1/messages/batches", response_model=MessageBatchList, responses=_CHECKED)
     async def every(
         request: Request,
         before_id: str | None = None,
@@ -91,15 +91,15 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
         return JSONResponse(shown(await store().get(owner_of(request), batch_id, Api.ANTHROPIC)))
 
     @router.get(
-        "/v1/messages/batches/{batch_id}/results", response_class=Response, responses=_ASKED
+        "/v1/messages/batches/{batch_id}/results", response_class=Response, responses=_CHECKED
     )
     async def show_results(batch_id: str, request: Request) -> StreamingResponse:
-        """What became of each request of a batch that has ended: lines of JSON, in any order."""
-        paths = await store().answers(owner_of(request), batch_id, Api.ANTHROPIC)
+        """Return the results of an ended batch as JSON lines, in any order."""
+        paths = await store().result_paths(owner_of(request), batch_id, Api.ANTHROPIC)
         return StreamingResponse(results(paths), media_type="application/x-jsonl")
 
     @router.post(
-        "/v1/messages/batches/{batch_id}/cancel", response_model=MessageBatch, responses=_ASKED
+        "/v1/messages/batches/{batch_id}/cancel", response_model=MessageBatch, responses=_CHECKED
     )
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
         """End a batch; the requests that are answered by then keep their answers."""
@@ -107,7 +107,7 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
         return JSONResponse(shown(batch))
 
     @router.delete(
-        "/v1/messages/batches/{batch_id}", response_model=DeletedMessageBatch, responses=_ASKED
+        "/v1/messages/batches/{batch_id}", response_model=DeletedMessageBatch, responses=_CHECKED
     )
     async def delete(batch_id: str, request: Request) -> JSONResponse:
         """Delete a batch that has ended, with its files."""
@@ -124,7 +124,7 @@ async def _page(
         )
     page = page_of(limit, _MAX_LIMIT, before_id or after_id, "asc" if before_id else "desc")
     try:
-        found, more = await service.every(owner, page, Api.ANTHROPIC)
+        found, more = await service.list_batches(owner, page, Api.ANTHROPIC)
     except NotFoundError as error:
         name = "before_id" if before_id else "after_id"
         raise NotFoundError(error.message.replace("'after'", f"'{name}'"), param=name) from None

@@ -9,12 +9,12 @@ from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 
 from server.admission import Admission
-from server.edge.openapi import DescribedRoute
 from server.frontend import Frontend
+from server.http.openapi import DescribedRoute
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
-from server.responses.kept import Kept
+from server.responses.storage_services import StorageServices
 from server.settings import ServerSettings
 
 
@@ -25,7 +25,7 @@ def metrics_router(
     admission: Admission,
     frontend: Callable[[], Frontend],
     advice: BucketAdvice,
-    kept: Kept,
+    storage: StorageServices,
 ) -> APIRouter:
     """Return the route of the metrics page; it asks the front end only once there has been one."""
     router = APIRouter(route_class=DescribedRoute)
@@ -44,13 +44,13 @@ def metrics_router(
                 metrics.observe_reading(frontend().take_reading())
             if lifecycle.started and (grammars := frontend().grammars) is not None:
                 metrics.observe_grammars(grammars.take_counts())
-            if (batches := kept.batches) is not None:
-                done = batches.take_tally()
+            if (batches := storage.batches) is not None:
+                done = batches.take_counts()
                 metrics.observe_batches(batches.statuses, batches.gauges(), done.lines, done.tokens)
-            if kept.responses is not None:
-                metrics.observe_responses(kept.responses.statuses)
+            if storage.responses is not None:
+                metrics.observe_responses(storage.responses.statuses)
             metrics.observe_advice(latest)
-            # Many milliseconds, for which no stream should wait.
+            # Takes many milliseconds, so it runs in a thread.
             text = await asyncio.to_thread(metrics.render)
         return Response(text, media_type=CONTENT_TYPE)
 

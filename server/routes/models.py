@@ -10,11 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import InvalidValueError, ModelNotFoundError, NotFoundError, describe
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
+from server.http.openapi import DescribedRoute, failing
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
+from server.wire.endpoint import JsonObject
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 _UNKNOWN: JsonObject = dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at"))

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what this server takes and answers, for tools that read such documents."""
+"""`/openapi.json`: the OpenAPI document of this server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Request, Response
 from starlette.routing import BaseRoute
 
-from server.edge.openapi import DescribedRoute, failing, openapi_document
 from server.errors import NotReadyError
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
+from server.http.openapi import DescribedRoute, failing, openapi_document
 from server.lifecycle import Lifecycle
+from server.wire.endpoint import JsonObject
 
 
 def openapi_router(
@@ -21,7 +22,7 @@ def openapi_router(
     version: str,
     root_path: str,
 ) -> APIRouter:
-    """Return the route; before the engine is there, nobody knows what it offers."""
+    """Return the route; the document exists once the engine has started."""
     router = APIRouter(route_class=DescribedRoute)
     written: list[bytes] = []
 
@@ -31,11 +32,11 @@ def openapi_router(
 
     @router.get("/openapi.json", response_model=JsonObject, responses=failing(NotReadyError))
     async def document(request: Request) -> Response:
-        """This document."""
+        """Return the OpenAPI document."""
         if not lifecycle.started and (refusal := lifecycle.refusal()) is not None:
             raise refusal
         if not written:
-            # A second of pydantic's work, which the streams need not wait for.
+            # Takes about a second, so it runs in a thread.
             written.append(await asyncio.to_thread(write, request.app.routes))
         return Response(written[0], media_type="application/json")
 

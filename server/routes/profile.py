@@ -7,13 +7,13 @@ from collections.abc import Callable
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import UnsupportedOperationError
 from server.frontend import Frontend, Profiler
+from server.http.openapi import DescribedRoute, failing
 
 
 def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
-    """Return the routes; who may call them was checked before."""
+    """Return the routes; callers are authorized by the middleware."""
     router = APIRouter(route_class=DescribedRoute)
     failures = failing(UnsupportedOperationError)
 
@@ -27,13 +27,13 @@ def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
 
     @router.post("/start_profile", responses=failures, response_class=Response)
     async def start_profile() -> Response:
-        """Record the engine's steps from now on; a profile that is under way goes on."""
+        """Start profiling the engine's steps; a running profile continues."""
         await profiler().start_profile()
         return Response()
 
     @router.post("/stop_profile", responses=failures, response_class=Response)
     async def stop_profile() -> Response:
-        """Write the profile; without one that is under way nothing happens."""
+        """Write the running profile, if there is one."""
         await profiler().stop_profile()
         return Response()
 

@@ -12,8 +12,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.edge.openapi import DescribedRoute, failing
-from server.edge.streaming import HeldStream, SseResponse
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -22,18 +20,20 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.frontend import JsonObject
+from server.http.openapi import DescribedRoute, failing
+from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
 from server.request.record import record_of
 from server.responses.input_items import page_of_items, page_text
 from server.responses.service import ResponseService
 from server.routes.files import owner_of, page_of
+from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0
 """As vLLM has it where its flag is not given; these routes work without an engine."""
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
-_ASKED = failing(
+_READ = failing(
     *(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError),
     StorageUnavailableError,
 )
@@ -55,7 +55,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
     """Return the routes; `service` raises `NotEnabledError` without --data-dir."""
     router = APIRouter(route_class=DescribedRoute)
 
-    @router.get("/v1/responses/{response_id}", response_model=JsonObject, responses=_ASKED)
+    @router.get("/v1/responses/{response_id}", response_model=JsonObject, responses=_READ)
     async def show(
         response_id: str,
         request: Request,
@@ -83,14 +83,14 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         await service().delete(owner_of(request), response_id)
         return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True))
 
-    @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_ASKED)
+    @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_READ)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that is made in the background; one that has ended stays as it is."""
         response = await service().cancel(owner_of(request), response_id)
         return Response(response.shown(), media_type=JSON_TYPE)
 
     @router.get(
-        "/v1/responses/{response_id}/input_items", response_model=JsonObject, responses=_ASKED
+        "/v1/responses/{response_id}/input_items", response_model=JsonObject, responses=_READ
     )
     async def input_items(
         response_id: str,
@@ -99,7 +99,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         limit: str = "20",
         order: Annotated[str, _ORDER] = "desc",
     ) -> Response:
-        """The items of a response's own input, the last first unless asked otherwise."""
+        """The items of a response's own input, last first by default."""
         kept = service()
         _refuse_include(request)
         page = page_of(limit, _MAX_LIMIT, after, order)
@@ -111,7 +111,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
 
 
 def _refuse_include(request: Request) -> None:
-    """What a response shows is said when it is made."""
+    """Raise for `include`, which is supported only when a response is created."""
     for name in ("include", "include[]"):
         if name in request.query_params:
             raise UnsupportedFieldError(

@@ -1,9 +1,9 @@
-"""`/v1/server_info`: what runs here and how, in one JSON object; its schema is stable.
+"""`/v1/server_info`: versions, state and configuration of this server, with a stable schema.
 
 `/v1/server_info/history` has the traffic of the last minutes.
 
-It answers in every phase, with what is known by then: sections that the engine has not told yet
-are null. The engine tells them through files, so that a dead one is still described.
+It responds in every phase; sections that the engine has not yet reported are null. The engine
+reports through files, so that a failed engine is still described.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from rbln_backend.reporting.description import SECTIONS, read_descriptions
-from server.edge.openapi import DescribedRoute, failing
 from server.errors import InvalidValueError, describe
-from server.frontend import Frontend, JsonObject
+from server.frontend import Frontend
+from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.history import PERIOD_S, History, Sample
@@ -29,6 +29,7 @@ from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
+from server.wire.endpoint import JsonObject
 
 _NUMBER = re.compile("[0-9]{1,12}")
 
@@ -36,26 +37,26 @@ SERVER_FIELDS: Mapping[str, str] = {
     "versions": "Versions by component: `version` (this service), `vllm`, `torch`, `python` and "
     "`platform`.",
     "status": "The body of `/readyz`.",
-    "ranks": "Ranks that have told of themselves; the sections below are those of the first.",
+    "ranks": "Number of ranks that have reported; the sections below are those of the first.",
     "graphs": "Every graph of the start-up: `name`, `state` (`pending`, `running`, `done`), "
     "`result` (`compiled`, `loaded` or null) and `seconds`; of several ranks the slowest.",
-    "bucket_advice": "By phase (`prefill`, `decode`) what `rbln-serve tune` says of the sizes that "
-    "ran so far in this configuration, also before the last restart: `current` and `suggested` "
+    "bucket_advice": "By phase (`prefill`, `decode`) the advice of `rbln-serve tune` on the sizes "
+    "that ran in this configuration, including earlier starts: `current` and `suggested` "
     "sizes, the predicted `saving` of step time, `noise` (where less is saved, the current sizes "
     "are suggested) and `setting`; null while nothing is recorded, about a minute.",
     "timings": "`uptime_s`; `ready_after_s`, null until ready; `phases`, the seconds of the "
     "engine's start-up phases so far.",
-    "request_limits": "What one request may be: `max_body_bytes`, `max_json_depth`, "
+    "request_limits": "Limits of one request: `max_body_bytes`, `max_json_depth`, "
     "`max_messages`, `max_prompts`, `max_tools`, `max_n`, `max_text_chars` (null: by the context), "
     "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
-    "structured_outputs": "`backend`, the one grammar backend, and the limits of a grammar: "
+    "structured_outputs": "`backend`, vLLM's name of it, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
     "`schema_max_pattern`, `schema_compile_cpu_s`.",
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
     "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
-    "the engine has told.",
+    "the engine has reported.",
 }
 """Fields besides the engine's sections, and what they hold."""
 
@@ -85,20 +86,20 @@ def server_info_router(
 
     @router.get("/v1/server_info", response_model=JsonObject)
     async def server_info(request: Request) -> JSONResponse:
-        """What runs here and how; see docs/server_info.md."""
+        """Versions, state and configuration; see docs/server_info.md."""
         ranks = read_descriptions(run_dir)
-        told: Mapping[str, Any] = ranks[0] if ranks else {}
+        report: Mapping[str, Any] = ranks[0] if ranks else {}
         body: dict[str, Any] = {
             "versions": dict(versions),
             "status": lifecycle.status(),
             "ranks": len(ranks),
-            **{name: told.get(name) for name in SECTIONS},
+            **{name: report.get(name) for name in SECTIONS},
             "graphs": [dataclasses.asdict(graph) for graph in lifecycle.graph_progress],
-            "bucket_advice": await advice.of(told.get("buckets")),
+            "bucket_advice": await advice.of(report.get("buckets")),
             "timings": {
                 "uptime_s": round(lifecycle.uptime_s, 3),
                 "ready_after_s": lifecycle.ready_after_s,
-                "phases": told.get("phases", {}),
+                "phases": report.get("phases", {}),
             },
             "request_limits": {name: ours[name] for name in _REQUEST_LIMITS},
             "structured_outputs": {
@@ -106,7 +107,7 @@ def server_info_router(
                 **{name: ours[name] for name in _SCHEMA_LIMITS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
-            "settings": {"server": ours, "rbln": told.get("settings")},
+            "settings": {"server": ours, "rbln": report.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).is_admin else shown.every(body))
 

@@ -1,4 +1,4 @@
-"""`/v1/structured_outputs/validate`: whether a grammar would be taken, and why not."""
+"""`/v1/structured_outputs/validate`: checks a grammar without generating text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from server.edge.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.errors import OverloadedError, UnsupportedOperationError
 from server.frontend import Frontend
+from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.request.fields import known_fields
 from server.settings import ServerSettings
@@ -45,7 +45,7 @@ def structured_outputs_router(
         openapi_extra=taking(_BODY),
     )
     async def answer(request: Request) -> JSONResponse:
-        """Try a grammar of a structured output without generating anything."""
+        """Check the grammar of a structured output without generating text."""
         body = await read_json_object(request, settings)
         if (grammars := frontend().grammars) is None:
             raise UnsupportedOperationError("The served model does not generate text.")

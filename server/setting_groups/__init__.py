@@ -1,1 +1,1 @@
-"""The HTTP server's settings by concern; `server.settings` joins them into one frozen object."""
+"""The HTTP server's settings by topic; `server.settings` combines them into one frozen object."""

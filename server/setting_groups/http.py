@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, SecretStr
 
 from server.setting_groups.values import (
-    CertificateWish,
+    ClientCertificates,
     OptionalPath,
     Secrets,
     VolatileLines,
@@ -17,22 +17,22 @@ from server.setting_groups.values import (
 
 
 class ListenSettings(BaseModel):
-    """Where the server listens, TLS, what browsers may do."""
+    """Listening address, TLS and CORS."""
 
     @property
     def listens_locally(self) -> bool:
-        """Whether the address to listen on is one that other hosts cannot reach."""
+        """Return whether `host` is a loopback address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one.")
     root_path: str = Field(
         "",
         pattern=r"^(/[^/?#\s]+)*$",
-        description="Path prefix below which a proxy in front serves this, such as /llm.",
+        description="Path prefix that a reverse proxy strips, such as /llm.",
     )
     ssl_keyfile: OptionalPath = Field(None, description="TLS private key; with --ssl-certfile.")
     ssl_certfile: OptionalPath = Field(None, description="TLS certificate chain.")
@@ -40,232 +40,244 @@ class ListenSettings(BaseModel):
         None, description="Password of the TLS private key."
     )
     ssl_ca_certs: OptionalPath = Field(
-        None, description="Authorities that client certificates are checked against."
+        None, description="Certificate authorities that client certificates are checked against."
     )
-    ssl_cert_reqs: CertificateWish = Field(
-        "none", description="Whether clients show a certificate of --ssl-ca-certs."
+    ssl_cert_reqs: ClientCertificates = Field(
+        "none",
+        description="Client certificates, checked against --ssl-ca-certs: none, optional "
+        "or required.",
     )
     ssl_ciphers: str | None = Field(None, description="OpenSSL cipher list for TLS 1.2.")
     enable_ssl_refresh: bool = Field(
-        False, description="Load the TLS certificate again when its file changes."
+        False, description="Reload the TLS certificate when its file changes."
     )
     allowed_origins: Words = Field(
-        (), description="Origins whose pages may call this server (CORS); `*` is any. None: off."
+        (), description="Origins allowed by CORS; `*` allows all. Empty: CORS is off."
     )
     allowed_methods: Words = Field(
-        ("GET", "POST", "DELETE"), description="Methods that such a page may use."
+        ("GET", "POST", "DELETE"), description="Methods allowed by CORS."
     )
     allowed_headers: Words = Field(
-        ("*",), description="Request headers that such a page may send; `*` is any."
+        ("*",), description="Request headers allowed by CORS; `*` allows all."
     )
     allow_credentials: bool = Field(
-        False, description="Whether such a page may send cookies; not with the origin `*`."
+        False, description="Allow cookies in CORS requests; not together with the origin `*`."
     )
 
 
 class ConnectionSettings(BaseModel):
-    """How many connections clients may have, and how long each may keep the server waiting."""
+    """Limits of client connections in number, bytes and time."""
 
     max_connections: int = Field(
         4096,
         ge=1,
-        description="Most client connections at once; more get 503. Fewer where the process may "
+        description="Maximum number of client connections; more get 503. Fewer if the process may "
         "not open as many files.",
     )
     max_connections_per_client: int | None = Field(
         None,
         ge=1,
-        description="Most connections from one IPv4 address or IPv6 /64 network; more get 429. "
-        "Unset: three quarters of --max-connections, so that no address keeps all others out.",
+        description="Maximum number of connections from one IPv4 address or IPv6 /64 network; more "
+        "get 429. Unset: three quarters of --max-connections.",
     )
     max_header_bytes: int = Field(
-        64 * 1024, ge=1024, description="Largest request line and headers in bytes; then 431."
+        64 * 1024,
+        ge=1024,
+        description="Maximum size of request line and headers in bytes; above: 431.",
     )
     header_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Seconds that a client may take to send a request's headers, and for the "
-        "TLS handshake; then 408.",
+        description="Timeout in seconds for a request's headers (then 408) and for the TLS "
+        "handshake.",
     )
     keep_alive_s: int = Field(
-        75, ge=1, description="Seconds that an idle client connection is kept open."
+        75, ge=1, description="Seconds for which an idle client connection stays open."
     )
     linger_s: float = Field(
         2.0,
         gt=0,
-        description="Seconds in which a client may still send a body after it has got its answer; "
-        "then the connection is closed.",
+        description="Seconds for which the rest of a request body is received and dropped after "
+        "the response; then the connection is closed.",
     )
     linger_bytes: int = Field(
         16 * 1024 * 1024,
         ge=1024,
-        description="Bytes that a client may still send then; they are dropped.",
+        description="Maximum number of bytes received and dropped after the response.",
     )
     write_timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds that a client may take nothing of what is to be sent to it; then its "
-        "request is aborted.",
+        description="Seconds for which a client may stop reading; then its request is aborted.",
     )
 
 
 class AccessSettings(BaseModel):
-    """Who may call what."""
+    """API keys, admin keys and unauthenticated routes."""
 
     api_key: Secrets = Field(
         (),
-        description="Keys that open the API; `name=key` names one in metrics and logs. Better in "
-        "a file or in RBLN_SERVE_API_KEY: flags show in the process list.",
+        description="API keys; `name=key` sets the name in metrics and logs. Prefer a file or "
+        "RBLN_SERVE_API_KEY: flags are visible in the process list.",
     )
     api_key_file: OptionalPath = Field(
         None,
-        description="File of keys, one `name=key` or `name=sha256:<hex digest>` a line; read "
-        "again when it changes.",
+        description="File of API keys, one `name=key` or `name=sha256:<hex digest>` per line; "
+        "reloaded when it changes.",
     )
     admin_key: Secrets = Field(
-        (), description="Keys that open /admin and the loading of adapters; forms as --api-key."
+        (), description="Keys for /admin and for loading adapters; same format as --api-key."
     )
     admin_key_file: OptionalPath = Field(
-        None, description="File of such keys; read again when it changes."
+        None, description="File of admin keys; reloaded when it changes."
     )
     allow_unguarded_changes: bool = Field(
         False,
-        description="Without admin keys, let whoever may use the API load and unload adapters, and "
-        "programs on this host use /admin, also where --host is no loopback address.",
+        description="Without admin keys, allow every API client to load and unload adapters, and "
+        "programs on this host to use /admin, even if --host is no loopback address.",
     )
     console: bool = Field(True, description="Serve the console, a page without data, at /.")
     open_metrics: bool = Field(
-        False, description="Serve /metrics and /version without a key even when keys are set."
+        False, description="Serve /metrics and /version without a key even if keys are set."
     )
 
 
 class AdmissionSettings(BaseModel):
-    """How much work is taken, and how large a request may be."""
+    """Limits of concurrent work and of the size of a request."""
 
     max_in_flight: int | None = Field(
         None,
         ge=1,
-        description="Most answers, counting each of `n`, that run or wait at once; more get 429. "
-        "Unset: what the engine runs, its max_num_seqs, and as many again, at least 32, that wait.",
+        description="Maximum number of running and waiting sequences, counting each of `n`; then "
+        "429. Unset: max_num_seqs that run, and as many again, at least 32, that wait.",
     )
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Prompt tokens that may wait for their prefill; beyond it requests get 429. "
-        "Unset: max_num_seqs times max_model_len, for each data-parallel rank, at least 16384; any "
-        "number where the model pools.",
+        description="Maximum number of prompt tokens that wait for prefill; then requests get 429. "
+        "Unset: max_num_seqs times max_model_len per data-parallel rank, at least 16384; unlimited "
+        "for pooling models.",
     )
     max_queue_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds that a request may wait for its turn on the device; then 503. 0: "
-        "any time.",
+        description="Seconds for which a request may wait in the queue; then 503. 0: no limit.",
     )
     max_request_s: float = Field(
         0.0,
         ge=0,
-        description="Seconds that a request may take in all; a client's X-Request-Timeout-Ms may "
-        "ask for less. 0: any time.",
+        description="Timeout of a request in seconds; X-Request-Timeout-Ms can lower it. 0: no "
+        "limit.",
     )
     body_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds that a client may take to send a request's body."
+        30.0, gt=0, description="Timeout in seconds for receiving a request's body."
     )
     max_body_bytes: int = Field(
-        4 * 1024 * 1024, ge=1024, description="Largest accepted request body in bytes."
+        4 * 1024 * 1024, ge=1024, description="Maximum size of a request body in bytes."
     )
     max_json_depth: int = Field(
-        64, ge=4, le=190, description="Deepest nesting of objects and arrays in a request body."
+        64, ge=4, le=190, description="Maximum nesting of objects and arrays in a request body."
     )
     max_messages: int = Field(
-        2048, ge=1, description="Most messages, or items of an `input`, in one request."
+        2048,
+        ge=1,
+        description="Maximum number of messages, or items of an `input`, in one request.",
     )
-    max_tools: int = Field(256, ge=1, description="Most tools that one request declares.")
+    max_tools: int = Field(256, ge=1, description="Maximum number of tools in one request.")
     max_text_chars: int | None = Field(
         None,
         ge=1024,
-        description="Most characters of one text in a prompt. Unset: 16 for each token of the "
-        "model's context, at least 1048576.",
+        description="Maximum number of characters of one text in a prompt. Unset: 16 per token of "
+        "the model's context, at least 1048576.",
     )
-    max_prompts: int = Field(256, ge=1, description="Most prompts in one completion request.")
+    max_prompts: int = Field(
+        256, ge=1, description="Maximum number of prompts in a completion request."
+    )
     max_n: int = Field(
-        128, ge=1, description="Largest `n`; never more than the engine's max_num_seqs."
+        128, ge=1, description="Maximum `n`; the engine's max_num_seqs is a second limit."
     )
-    max_stop: int = Field(4, ge=1, le=64, description="Most `stop` strings of one request.")
-    max_logit_bias: int = Field(1024, ge=1, description="Most entries of `logit_bias`.")
+    max_stop: int = Field(
+        4, ge=1, le=64, description="Maximum number of `stop` strings in one request."
+    )
+    max_logit_bias: int = Field(
+        1024, ge=1, description="Maximum number of entries in `logit_bias`."
+    )
     read_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Seconds that a large body may take to be parsed and checked, and as many "
-        "again for its chat template to be rendered; then 429.",
+        description="Timeout in seconds for parsing and checking a large body, and again for "
+        "rendering its chat template; then 429.",
     )
     read_workers: int = Field(
         1, ge=1, le=16, description="Processes that parse and check large bodies."
     )
     unknown_fields: Literal["reject", "warn"] = Field(
-        "reject", description="What a request field that nothing acts on gets: 400 or a warning."
+        "reject", description="Treatment of unknown request fields: 400 or a logged warning."
     )
     volatile_lines: VolatileLines = Field(
         (),
-        description="Lines of system prompts that change from request to request, at which every "
-        "prefix match would end: `billing`, Claude Code's, is dropped (on /v1/messages always); "
-        "`clock`, a line with the date or time, is moved to the end of the conversation.",
+        description="Lines of system prompts that change with every request and would end prefix "
+        "matches: `billing` (Claude Code's) is dropped, on /v1/messages always; `clock` (date or "
+        "time) is moved to the end of the conversation.",
     )
     default_tool_prompt: bool = Field(
         True,
-        description="Show tools to a model whose chat template shows none, in Hermes' form; "
-        "--no-default-tool-prompt refuses requests with tools for such a model.",
+        description="Add tools in Hermes format to the prompt if the chat template does not render "
+        "tools; --no-default-tool-prompt rejects requests with tools for such a model.",
     )
     stream_commit_s: float = Field(
         5.0,
         ge=0,
-        description="Seconds that a stream's status waits for its first event, so that an error "
-        "found until then still gets its own status code.",
+        description="Seconds for which the status of a stream waits for its first event, so that "
+        "an error until then gets its own status code.",
     )
 
 
 class SchemaSettings(BaseModel):
-    """How large a grammar of a structured output may be, and how long its compilation takes."""
+    """Limits of the size and the compilation time of grammars."""
 
     schema_max_bytes: int = Field(
-        64 * 1024, ge=256, description="Largest schema, regex or grammar in bytes."
+        64 * 1024, ge=256, description="Maximum size of a schema, regex or grammar in bytes."
     )
-    schema_max_depth: int = Field(32, ge=2, le=128, description="Deepest nesting of a schema.")
+    schema_max_depth: int = Field(32, ge=2, le=128, description="Maximum nesting of a schema.")
     schema_max_nodes: int = Field(
-        4096, ge=16, description="Most objects, arrays and values of a schema."
+        4096, ge=16, description="Maximum number of objects, arrays and values in a schema."
     )
-    schema_max_enum: int = Field(1024, ge=1, description="Most values of one `enum` or `choice`.")
+    schema_max_enum: int = Field(
+        1024, ge=1, description="Maximum number of values in one `enum` or `choice`."
+    )
     schema_max_pattern: int = Field(
-        1024, ge=16, description="Longest `pattern` or regex in characters."
+        1024, ge=16, description="Maximum number of characters of a `pattern` or regex."
     )
     schema_compile_cpu_s: float = Field(
         5.0,
         gt=0,
-        description="Seconds of processor time that a grammar may take to compile; then 400. One "
-        "that the machine cannot try in ten times as long is 503 with Retry-After.",
+        description="Processor seconds for compiling a grammar; above: 400. A grammar that takes "
+        "ten times as long on the clock gets 503 with Retry-After.",
     )
     schema_workers: int = Field(
-        1, ge=1, le=16, description="Processes that try grammars before the engine gets them."
+        1, ge=1, le=16, description="Processes that compile grammars before the engine does."
     )
     schema_cache_entries: int = Field(
-        1024, ge=1, description="Verdicts on grammars that are remembered."
+        1024, ge=1, description="Number of cached results of grammar checks."
     )
 
 
 class AdapterSettings(BaseModel):
-    """Where LoRA adapters may be loaded from while serving."""
+    """Locations and base model names of LoRA adapters loaded at run time."""
 
     lora_root: OptionalPath = Field(
         None,
-        description="Directory below which adapters may be loaded over HTTP. Unset: only what "
-        "--lora-modules names.",
+        description="Directory below which adapters may be loaded over HTTP. Unset: only those of "
+        "--lora-modules.",
     )
     lora_state_file: OptionalPath = Field(
         None,
-        description="File that remembers the loaded adapters over a restart. Unset: "
-        "`adapters.json` in --lora-root, if it can be written.",
+        description="File that lists the loaded adapters for a restart. Unset: `adapters.json` in "
+        "--lora-root, if writable.",
     )
     lora_base_names: Words = Field(
         (),
-        description="Further names that an adapter's base_model_name_or_path may end with; `*` is "
-        "any. MODEL's own and its served names always may.",
+        description="Further accepted endings of an adapter's base_model_name_or_path; `*` accepts "
+        "all. MODEL and its served names are always accepted.",
     )

@@ -1,4 +1,4 @@
-"""Settings of start, stop, failure and logs."""
+"""Settings of the process's life cycle and log."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from server.setting_groups.values import OptionalPath
 
 
 class LifeSettings(BaseModel):
-    """Start, stop, failure, logs."""
+    """Start, stop, failure and log."""
 
     drain_timeout_s: float = Field(
-        25.0, ge=0, description="Seconds that in-flight requests get to finish after SIGTERM."
+        25.0, ge=0, description="Seconds for in-flight requests to finish after SIGTERM."
     )
     death_linger_s: float = Field(
         2.0,
         ge=0,
-        description="Seconds to answer 503 with the reason after the engine died or could not "
-        "start, before exiting.",
+        description="Seconds for which requests get 503 with the reason after the engine failed; "
+        "then the process exits.",
     )
     step_timeout_s: float = Field(
         120.0,
         ge=0,
-        description="Seconds without a finished step, while there is work, after which the engine "
-        "counts as hung and the process ends. 0: never.",
+        description="Seconds without a finished step, despite pending work, after which the engine "
+        "counts as hung and the process exits. 0: never.",
     )
     run_root: OptionalPath = Field(
-        None, description="Where the run directory is made; unset takes the system's."
+        None, description="Parent of the run directory. Unset: the system's temporary directory."
     )
     engine_start: Literal["forkserver", "spawn"] = Field(
         "forkserver",
-        description="How the engine process starts; `spawn` is slower and needs no fork server.",
+        description="Start method of the engine process; `spawn` is slower and needs no fork "
+        "server.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe messages of the server's own log."
+        "info", description="Level of the server's log."
     )
-    log_format: Literal["text", "json"] = Field("text", description="Form of the server's log.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of the server's log.")

@@ -1,6 +1,6 @@
-"""Types of settings: lists, secrets, paths, words.
+"""Types of settings: lists, secrets and paths.
 
-A list is given as a JSON array or separated by commas; a flag of a list may be repeated.
+A list is a JSON array or separated by commas; its flag may be repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic_settings import NoDecode
 
 
 def _split(value: object) -> object:
-    """Return the items of a list as it stands in a flag or a variable."""
+    """Return the items of a list in a flag or a variable."""
     if isinstance(value, list | tuple):
         return [item for part in value for item in _items(part)]
     return _items(value)
@@ -32,7 +32,7 @@ def _items(value: object, *, keep_empty: bool = False) -> list[object]:
 
 
 def _secrets(value: object) -> object:
-    """Return the secrets of a list; an empty one is what a script's unset variable leaves."""
+    """Return the secrets of a list; refuses empty ones, which come from unset shell variables."""
     parts = value if isinstance(value, list | tuple) else [value]
     secrets = [item for part in parts for item in _items(part, keep_empty=True)]
     if not secrets or not all(_revealed(secret).strip() for secret in secrets):
@@ -44,8 +44,8 @@ def _revealed(secret: object) -> str:
     return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
 
 
-def _named(value: object) -> object:
-    """Refuse the empty path, which would be the folder that the server was started in."""
+def _not_empty(value: object) -> object:
+    """Refuse the empty path, which would mean the working directory."""
     if isinstance(value, str) and not value.strip():
         raise ValueError("an empty path; leave flag and variable out to have none")
     return value
@@ -56,12 +56,14 @@ VolatileLines = Annotated[
     tuple[Literal["billing", "clock"], ...], NoDecode, BeforeValidator(_split)
 ]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
-OptionalPath = Annotated[Path | None, BeforeValidator(_named)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_not_empty)]
 
 
-def _in_words(value: object) -> object:
-    """Return the wish behind a number of Python's `ssl`, which is how vLLM's flag has it."""
+def _ssl_requirement(value: object) -> object:
+    """Return the name of a constant of Python's `ssl`, which vLLM's flag takes."""
     return {"0": "none", "1": "optional", "2": "required"}.get(str(value), value)
 
 
-CertificateWish = Annotated[Literal["none", "optional", "required"], BeforeValidator(_in_words)]
+ClientCertificates = Annotated[
+    Literal["none", "optional", "required"], BeforeValidator(_ssl_requirement)
+]

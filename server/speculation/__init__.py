@@ -1,1 +1,1 @@
-"""What requests want of drafts: tokens that the engine checks several at a time."""
+"""Draft options of requests; the engine verifies several draft tokens at a time."""

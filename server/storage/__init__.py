@@ -1,1 +1,1 @@
-"""What clients leave here: one folder, one database in it, files by id beside it."""
+"""Storage of files, batches and responses: a data folder with a database and file contents."""

@@ -1,7 +1,7 @@
-"""The database: SQLite with a write-ahead log, one thread that writes and several that read.
+"""SQLite database with a write-ahead log, one writing thread and several reading threads.
 
-Every piece of work is one transaction: it is there as a whole after a crash, or not at all. Reads
-see the last commit and wait for no write, so that megabytes of one do not delay another.
+Each unit of work is one transaction. Reads see the last commit and do not wait for writes, so a
+large write does not delay them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Work = Callable[[sqlite3.Connection], T]
 
 _READERS = 4
 _LOG_BYTES = 64 << 20
-"""What the write-ahead log keeps on the disk once its contents are in the database."""
+"""Size to which the write-ahead log is truncated after a checkpoint."""
 
 
 class Database:
-    """Writes run in the order in which they were given, reads at once."""
+    """Runs writes in the order of submission, and reads concurrently."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `SettingsError` for a file that is damaged, or of a later version."""
+        """Open the file. Raises `SettingsError` if it is damaged or of a later version."""
         self._path = path
         self._thread = ThreadPoolExecutor(1, "store")
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
@@ -41,33 +41,30 @@ class Database:
         except (sqlite3.Error, SettingsError) as error:
             self._thread.shutdown()
             raise SettingsError(
-                f"--data-dir: {path} cannot be used: {error}; put it aside to begin anew, the "
-                "contents of files stay beside it"
+                f"--data-dir: {path} cannot be used: {error}; to start with an empty "
+                "database, move it away (the contents of files are stored beside it)"
             ) from None
 
     async def run(self, work: Work[T]) -> T:
-        """Do `work` in one transaction; what it raises undoes it.
+        """Run `work` in one transaction; an exception rolls it back.
 
         Raises `StorageFullError` or `StorageUnavailableError` where the disk fails.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._write, work)
 
     async def read(self, work: Work[T]) -> T:
-        """Do `work`, which changes nothing, on one state of the database. Raises as `run` does."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._look, work)
+        """Run the read-only `work` on one snapshot. Raises the errors of `run`."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def run_now(self, work: Work[T]) -> T:
-        """Do `work` in one transaction and wait for it; for the start, before there are clients."""
-        return self._thread.submit(self._do, work).result()
+        """Run `work` in one transaction and block until it ends; for the server start."""
+        return self._thread.submit(self._write, work).result()
 
-    def _do(self, work: Work[T]) -> T:
+    def _write(self, work: Work[T]) -> T:
         with disk_errors(), self._connection:
             return work(self._connection)
 
-    def _look(self, work: Work[T]) -> T:
-        with disk_errors():
-            return self._read(work)
-
+    @disk_errors()
     def _read(self, work: Work[T]) -> T:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
@@ -81,11 +78,11 @@ class Database:
             connection.rollback()
 
     def close(self) -> None:
-        """Finish what was given, and close."""
+        """Finish the submitted work and close the connections."""
         self._readers.shutdown()
         for connection in self._read_connections:
             connection.close()
-        # The last to close moves the log into the database.
+        # The last connection to close writes the log into the database.
         self._thread.submit(self._connection.close)
         self._thread.shutdown()
 
@@ -100,22 +97,22 @@ def _open(path: Path) -> sqlite3.Connection:
     connection = _connect(path)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        # A commit is on the disk before it is answered.
+        # A commit returns once it is on the disk.
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         (check,) = connection.execute("PRAGMA quick_check").fetchone()
         if check != "ok":
             raise SettingsError(f"it is damaged: {check}")
-        _bring_up_to_date(connection)
+        _migrate(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _bring_up_to_date(connection: sqlite3.Connection) -> None:
+def _migrate(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
-        raise SettingsError(f"it has version {version}, and this server knows {VERSION}")
+        raise SettingsError(f"it has version {version}; this server supports up to {VERSION}")
     for number, step in enumerate(MIGRATIONS[version:], version + 1):
         connection.executescript(f"BEGIN; {step} PRAGMA user_version = {number}; COMMIT;")

@@ -1,4 +1,4 @@
-"""Errors of the disk that `--data-dir` is on, as errors for clients."""
+"""Translation of disk errors under `--data-dir` into errors for clients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PRIMARY = 0xFF
-"""SQLite's extended codes have the primary one in their lowest byte."""
-_OF_THE_DISK = {
+"""Mask of the primary code in SQLite's extended error codes."""
+_DISK_CODES = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_FULL),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_READONLY),
 }
@@ -24,10 +24,10 @@ _RETRY_S = 5.0
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raise `StorageFullError` or `StorageUnavailableError` for what the disk does not do.
+    """Raise `StorageFullError` or `StorageUnavailableError` in place of a disk error.
 
-    Errors that are no disk's pass: SQLite's others, which are faults of ours, and those of files
-    that are not there, time and connections.
+    Other errors pass unchanged: missing files, timeouts, connections, and SQLite errors that are
+    bugs of the server.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def disk_errors() -> Iterator[None]:
         raise _translated(error, is_full=error.errno in _FULL) from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY
-        if code not in _OF_THE_DISK:
+        if code not in _DISK_CODES:
             raise
         raise _translated(error, is_full=code == sqlite3.SQLITE_FULL) from error
 
@@ -46,7 +46,7 @@ def _translated(error: Exception, *, is_full: bool) -> ServerError:
     logger.error("The data directory cannot be used: %s", error)
     if is_full:
         return StorageFullError("The disk of the data directory is full.")
-    # The message of an OSError has a path of the host.
+    # The full message of an OSError contains a path of the host.
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return StorageUnavailableError(
         f"The data directory cannot be used now: {reason}.", retry_after_s=_RETRY_S

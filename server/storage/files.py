@@ -1,8 +1,9 @@
-"""Files of clients: contents by id, each with an owner, within quotas, until they expire."""
+"""Files of clients: contents stored by id, with an owner, a quota and an expiry."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import secrets
@@ -18,21 +19,20 @@ from typing import Any, BinaryIO, Literal, NotRequired, Protocol
 from typing_extensions import TypedDict
 
 from server.errors import BodyTooLargeError, NotFoundError, describe
-from server.host.tasks import to_its_end
-from server.storage.database import Database
+from server.host.tasks import run_to_completion
 from server.storage.disk_errors import disk_errors
-from server.storage.folder import DataFolder
-from server.storage.quotas import Reservation, StorageQuotas, usage_of
+from server.storage.quotas import Reservation, usage_of
+from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 INPUT, OUTPUT = "batch", "batch_output"
 _PIECE_BYTES = 4 << 20
-"""Bytes of an upload that are reserved at once, where there is room for so many."""
+"""Bytes of an upload that are reserved in one step, if as many are available."""
 
 
 class FileObject(TypedDict):
-    """A file as OpenAI's API shows it; times are Unix seconds."""
+    """File object of OpenAI's API; times are Unix seconds."""
 
     id: str
     object: Literal["file"]
@@ -46,7 +46,7 @@ class FileObject(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file; `owner`: see `server.storage.owners`."""
+    """Row of the table of files; `owner` is defined in `server.storage.owners`."""
 
     id: str
     owner: str
@@ -57,8 +57,8 @@ class StoredFile:
     expires_at: int | None
 
     def shown(self) -> FileObject:
-        """Return it as a client sees it."""
-        told = FileObject(
+        """Return the file object of the API."""
+        shown = FileObject(
             id=self.id,
             object="file",
             bytes=self.bytes,
@@ -68,13 +68,13 @@ class StoredFile:
             status="processed",
         )
         if self.expires_at is not None:
-            told["expires_at"] = self.expires_at
-        return told
+            shown["expires_at"] = self.expires_at
+        return shown
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which part of a list is asked for."""
+    """Limit, start and order of a page of a list."""
 
     limit: int
     after: str | None = None
@@ -82,7 +82,7 @@ class Page:
 
 
 class Source(Protocol):
-    """An upload; its name and its fields are known once all chunks have come."""
+    """Source of an upload; its name and fields are complete after the last chunk."""
 
     name: str | None
     fields: dict[str, str]
@@ -93,29 +93,34 @@ class Source(Protocol):
 
 
 class FileStore:
-    """Every file of the data folder. Raises `NotFoundError` for those of other owners as well."""
+    """Files of the data folder. Files of other owners raise `NotFoundError` as well."""
 
     def __init__(
         self,
-        database: Database,
-        folder: DataFolder,
-        quotas: StorageQuotas,
+        store: Store,
         max_file_bytes: int,
         keep_s: int,
+        files_in_use: Callable[[sqlite3.Connection], Sequence[str]],
     ) -> None:
-        """`keep_s` is the time until a file expires, 0 for never."""
-        self._database = database
-        self._folder = folder
-        self._quotas = quotas
+        """Create the store of files.
+
+        `keep_s` is the default time until a file expires, 0 for never. `files_in_use` returns the
+        ids of files that must not expire yet.
+        """
+        self._database = store.database
+        self._folder = store.folder
+        self._quotas = store.quotas
         self._max_file_bytes = max_file_bytes
         self._keep_s = keep_s
+        self._files_in_use = files_in_use
 
     async def create(
         self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
     ) -> StoredFile:
-        """Store what `source` yields; `check` makes purpose and seconds to keep of its fields.
+        """Store the content of `source`. `check` returns the purpose and seconds to keep.
 
-        Raises what both raise, `BodyTooLargeError`, `StorageFullError`, `StorageUnavailableError`.
+        Raises the errors of `source` and `check`, `BodyTooLargeError`, `StorageFullError` and
+        `StorageUnavailableError`.
         """
         with disk_errors():
             return await self._create(owner, source, check)
@@ -136,11 +141,11 @@ class FileStore:
                 *(file_id, owner, purpose, source.name or "", size),
                 *(now, now + kept if kept else None),
             )
-            # Half of it done would be a row without its content, or content without its row.
-            await to_its_end(self._keep(part, file, reservation))
+            # A cancellation between the two steps would leave a row or a content alone.
+            await run_to_completion(self._commit(part, file, reservation))
         finally:
             reservation.release()
-            # A part that cannot be removed now is removed at the next start.
+            # The next start removes a part that cannot be removed now.
             with suppress(OSError):
                 await asyncio.to_thread(part.unlink, missing_ok=True)
         return file
@@ -149,14 +154,14 @@ class FileStore:
         """Return a file. Raises `NotFoundError`."""
         return await self._database.read(partial(find, owner=owner, file_id=file_id))
 
-    async def every(
+    async def list_files(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
-        """Return a page of the owner's files, and whether there are more."""
+        """Return a page of the owner's files, and whether more follow."""
         return await self._database.read(partial(_page, owner=owner, page=page, purpose=purpose))
 
     def content_path(self, file_id: str) -> Path:
-        """Return where the content of a file that is known to be there lies."""
+        """Return the path of the content of a file."""
         return self._folder.files / file_id
 
     async def delete(self, owner: str, file_id: str) -> None:
@@ -165,27 +170,27 @@ class FileStore:
         await self._remove(file_id)
 
     async def remove_expired(self, now: int) -> int:
-        """Delete what has expired by `now`; returns how many files that were."""
-        gone = await self._database.run(partial(_expire, now=now))
-        for file_id in gone:
+        """Delete the files that have expired at `now`; return their number."""
+        expired = await self._database.run(partial(self._delete_expired, now=now))
+        for file_id in expired:
             await self._remove(file_id)
-        return len(gone)
+        return len(expired)
 
     async def remove_unknown(self) -> None:
-        """Delete contents that no name leads to: a crash came before the name."""
+        """Delete contents without a row, which a crash can leave."""
         known = set(await self._database.read(_ids))
         for path in self._folder.files.iterdir():
             if path.name not in known:
                 path.unlink(missing_ok=True)
 
     async def usage(self) -> tuple[int, int]:
-        """Return the number of files and their bytes."""
+        """Return the number of files and the sum of their bytes."""
         return await self._database.read(partial(usage_of, kind="files"))
 
     async def _write(
         self, part: Path, chunks: AsyncIterator[bytes], reservation: Reservation
     ) -> int:
-        """Write a part as its bytes are reserved; return its size."""
+        """Reserve and write the bytes of a part; return its size."""
         size = 0
         with part.open("xb") as file:
             async for chunk in chunks:
@@ -205,11 +210,13 @@ class FileStore:
         return size
 
     async def _remove(self, file_id: str) -> None:
-        """Remove content without a row; what cannot be removed now is at the next start."""
+        """Remove the content of a deleted row; on failure the next start removes it."""
         try:
             await asyncio.to_thread(self._unlink, file_id)
         except OSError as error:
-            logger.warning("The content of %s stays until the next start: %s", file_id, error)
+            logger.warning(
+                "The content of %s cannot be removed before the next start: %s", file_id, error
+            )
 
     def _unlink(self, file_id: str) -> None:
         (self._folder.files / file_id).unlink(missing_ok=True)
@@ -218,8 +225,8 @@ class FileStore:
         self._folder.require(len(chunk))
         file.write(chunk)
 
-    async def _keep(self, part: Path, file: StoredFile, reservation: Reservation) -> None:
-        """Make a part a file. First the content: a row without one would be an error to read."""
+    async def _commit(self, part: Path, file: StoredFile, reservation: Reservation) -> None:
+        """Move a part to the files, then insert its row: a row must never lack its content."""
         try:
             await asyncio.to_thread(self._folder.keep, part, file.id)
             await self._database.run(partial(self._insert, file=file, reservation=reservation))
@@ -234,14 +241,22 @@ class FileStore:
         self._quotas.settle(connection, reservation, file.bytes)
         insert(connection, file)
 
+    def _delete_expired(self, connection: sqlite3.Connection, now: int) -> list[str]:
+        rows = connection.execute(
+            "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
+            "(SELECT value FROM json_each(?)) RETURNING id",
+            (now, json.dumps(self._files_in_use(connection))),
+        )
+        return [row[0] for row in rows.fetchall()]
+
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody guesses."""
+    """Return a random id of 128 bits."""
     return prefix + secrets.token_hex(16)
 
 
 def insert(connection: sqlite3.Connection, file: StoredFile) -> None:
-    """Let a content have a name; for a file that has one already, nothing."""
+    """Insert the row of a file, unless it exists."""
     connection.execute(
         "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
@@ -266,12 +281,15 @@ def paged(
     table: str,
     owner: str,
     page: Page,
-    also: Sequence[tuple[str, Any]],
+    conditions: Sequence[tuple[str, Any]],
 ) -> tuple[list[sqlite3.Row], bool]:
-    """Return a page of an owner's rows, and whether there are more. Raises `NotFoundError`."""
+    """Return a page of an owner's rows, and whether more follow. Raises `NotFoundError`.
+
+    `conditions` are columns or SQL expressions with the values that they must have.
+    """
     order, sign = ("DESC", "<") if page.newest_first else ("ASC", ">")
     clauses, values = ["owner = ?"], [owner]
-    for column, value in also:
+    for column, value in conditions:
         clauses.append(f"{column} = ?")
         values.append(value)
     if page.after is not None:
@@ -295,24 +313,14 @@ def paged(
 def _page(
     connection: sqlite3.Connection, owner: str, page: Page, purpose: str | None
 ) -> tuple[list[StoredFile], bool]:
-    also = [] if purpose is None else [("purpose", purpose)]
-    rows, more = paged(connection, "files", owner, page, also)
+    conditions = [] if purpose is None else [("purpose", purpose)]
+    rows, more = paged(connection, "files", owner, page, conditions)
     return [StoredFile(**dict(row)) for row in rows], more
 
 
 def _delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:
     find(connection, owner, file_id)
     connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
-
-
-def _expire(connection: sqlite3.Connection, now: int) -> list[str]:
-    # What a batch still reads stays until it ends.
-    rows = connection.execute(
-        "DELETE FROM files WHERE expires_at <= ? AND id NOT IN (SELECT input_file FROM batches "
-        "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')) RETURNING id",
-        (now,),
-    )
-    return [row[0] for row in rows.fetchall()]
 
 
 def _ids(connection: sqlite3.Connection) -> list[str]:

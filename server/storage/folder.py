@@ -1,11 +1,11 @@
-"""The data folder: one server's at a time, with room that is watched.
+"""Data folder, locked by one server at a time, with a limit on free disk space.
 
-    <data-dir>/lock           held as long as the server lives
-    <data-dir>/store.sqlite   what there is, and how far it is
-    <data-dir>/files/<id>     the contents of files
-    <data-dir>/parts/<name>   contents that are being written; what nobody knows is removed
+    <data-dir>/lock           locked while the server runs
+    <data-dir>/store.sqlite   metadata and job states
+    <data-dir>/files/<id>     contents of files
+    <data-dir>/parts/<name>   contents being written; unknown parts are removed at the start
 
-Invariant: whatever is in `files` was written and synchronised before its name was there.
+Invariant: a file in `files` was written and synchronised before it got its name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MODE = 0o700
 
 
 class DataFolder:
-    """A folder that this process has for itself until `close`."""
+    """Folder that this process holds exclusively until `close`."""
 
     def __init__(self, root: Path, min_free_bytes: int) -> None:
-        """Raises `SettingsError` where nothing can be written, or another server writes."""
+        """Lock the folder. Raises `SettingsError` if it is read-only or in use."""
         self.root = root
         self.files, self.parts = root / "files", root / "parts"
         self.database = root / "store.sqlite"
@@ -43,15 +43,15 @@ class DataFolder:
         except OSError:
             os.close(self._lock)
             raise SettingsError(
-                f"--data-dir {root} belongs to another server that runs; each needs its own"
+                f"--data-dir {root} is in use by another server; each server needs its own"
             ) from None
 
     def free_bytes(self) -> int:
-        """Return how many bytes can be written before the floor of `--min-free-bytes`."""
+        """Return the bytes that can be written above the floor of `--min-free-bytes`."""
         return shutil.disk_usage(self.root).free - self._min_free_bytes
 
     def require(self, size: int) -> None:
-        """Raise `StorageFullError` unless `size` more bytes leave the floor's room."""
+        """Raise `StorageFullError` if `size` more bytes would go below the floor."""
         with disk_errors():
             free = self.free_bytes()
         if size > free:
@@ -61,12 +61,12 @@ class DataFolder:
             )
 
     def keep(self, part: Path, name: str) -> None:
-        """Make a part that is complete a file; does nothing where that was done before a crash."""
+        """Rename a complete part to the file `name`; a repeated call does nothing."""
         target = self.files / name
         if part.exists() or not target.exists():
             part.rename(target)
             sync_directory(self.files)
 
     def close(self) -> None:
-        """Let another server have it."""
+        """Release the lock."""
         os.close(self._lock)

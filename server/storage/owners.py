@@ -1,8 +1,8 @@
 """Owners of stored data.
 
-A named API key owns by its name, so that a key can be replaced. An unnamed key owns by a salted
-digest of itself, so that its data does not pass to whichever key takes its position. Without keys
-everything belongs to the owner "". Names of keys hold no colon, which all other owners do.
+The owner of a named API key is its name, so the key can be replaced. The owner of an unnamed key
+is a salted digest, so its data does not pass to another key at the same position. Without keys the
+owner is "". All owners but names contain a colon.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Mapping
 NO_KEY = ""
 DIGEST_PREFIX = "key:"
 POSITION_PREFIX = "position:"
-"""Of data that an earlier version stored for unnamed keys, by position. No key owns it."""
+"""Prefix for data that earlier versions stored by the position of an unnamed key."""
 _TABLES = ("files", "batches", "responses")
 
 
 def owner_of_digest(salt: bytes, digest: bytes) -> str:
     """Return the owner of an unnamed key with the SHA-256 `digest`.
 
-    Takes about 40 ms: guesses of a weak key against a copied database are slow.
+    Takes about 40 ms, which slows down guessing a weak key from a copied database.
     """
     slow = hashlib.scrypt(digest, salt=salt, n=1 << 14, r=8, p=1, dklen=16)
     return DIGEST_PREFIX + slow.hex()
@@ -43,11 +43,11 @@ def count_unattributed(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def adopt_positions(connection: sqlite3.Connection, owners: Mapping[str, str]) -> int:
-    """Give the data of each position to the owner named for it; return the number of rows."""
+    """Assign the rows of each position to its owner in `owners`; return the number of rows."""
     moved = 0
     for position, owner in owners.items():
         left = POSITION_PREFIX + position
-        # An idempotency key is the owner's only one; the new owner may have used it since.
+        # Idempotency keys are unique per owner, and the new owner may have used the same one.
         connection.execute(
             "UPDATE batches SET idempotency = NULL WHERE owner = ? AND idempotency IN "
             "(SELECT idempotency FROM batches WHERE owner = ?)",

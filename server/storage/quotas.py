@@ -1,11 +1,11 @@
-"""Quotas of stored objects and bytes, which hold under any concurrency.
+"""Quotas of stored objects and bytes, enforced under concurrency.
 
-A request reserves its place before it writes, and its reservation ends in the transaction that
-inserts its row. Reservations are in memory: this server alone has the data folder, and a crash
-leaves no row without its bytes counted. Invariant: for each owner and kind, rows and reservations
-together are at most the quota; all bytes, stored and reserved, are at most `--max-stored-bytes`.
-Answers of what was accepted before (lines of batches, responses in the background) are always
-stored, and may go beyond it by as much as runs at once.
+A request reserves its object before it writes; the reservation ends in the transaction that inserts
+the row. Reservations are in memory, since one server has the data folder.
+
+Invariant: for each owner and kind, rows plus reservations are at most the quota. Stored plus
+reserved bytes are at most `--max-stored-bytes`. Results of accepted work (batch lines, background
+responses) are always stored, and may exceed it by the size of what runs concurrently.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Literal
 
 from server.errors import StorageFullError
 from server.settings import ServerSettings
+from server.storage.jobs import BATCHES
 
 Kind = Literal["files", "responses"]
 _FLAGS: dict[Kind, str] = {
@@ -31,9 +32,9 @@ _ADVICE: dict[Kind, str] = {
 
 
 class StorageQuotas:
-    """Checks and reservations of one server.
+    """Quota checks and reservations of one server.
 
-    Methods that take a connection run in transactions of `Database.run`, one after the other.
+    Methods that take a connection run in transactions of `Database.run`, so one at a time.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -42,7 +43,7 @@ class StorageQuotas:
             "files": settings.max_files_per_key,
             "responses": settings.max_responses_per_key,
         }
-        # Reservations end in the event loop as well.
+        # `release` runs in the event loop, the other methods in the thread of the database.
         self._lock = threading.Lock()
         self._objects: Counter[tuple[str, Kind]] = Counter()
         self._bytes = 0
@@ -50,7 +51,7 @@ class StorageQuotas:
     def reserve(
         self, connection: sqlite3.Connection, reservation: Reservation, size: int = 0
     ) -> None:
-        """Hold a place for one object of `size` bytes. Raises `StorageFullError`.
+        """Reserve one object of `size` bytes. Raises `StorageFullError`.
 
         Does nothing for a reservation that was released before its transaction began.
         """
@@ -64,14 +65,14 @@ class StorageQuotas:
             reservation.size, reservation.held = size, True
 
     def has_room(self, connection: sqlite3.Connection) -> bool:
-        """Whether any byte more may be stored."""
+        """Return whether at least one more byte may be stored."""
         with self._lock:
             return stored_bytes(connection) + self._bytes < self._max_bytes
 
     def extend(
         self, connection: sqlite3.Connection, reservation: Reservation, least: int, most: int
     ) -> None:
-        """Reserve at least `least` more bytes for an object, `most` where there is room.
+        """Reserve between `least` and `most` more bytes for an object, as many as are available.
 
         Raises `StorageFullError`.
         """
@@ -79,29 +80,29 @@ class StorageQuotas:
             if not reservation.held:
                 return
             self._check_bytes(connection, least, _ADVICE[reservation.kind])
-            room = self._max_bytes - stored_bytes(connection) - self._bytes
-            size = max(least, min(most, room))
+            available = self._max_bytes - stored_bytes(connection) - self._bytes
+            size = max(least, min(most, available))
             reservation.size += size
             self._bytes += size
 
     def settle(self, connection: sqlite3.Connection, reservation: Reservation, size: int) -> None:
         """End a reservation in the transaction that inserts its object of `size` bytes.
 
-        Raises `StorageFullError` where the object is larger than was reserved and does not fit.
+        Raises `StorageFullError` if the object exceeds its reservation and does not fit.
         """
         with self._lock:
             if not self._end(reservation):
-                # Its request ended meanwhile, and another may have its place.
+                # The reservation was released, so the quota may be used up by now.
                 self._check_objects(connection, reservation.owner, reservation.kind)
             self._check_bytes(connection, size, _ADVICE[reservation.kind])
 
     def release(self, reservation: Reservation) -> None:
-        """End a reservation whose object is not stored; may be called again."""
+        """End a reservation without storing its object. A repeated call does nothing."""
         with self._lock:
             self._end(reservation)
 
     def _end(self, reservation: Reservation) -> bool:
-        """End a reservation; return whether it held a place until now."""
+        """End a reservation; return whether it was held."""
         reservation.ended = True
         if not reservation.held:
             return False
@@ -117,26 +118,26 @@ class StorageQuotas:
         most, reserved = self._max_objects[kind], self._objects[owner, kind]
         stored = _stored_objects(connection, owner, kind)
         if stored + reserved >= most:
-            coming = f", {reserved} more are being stored" if reserved else ""
+            pending = f", {reserved} more are being stored" if reserved else ""
             raise StorageFullError(
-                f"This key has {stored} {kind}{coming}; at most {most} are allowed "
+                f"This key has {stored} {kind}{pending}; at most {most} are allowed "
                 f"({_FLAGS[kind]}). {_ADVICE[kind]}"
             )
 
     def _check_bytes(self, connection: sqlite3.Connection, size: int, advice: str) -> None:
         stored = stored_bytes(connection)
-        # A store that is full takes no empty object either.
+        # A full store rejects empty objects as well.
         if stored + self._bytes + max(size, 1) > self._max_bytes:
-            coming = f" and {self._bytes} are being stored" if self._bytes else ""
+            pending = f" and {self._bytes} are being stored" if self._bytes else ""
             raise StorageFullError(
                 f"{size} bytes cannot be stored: {stored} bytes of at most {self._max_bytes} "
-                f"(--max-stored-bytes) are used{coming}. {advice}"
+                f"(--max-stored-bytes) are used{pending}. {advice}"
             )
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """One object's place, from `StorageQuotas.reserve` until it is stored or given up."""
+    """Reservation of one object, from `StorageQuotas.reserve` until it is stored or released."""
 
     quotas: StorageQuotas
     owner: str
@@ -146,16 +147,15 @@ class Reservation:
     ended: bool = False
 
     def release(self) -> None:
-        """End the reservation; may be called again."""
+        """End the reservation. A repeated call does nothing."""
         self.quotas.release(self)
 
 
 def stored_bytes(connection: sqlite3.Connection) -> int:
-    """Return the bytes of all files, responses, and answers of batches that have not ended."""
+    """Return the bytes of all files and responses, and of the results of open batches."""
     (size,) = connection.execute(
         "SELECT (SELECT coalesce(sum(bytes), 0) FROM usage) + (SELECT coalesce(sum(output_bytes + "
-        "error_bytes), 0) FROM batches WHERE status IN ('validating', 'in_progress', 'finalizing', "
-        "'cancelling'))"
+        f"error_bytes), 0) FROM batches WHERE {BATCHES.is_open})"
     ).fetchone()
     return int(size)
 

@@ -1,8 +1,7 @@
-"""JSON texts that are taken apart without building the values in them.
+"""Partial decoding of JSON texts: values that are only passed on stay bytes.
 
-A value that this service only passes on is skipped and kept as the bytes that it is. msgspec skips
-4 MB in 4 to 8 ms, whatever they hold; building 4 MB of `[[],[],…]` takes a second, in which no
-other thread of the process runs. Skipped values are checked against JSON's grammar.
+msgspec skips 4 MB in 4 to 8 ms. Building 4 MB of `[[],[],…]` takes a second and holds the GIL.
+Skipped values are checked against JSON's grammar.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _WRONG = re.compile(r"(Expected .*?)(?: - at `([^`]*)`)?", re.DOTALL)
 
 
 class JsonSyntaxError(ValueError):
-    """The text is not JSON; the message says where."""
+    """The text is not JSON; the message has the position."""
 
 
 class ShapeError(ValueError):
-    """The text is JSON of another shape.
+    """The text is JSON, but does not match the expected type.
 
-    `path` is the place, as in `requests[3]`, empty for the whole; `name` is the field that is
-    unknown or missing there.
+    `path` is the location, such as `requests[3]`, empty for the whole text. `name` is the unknown
+    or missing field at that location.
     """
 
     def __init__(self, message: str, path: str, name: str = "") -> None:
@@ -52,7 +51,7 @@ class ShapeError(ValueError):
 
 
 class UnknownNameError(ShapeError):
-    """An object has a field that its type has not."""
+    """An object has a field that its type does not define."""
 
 
 class MissingNameError(ShapeError):
@@ -60,12 +59,12 @@ class MissingNameError(ShapeError):
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Return a text as `kind`, whose parts of type `Raw` stay bytes.
+    """Decode a text as `kind`; its parts of type `Raw` stay bytes.
 
     Raises `JsonSyntaxError`, `ShapeError`.
     """
     try:
-        # What is skipped is not decoded.
+        # msgspec does not check the UTF-8 of skipped values.
         if not raw.isascii():
             raw.decode()
         return msgspec.json.decode(raw, type=kind)
@@ -78,7 +77,7 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 
 def fields_of(raw: bytes, *names: str) -> dict[str, bytes]:
-    """Return the values of those of the `names` that an object has, each as its text.
+    """Return the texts of those fields in `names` that an object has.
 
     Raises `JsonSyntaxError`, `ShapeError`.
     """
@@ -88,25 +87,25 @@ def fields_of(raw: bytes, *names: str) -> dict[str, bytes]:
 
 
 def all_fields_of(raw: bytes) -> dict[str, Raw]:
-    """Return every value of an object that this service made, by name."""
+    """Return the texts of all fields of an object that this server wrote."""
     return decode(raw, dict[str, Raw])
 
 
 def object_of(fields: Mapping[str, Any]) -> bytes:
-    """Return the text of an object; values of type `Raw` are put in as they are."""
+    """Encode an object; values of type `Raw` are inserted unchanged."""
     return msgspec.json.encode(fields)
 
 
 def with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the text of an object, which is not empty, with more fields.
+    """Append fields to the text of a non-empty object.
 
-    Readers take the last of two values of a name.
+    Decoders take the last of two values for a name.
     """
     return raw.rstrip()[:-1] + b"," + object_of(fields)[1:]
 
 
 def first_item(raw: bytes | None) -> bytes | None:
-    """Return the first item of an array, None where there is none or `raw` is no array."""
+    """Return the first item of an array, None if it is empty or `raw` is no array."""
     if raw is None or raw[:1] != b"[":
         return None
     first = decode(raw, _First).item
@@ -114,10 +113,10 @@ def first_item(raw: bytes | None) -> bytes | None:
 
 
 def joined(arrays: Iterable[bytes]) -> bytes:
-    """Return one array with the items of all."""
+    """Return one array with the items of all `arrays`."""
     parts: list[bytes | memoryview] = []
     for array in arrays:
-        # A view, since a conversation has megabytes.
+        # A view avoids copies of megabytes.
         items = memoryview(array.strip())[1:-1]
         if bytes(items[:_SHOWN_BYTES]).strip() or bytes(items).strip():
             parts += (items, b",")
@@ -125,12 +124,12 @@ def joined(arrays: Iterable[bytes]) -> bytes:
 
 
 def string_of(raw: bytes | None) -> str | None:
-    """Return the string that a text is, None for any other value. Raises `JsonSyntaxError`."""
+    """Decode a string; return None for any other value. Raises `JsonSyntaxError`."""
     return decode(raw, str) if raw is not None and raw[:1] == b'"' else None
 
 
 def described(raw: bytes | None) -> str:
-    """Return a short rendering of a value for a message."""
+    """Return a short description of a value for a message."""
     if raw is None:
         return describe(None)
     if len(raw) <= _SHOWN_BYTES:
@@ -140,7 +139,7 @@ def described(raw: bytes | None) -> str:
 
 
 def in_one_line(raw: bytes) -> bytes:
-    """Return a text without line breaks, which JSON has between values alone."""
+    """Replace the line breaks of a text, which JSON has only between values, by spaces."""
     return raw.translate(_NO_BREAKS) if b"\n" in raw or b"\r" in raw else raw
 
 

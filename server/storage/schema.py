@@ -1,4 +1,7 @@
-"""Tables of the database, as the migrations from each version to the next."""
+"""Tables of the database, as migrations from each version to the next.
+
+A released migration never changes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ CREATE TABLE response_events (
 _LINES_NEVER_RUN = "ALTER TABLE batches ADD COLUMN never_run INTEGER NOT NULL DEFAULT 0;"
 _POSITION = "owner GLOB '{0}-[1-9]*' AND owner NOT GLOB '{0}-*[^0-9]*'"
 _IS_POSITION = " OR ".join(_POSITION.format(kind) for kind in ("api", "admin"))
-# Unnamed keys owned by their position among the flags, which says nothing about the key.
+# Earlier versions used the position of an unnamed key among the flags as its owner.
 _OWNERS_BY_DIGEST = f"""
 CREATE TABLE owner_salt (salt BLOB NOT NULL);
 INSERT INTO owner_salt VALUES (randomblob(32));
@@ -58,7 +61,7 @@ UPDATE files SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 UPDATE batches SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 UPDATE responses SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 """
-# Quotas are checked for every object and piece of an upload: sums over all rows would not do.
+# Triggers maintain the sums, because quotas are checked for each chunk of an upload.
 _USAGE = """
 CREATE TABLE usage (
     owner TEXT NOT NULL, kind TEXT NOT NULL, objects INTEGER NOT NULL, bytes INTEGER NOT NULL,
@@ -98,7 +101,7 @@ END;
 """
     for table in ("files", "responses")
 )
-# The output is joined with others as it is, and its length is known without reading it.
+# Outputs have a column: conversations join them as bytes, and their length needs no decoding.
 _OUTPUT = """
 ALTER TABLE responses ADD COLUMN output BLOB NOT NULL DEFAULT x'5b5d';
 UPDATE responses SET
@@ -109,5 +112,5 @@ MIGRATIONS = (
     *(_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE),
     _OUTPUT,
 )
-"""Statements that make a database of each version one of the next."""
+"""Statements that migrate a database from each version to the next."""
 VERSION = len(MIGRATIONS)

@@ -1,4 +1,4 @@
-"""What one server keeps: its folder, and the database in it."""
+"""The store of one server: its data folder, database, quotas and clock."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The open data folder, its database and the quotas of what is stored."""
+    """Open data folder with its database, quotas and clock."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Opens `--data-dir`. Raises `SettingsError`."""
+        """Open `--data-dir`. Raises `SettingsError`."""
         assert settings.data_dir is not None
         self.folder = DataFolder(settings.data_dir, settings.min_free_bytes)
         self.quotas = StorageQuotas(settings)
@@ -33,9 +33,9 @@ class Store:
             raise
 
     def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
-        """Give data that earlier versions stored by position to its owner by name, or log it."""
+        """Assign data that earlier versions stored by position to its owner, or log a warning."""
         if adopt and (moved := self.database.run_now(partial(adopt_positions, owners=owners))):
-            logger.info("--adopt-unnamed-key-data: %d stored objects have a key again", moved)
+            logger.info("--adopt-unnamed-key-data: %d stored objects were assigned to a key", moved)
         for position, count in self.database.run_now(count_unattributed).items():
             logger.warning(
                 "%d stored objects belong to no key: an earlier version stored them for %s, an "
@@ -45,6 +45,6 @@ class Store:
             )
 
     def close(self) -> None:
-        """Finish what was given to it, and let another server have it."""
+        """Finish the submitted work and release the folder."""
         self.database.close()
         self.folder.close()

@@ -1,7 +1,7 @@
-"""An upload: one file and a few fields of a multipart form, read piece by piece.
+"""Upload of one file in a multipart form with a few fields, read in chunks.
 
-Nothing but the file's pieces and the short fields is ever in memory. The file's pieces are passed
-on as they come, so that fields behind it are known only at its end.
+Memory holds one chunk and the fields. Chunks are yielded as they arrive, so fields after the file
+are known only once it has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from server.errors import (
 from server.request.body import ClientGoneError
 
 _MAX_BOUNDARY_BYTES = 70
-"""Limit of RFC 2046. python-multipart raises an unexpected exception beyond its own limit."""
+"""Limit of RFC 2046, below the one at which python-multipart raises an undocumented error."""
 _MAX_FIELD_BYTES = 4096
 _MAX_FIELDS = 16
 _MAX_HEADER_BYTES = 4096
@@ -32,10 +32,10 @@ _MAX_NAME_CHARS = 255
 
 
 class Upload:
-    """One multipart form; `fields` are complete once `chunks` has ended."""
+    """Multipart form; `fields` are complete once `chunks` has ended."""
 
     def __init__(self, request: Request, timeout_s: float) -> None:
-        """Raises `MediaTypeError`."""
+        """Read the content type. Raises `MediaTypeError`."""
         given = request.headers.get("content-type", "")
         kind, options = parse_options_header(given)
         boundary = options.get(b"boundary")
@@ -71,7 +71,7 @@ class Upload:
         )
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's pieces.
+        """Yield the file's chunks.
 
         Raises `InvalidValueError`, `MissingFieldError`, `BodyTimeoutError`, `ClientGoneError`.
         """
@@ -90,7 +90,7 @@ class Upload:
         except ClientDisconnect:
             raise ClientGoneError from None
         if not self._ended:
-            raise InvalidValueError("The form ends in the middle.", param="file")
+            raise InvalidValueError("The form is incomplete.", param="file")
         if self.name is None:
             raise MissingFieldError("The field 'file' is missing.", param="file")
 
@@ -120,7 +120,8 @@ class Upload:
             return
         if self._part.name != "file" or self.name is not None:
             raise InvalidValueError(
-                f"One file is taken, as 'file'; {describe(self._part.name)} is another.",
+                f"The form must have one file, in the field 'file'; got another in "
+                f"{describe(self._part.name)}.",
                 param=self._part.name,
             )
         self._part.is_file = True
@@ -149,7 +150,7 @@ class Upload:
 
 
 class _Part:
-    """What is known of the part that is being read."""
+    """Header and content of the part that is being read."""
 
     def __init__(self) -> None:
         self.header, self.value = b"", b""
@@ -159,19 +160,19 @@ class _Part:
         self._headers: dict[bytes, bytes] = {}
 
     def check(self) -> None:
-        """Raise `InvalidValueError` for a header that nobody would send."""
+        """Raise `InvalidValueError` if a header is too large."""
         if len(self.header) + len(self.value) > _MAX_HEADER_BYTES:
             raise InvalidValueError(
                 f"A header of the form has more than {_MAX_HEADER_BYTES} bytes.", param="file"
             )
 
     def end_header(self) -> None:
-        """Keep a header that is complete."""
+        """Store a complete header."""
         self._headers[self.header.lower()] = self.value
         self.header, self.value = b"", b""
 
     def names(self) -> tuple[str, str | None]:
-        """Return the field's name, and that of the file if it is one."""
+        """Return the name of the field, and the file name if it is a file."""
         options: dict[Any, bytes]
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         file_name = options.get(b"filename")

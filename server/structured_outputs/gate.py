@@ -76,7 +76,7 @@ class GrammarGate:
 
     async def check(
         self, jobs: list[list[Constraint]], on_kind: Callable[[str], None] | None = None
-    ) -> None:
+    ) -> dict[bytes, str | None]:
         """Let a request pass that has these constraints (`constraints_of`).
 
         `on_kind` hears first how its answer is guided, if it is. Raises `InvalidSchemaError` or
@@ -85,8 +85,7 @@ class GrammarGate:
         """
         if jobs and on_kind is not None:
             on_kind(kind_of(jobs))
-        for job in jobs:
-            await self.check_job(job)
+        return {job_key(job, exact=False): await self.check_job(job) for job in jobs}
 
     async def check_job(self, job: Sequence[Constraint]) -> str | None:
         """Let constraints pass that are compiled together; raises as `check` does.

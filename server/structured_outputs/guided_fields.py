@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection
 
 from server.errors import InvalidValueError, UnsupportedFieldError
-from server.frontend import JsonObject
 from server.structured_outputs.constraint import BACKEND
+from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
-from server.frontend import Endpoint, JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
 from server.tools.choice import ToolChoice, get_field
+from server.wire.endpoint import Endpoint, JsonObject
 
 ANY_OBJECT = '{"type": "object"}'
 """What `json_object` asks for."""

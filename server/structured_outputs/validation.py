@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing_extensions import TypedDict
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.frontend import JsonObject
 from server.structured_outputs.constraint import BACKEND, Constraint, Kind
 from server.structured_outputs.gate import GrammarGate, refusal
 from server.structured_outputs.request_constraints import format_constraint, kind_constraint
+from server.wire.endpoint import JsonObject
 
 FIELDS = (*(kind.value for kind in Kind), "response_format")
 
@@ -38,7 +38,7 @@ async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
     return {
         "valid": error is None,
         "reason": None if error is None else error.message,
-        "code": None if error is None else error.row.code,
+        "code": None if error is None else error.code,
         "param": constraint.param,
         "backend": BACKEND,
         "compile_ms": None if seconds is None else round(seconds * 1000, 3),

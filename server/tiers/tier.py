@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import InvalidValueError, PermissionDeniedError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "service_tier"
 AUTO = "auto"
@@ -37,7 +37,7 @@ class Tier(enum.Enum):
         return _PRIORITIES.get(self)
 
 
-_PRIORITIES = {Tier.FLEX: BACKGROUND_PRIORITY, Tier.PRIORITY: FOREMOST_PRIORITY}
+_PRIORITIES = {Tier.FLEX: BACKGROUND_PRIORITY, Tier.PRIORITY: FIRST_PRIORITY}
 
 Tiers = Sequence[Tier]
 """What somebody may use; the first is what he gets without a word, and for `auto`."""

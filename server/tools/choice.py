@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import InvalidValueError, MissingFieldError, describe
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "tool_choice"
 _ALLOWED = "allowed_tools"

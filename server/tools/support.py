@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 PromptSource = Literal["template", "default", "none"]
 _CALLS = frozenset(("function_call", "function_call_output", "tool_use", "tool_result"))

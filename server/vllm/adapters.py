@@ -1,7 +1,7 @@
-"""The registry of LoRA adapters over vLLM's engine, and what vLLM's serving classes see of it.
+"""The registry of LoRA adapters over vLLM's engine, and its view for vLLM's serving classes.
 
-A request finds the adapter that it has a lease of and no other: between its lease and vLLM's lookup
-the name may be taken away or given to another load.
+A request finds only the adapter that it holds a lease of: between its lease and vLLM's lookup the
+name may be removed or reused by another load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.lora.request import LoRARequest
 
 from server.errors import ServerError
 from server.frontend import LaunchError
-from server.host.tasks import aside
+from server.host.tasks import in_thread
 from server.lora.adapter import Adapter
 from server.lora.fit import BaseModel
 from server.lora.port import EngineAdapter, Target
@@ -24,7 +24,7 @@ from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request.record import record_var
 from server.settings import ServerSettings
-from server.vllm.errors import Asked, from_exception
+from server.vllm.errors import RequestContext, from_exception
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _leased: ContextVar[Adapter | None] = ContextVar("leased", default=None)
-"""The adapter that the current request has a lease of."""
+"""The adapter that the current request holds a lease of."""
 
 _STATE_FILE = "adapters.json"
 
 
 def lease(adapters: AdapterRegistry, name: str) -> bool:
-    """Let the current request have an adapter until its end; False if there is none to have."""
+    """Lease an adapter to the current request until it ends; return False if none is ready."""
     record, adapter = record_var.get(), adapters.lease(name)
     if adapter is None:
         return False
@@ -57,16 +57,16 @@ class EngineAdapters:
         self._engine = engine
 
     async def targets(self) -> Mapping[str, Target]:
-        """Return what adapters may change; every worker has the same."""
-        told = await self._workers("lora_targets")
-        return {name: Target.told(*target) for name, target in told[0].items()}
+        """Return the layers that adapters may change; all workers have the same."""
+        targets = await self._workers("lora_targets")
+        return {name: Target.from_lists(*target) for name, target in targets[0].items()}
 
     async def stage(self, adapter: EngineAdapter) -> None:
-        """Let every worker begin to read the adapter."""
+        """Start reading the adapter in every worker."""
         await self._workers("stage_lora", _request(adapter))
 
     async def staged(self, adapter_id: int) -> tuple[str, str]:
-        """Return how far the slowest worker is."""
+        """Return the state of the slowest worker, and its message."""
         states = [tuple(state) for state in await self._workers("staged_lora", adapter_id)]
         for stage in ("failed", "reading"):
             for state, message in states:
@@ -94,8 +94,8 @@ class EngineAdapters:
         try:
             return await work
         except Exception as error:
-            # The boundary to the engine: it reports whatever happened there in its own classes.
-            raise from_exception(error, Asked({}, None)) from error
+            # The boundary to the engine, which raises exceptions of its own.
+            raise from_exception(error, RequestContext({}, None)) from error
 
 
 def _request(adapter: EngineAdapter) -> LoRARequest:
@@ -103,28 +103,28 @@ def _request(adapter: EngineAdapter) -> LoRARequest:
 
 
 class LeasedNames(Mapping[str, LoRARequest]):
-    """Stands in for `lora_requests` of vLLM's models: names to what the engine is told."""
+    """Replaces `lora_requests` of vLLM's models: maps names to LoRA requests of the engine."""
 
     def __init__(self, adapters: AdapterRegistry) -> None:
         self._adapters = adapters
 
     def __getitem__(self, name: str) -> LoRARequest:
-        """Return the adapter that the current request has a lease of, if that is its name."""
+        """Return the adapter that the current request holds a lease of, if that is its name."""
         adapter = _leased.get()
         if adapter is None or adapter.name != name:
             raise KeyError(name)
         return _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names that a request can have now."""
+        """Return the names of the ready adapters."""
         return (adapter.name for adapter in self._adapters.ready())
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of ready adapters."""
         return sum(1 for _ in self)
 
     def values(self) -> Any:
-        """Return every ready adapter as the engine knows it; this is what is listed."""
+        """Return the ready adapters as LoRA requests, for vLLM's list of models."""
         return [
             _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
             for adapter in self._adapters.ready()
@@ -137,9 +137,9 @@ async def open_adapters(
     static: Sequence[LoRAModulePath] | None,
     settings: ServerSettings,
 ) -> AdapterRegistry | None:
-    """Return the registry with the command line's adapters and those of before a restart.
+    """Return the registry with the command line's adapters and those before a restart.
 
-    It takes the place of what vLLM's `models` know of adapters. None without --enable-lora. Raises
+    It replaces the adapters of vLLM's `models`. None without --enable-lora. Raises
     `LaunchError` for an adapter of the command line that cannot be loaded.
     """
     config = engine.vllm_config.lora_config
@@ -150,7 +150,7 @@ async def open_adapters(
     names = [engine.model_config.model, *served, *settings.lora_base_names]
     base = BaseModel.of(names, await port.targets(), config.max_lora_rank)
     limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
-    state_file = await aside(partial(_state_file, settings))
+    state_file = await in_thread(partial(_state_file, settings))
     adapters = AdapterRegistry(port, base, limits, state_file)
     await _load_static(adapters, static or ())
     await adapters.restore()
@@ -180,12 +180,12 @@ async def _load_static(adapters: AdapterRegistry, modules: Sequence[LoRAModulePa
 def _state_file(settings: ServerSettings) -> StateFile | None:
     if settings.lora_root is None:
         return None
-    asked = settings.lora_state_file
-    file = StateFile(asked or settings.lora_root / _STATE_FILE)
+    given = settings.lora_state_file
+    file = StateFile(given or settings.lora_root / _STATE_FILE)
     if file.writable():
         return file
-    if asked is not None:
-        raise LaunchError(f"--lora-state-file: {str(asked)!r} cannot be written")
+    if given is not None:
+        raise LaunchError(f"--lora-state-file: {str(given)!r} cannot be written")
     logger.warning(
         "%s cannot be written: adapters that are loaded over HTTP are forgotten at a restart; "
         "--lora-state-file names another place",

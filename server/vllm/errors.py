@@ -1,7 +1,6 @@
-"""vLLM's and pydantic's errors as ours.
+"""Translate vLLM's and pydantic's errors to `ServerError`.
 
-Decided by class, status and parameter name, never by the text of a message. What reads
-bodies and the front end are the only users.
+The class, status and parameter name decide, never the text of a message.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.frontend import JsonObject
 from server.request.limits import MAX_TOKENS_FIELDS
 from server.vllm.sampling.exclusions import no_token_left
+from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
 
 TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
-"""What vLLM blames for a prompt that does not fit into the context."""
+"""Parameters that vLLM names for a prompt longer than the context."""
 _OVERLOAD_RETRY_S = 1
 _JSON_TYPES: Mapping[type, str] = {
     str: "a string",
@@ -60,7 +59,7 @@ _JSON_TYPES: Mapping[type, str] = {
 
 
 class RefusedError(Exception):
-    """What vLLM's serving classes say in words alone; `status` and `param` come with them."""
+    """An error response of vLLM's serving classes: message, status and parameter."""
 
     def __init__(self, message: str, status: int, param: str | None = None) -> None:
         super().__init__(message)
@@ -68,7 +67,7 @@ class RefusedError(Exception):
 
 
 class BacklogError(MaxQueuedTokensError):
-    """Upstream's error with the numbers: prompt tokens that wait, and how many may."""
+    """vLLM's error with the waiting prompt tokens and their limit."""
 
     def __init__(self, waiting: int, limit: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # not annotated upstream
@@ -80,29 +79,29 @@ class BacklogError(MaxQueuedTokensError):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """Parts of a request that its errors name: fields that hold one value, and its prompt field.
 
-    `context` is the length of the model's context in tokens, None where it does not matter.
+    `max_model_len` is the model's context in tokens, None where it does not matter.
     `forbidding` are the fields that forbid tokens, `guided`: the answer has to satisfy a grammar.
     """
 
     fields: JsonObject
     prompt: str | None
-    context: int | None = None
+    max_model_len: int | None = None
     forbidding: Sequence[str] = ()
     guided: bool = False
 
 
-def from_exception(error: Exception, asked: Asked) -> ServerError:
-    """Return what a client is told about an exception of vLLM's serving classes."""
+def from_exception(error: Exception, context: RequestContext) -> ServerError:
+    """Return the client's error for an exception of vLLM's serving classes."""
     if isinstance(error.__cause__, ServerError):
         # vLLM takes whatever comes out of a chat template for the template's own words.
         return error.__cause__
     for kinds, translate in _TRANSLATIONS:
         if isinstance(error, kinds):
-            return translate(error, asked)
-    return _internal(error, asked)
+            return translate(error, context)
+    return _internal(error, context)
 
 
 def from_validation(error: ValidationError, body: object, place: str = "") -> RequestError:
@@ -120,8 +119,8 @@ def from_validation(error: ValidationError, body: object, place: str = "") -> Re
     if _about_type(kind):
         given = _JSON_TYPES.get(type(value), type(value).__name__)
         where = f"Invalid type for '{path}'" if path else "Invalid request"
-        told = f"{where}: {message}, got {given}: {describe(value)}."
-        return InvalidTypeError(told, param=path or None)
+        text = f"{where}: {message}, got {given}: {describe(value)}."
+        return InvalidTypeError(text, param=path or None)
     where = f"Invalid value for '{path}'" if path else "Invalid request"
     return InvalidValueError(f"{where}: {message}, got {describe(value)}.", param=path or None)
 
@@ -131,29 +130,31 @@ def engine_failed() -> EngineFailedError:
     return EngineFailedError("The engine has failed and the server is about to exit.")
 
 
-def _internal(error: Any, _asked: Asked) -> ServerError:
+def _internal(error: Any, _context: RequestContext) -> ServerError:
     logger.error("The engine failed on a request", exc_info=error)
     return InternalError("Internal error; the server's log has it under the request id.")
 
 
-def _generate_failed(error: Any, asked: Asked) -> ServerError:
-    return from_exception(error.__cause__, asked) if error.__cause__ else _internal(error, asked)
+def _generate_failed(error: Any, context: RequestContext) -> ServerError:
+    return (
+        from_exception(error.__cause__, context) if error.__cause__ else _internal(error, context)
+    )
 
 
-def _not_generated(error: Any, asked: Asked) -> ServerError:
+def _not_generated(error: Any, context: RequestContext) -> ServerError:
     """The engine ends a guided answer with an error where no token is left to sample."""
-    if asked.guided and asked.forbidding:
-        return no_token_left(list(asked.forbidding))
-    return _internal(error, asked)
+    if context.guided and context.forbidding:
+        return no_token_left(list(context.forbidding))
+    return _internal(error, context)
 
 
-def _blamed_on_request(error: Any, _asked: Asked) -> ServerError:
+def _invalid_request(error: Any, _context: RequestContext) -> ServerError:
     # vLLM raises builtin errors for requests as well, chat templates above all.
-    logger.debug("Taken as the request's fault", exc_info=error)
+    logger.debug("Reported as a client error", exc_info=error)
     return InvalidValueError(str(error))
 
 
-def _refused(error: Any, asked: Asked) -> ServerError:
+def _refused(error: Any, context: RequestContext) -> ServerError:
     if error.status == 503:
         return OverloadedError(error.message)
     if error.status == 501:
@@ -162,13 +163,13 @@ def _refused(error: Any, asked: Asked) -> ServerError:
         return InternalError(error.message)
     if error.status == 404:
         return NotFoundError(error.message, param=error.param)
-    return _invalid(error.message, error.param, asked)
+    return _invalid(error.message, error.param, context)
 
 
-_Translation = Callable[[Any, Asked], ServerError]
+_Translation = Callable[[Any, RequestContext], ServerError]
 _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((ServerError,), lambda error, _: error),
-    ((ValidationError,), lambda error, asked: from_validation(error, asked.fields)),
+    ((ValidationError,), lambda error, context: from_validation(error, context.fields)),
     ((RefusedError,), _refused),
     ((EngineDeadError,), lambda *_: engine_failed()),
     ((EngineGenerateError,), _generate_failed),
@@ -187,8 +188,8 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     ((GracefulHTTPError,), lambda error, _: OverloadedError(error.message)),
     (
         (VLLMValidationError, VLLMUnprocessableEntityError),
-        lambda error, asked: _invalid(
-            str(error.args[0]), error.parameter, asked, getattr(error, "value", None)
+        lambda error, context: _invalid(
+            str(error.args[0]), error.parameter, context, getattr(error, "value", None)
         ),
     ),
     ((VLLMNotFoundError,), lambda error, _: NotFoundError(str(error))),
@@ -200,20 +201,20 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
         (TemplateError,),
         lambda error, _: InvalidValueError(f"The chat template refuses the messages: {error}"),
     ),
-    ((VLLMClientError, ValueError, TypeError, OverflowError), _blamed_on_request),
+    ((VLLMClientError, ValueError, TypeError, OverflowError), _invalid_request),
 )
 """The first row whose class fits decides."""
 
 
 def _invalid(
-    message: str, parameter: str | None, asked: Asked, size: object = None
+    message: str, parameter: str | None, context: RequestContext, size: object = None
 ) -> RequestError:
     if parameter in TOO_LONG_PARAMETERS:
-        return too_long(message if size is None else _length(parameter, size), asked)
-    limited = any(asked.fields.get(name) is not None for name in MAX_TOKENS_FIELDS)
+        return too_long(message if size is None else _length(parameter, size), context)
+    limited = any(context.fields.get(name) is not None for name in MAX_TOKENS_FIELDS)
     if parameter in MAX_TOKENS_FIELDS and not limited:
         # The limit was derived from what the prompt leaves, and that is nothing.
-        return too_long("The prompt fills the whole context and leaves no room to answer", asked)
+        return too_long("The prompt fills the whole context and leaves no room to answer", context)
     return InvalidValueError(message, param=parameter)
 
 
@@ -221,15 +222,16 @@ def _length(parameter: str | None, size: object) -> str:
     return f"The prompt has {size} {'tokens' if parameter == 'input_tokens' else 'characters'}"
 
 
-def too_long(length: str, asked: Asked) -> ContextLengthError:
+def too_long(length: str, context: RequestContext) -> ContextLengthError:
     """Return the error of a prompt that does not fit, behind words about its length."""
-    context = "" if asked.context is None else f"; this model's context is {asked.context} tokens"
-    wanted = next((n for n in MAX_TOKENS_FIELDS if asked.fields.get(n) is not None), None)
-    answer = "" if wanted is None else f", of which '{wanted}' takes {asked.fields[wanted]}"
+    most = context.max_model_len
+    limit = "" if most is None else f"; this model's context is {most} tokens"
+    wanted = next((n for n in MAX_TOKENS_FIELDS if context.fields.get(n) is not None), None)
+    answer = "" if wanted is None else f", of which '{wanted}' takes {context.fields[wanted]}"
     return ContextLengthError(
-        f"{length}{context}{answer}. Shorten the prompt"
+        f"{length}{limit}{answer}. Shorten the prompt"
         f"{'' if wanted is None else f', or lower {wanted!r}'}.",
-        param=asked.prompt,
+        param=context.prompt,
     )
 
 
@@ -253,11 +255,11 @@ def _most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     ]
     if wrong:
         return wrong[0]
-    strangers = {place[:-1] for place in places if place and place[-1] in _BRANCH}
+    unknown_branches = {place[:-1] for place in places if place and place[-1] in _BRANCH}
     fitting = [
         problem
         for problem, place in zip(problems, places, strict=True)
-        if not any(place[:length] in strangers for length in range(len(place) + 1))
+        if not any(place[:length] in unknown_branches for length in range(len(place) + 1))
     ]
     return max(
         fitting or problems,

@@ -1,7 +1,7 @@
-"""vLLM's command line as this server takes it: which of its flags mean something here.
+"""Parser of vLLM's command line that rejects flags without effect in this server.
 
-Flags that would be accepted and then ignored are refused, those that are settings of this server
-as well (`--host`, `--api-key`) included, should they get past the server's own parser.
+Flags that are settings of this server as well (`--host`, `--api-key`) are rejected too if they
+reach vLLM's parser only.
 """
 
 from __future__ import annotations
@@ -25,49 +25,11 @@ from rbln_backend.errors import CheckpointError, ConfigError
 from rbln_backend.settings import resolve
 from server.frontend import LaunchError
 from server.settings import ServerSettings
+from server.vllm.refused_flags import REFUSED_FLAGS
 
 logger = logging.getLogger(__name__)
 
 _USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
-_OURS = "this server has its own: see `rbln-serve serve --help`"
-_ABSENT = "this server does not offer it"
-_REFUSED_FLAGS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "uvicorn_log_level",
-            "disable_uvicorn_access_log",
-            "disable_access_log_for_endpoints",
-            "h11_max_incomplete_event_size",
-            "h11_max_header_count",
-            "shutdown_timeout",
-        ),
-        _OURS,
-    ),
-    **dict.fromkeys(
-        (
-            "headless",
-            "grpc",
-            "api_server_count",
-            "data_parallel_multi_port_external_lb",
-            "uds",
-            "middleware",
-            "enable_offline_docs",
-            "enable_tokenizer_info_endpoint",
-            "enable_server_load_tracking",
-            "enable_scale_out",
-            "tokens_only",
-            "enable_fault_tolerance",
-            "cohere_is_reasoning_model",
-            "cohere_format",
-            "default_mm_loras",
-        ),
-        _ABSENT,
-    ),
-    "enable_prompt_embeds": "prompts are texts or token ids",
-    "device_ids": "RBLN_VISIBLE_DEVICES names the devices",
-}
-"""vLLM flags that would be accepted and then ignored, with the reason that is given."""
-
 _SHARED = (
     *("api_key", "root_path", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
     *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "allow_credentials"),
@@ -77,20 +39,20 @@ _SHARED = (
 
 _COMPILATION_FLAGS = ("--compilation-config", "-cc", "-O")
 _COMPILATION_KEYS = {"level": "mode", "candidate_compile_sizes": "compile_sizes"}
-"""What vLLM's early documents call the fields of the compilation, and their names of today."""
+"""Compilation fields of early vLLM documents, and their current names."""
 
 _KEEP_ALIVE_S = 15
 """Proxies close silent connections after 30 seconds at the earliest."""
 
 
 def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
-    """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for any that cannot be taken."""
+    """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for one that is rejected."""
     parser = make_arg_parser(
         FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
     )
     about = "rbln or auto: flag of vLLM up to 0.10; the platform is the device"
     parser.add_argument("--device", default="auto", help=about)
-    # What a prefix hit saved is told unless --no-enable-prompt-tokens-details asks otherwise.
+    # Cached prompt tokens are reported unless --no-enable-prompt-tokens-details is given.
     parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
     try:
         args: Namespace = parser.parse_args(list(_as_today(argv)))
@@ -106,7 +68,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
-    for name, reason in _REFUSED_FLAGS.items():
+    for name, reason in REFUSED_FLAGS.items():
         if getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
@@ -122,9 +84,9 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
 
 
 def _use_made_checkpoint(args: Namespace) -> None:
-    """Let MODEL be the folder that it stands for; towards clients its name stays as it was given.
+    """Replace MODEL by its converted or fetched folder; clients still see the given name.
 
-    Raises `LaunchError` where a GGUF file cannot be converted, or a model was not fetched.
+    Raises `LaunchError` if a GGUF file cannot be converted, or a model was not fetched.
     """
     if not is_made_here(args.model):
         return
@@ -139,7 +101,7 @@ def _use_made_checkpoint(args: Namespace) -> None:
 
 
 def _check_paths(args: Namespace) -> None:
-    """Raise `LaunchError` for a path that is not there, before a model hub is asked for it."""
+    """Raise `LaunchError` for a missing path, before a model hub is queried for it."""
     given = {
         "MODEL": args.model,
         "--tokenizer": args.tokenizer,
@@ -189,7 +151,7 @@ def _with_names_of_today(text: str) -> str:
 
 
 def _check_device(given: str) -> None:
-    """Raise `LaunchError` for another device than the platform is."""
+    """Raise `LaunchError` for a device other than the platform's."""
     if given not in ("auto", "rbln"):
         raise LaunchError(
             f"--device must be rbln or auto, got {given!r}; an empty VLLM_PLUGINS runs vLLM's CPU "
@@ -203,7 +165,7 @@ def _check_device(given: str) -> None:
 
 
 def _check_chat_template(given: str | None) -> None:
-    """Raise `LaunchError` for a template that would be waited for, such as a pipe."""
+    """Raise `LaunchError` for a template that would block when read, such as a pipe."""
     # Anything with a brace or a line break is a template itself.
     if given is None or any(sign in given for sign in "{}\n"):
         return
@@ -234,9 +196,9 @@ def _check_adapter_flags(args: Namespace, settings: ServerSettings) -> None:
 def _refuse_abbreviations(
     args: Namespace, parser: FlexibleArgumentParser, settings: ServerSettings
 ) -> None:
-    """Refuse flags that reached vLLM's parser alone; a key that nobody checks is the worst case.
+    """Reject flags that reached vLLM's parser only: an API key would not be checked.
 
-    What the file of --config says is known to both.
+    Both parsers read the file of --config.
     """
     for name in _SHARED:
         untouched = getattr(settings, name) == ServerSettings.model_fields[name].default

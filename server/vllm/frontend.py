@@ -1,8 +1,8 @@
-"""vLLM's front end behind our port; with its neighbours `vllm_*`, all that knows vLLM's.
+"""`server.frontend.Frontend` over vLLM's serving classes.
 
-vLLM's serving classes render prompts, drive the engine and shape the answers. Everything
-around them is ours: which fields are taken, limits, and errors, which all leave here
-as `ServerError`. What is used of vLLM is pinned by tests/server/vllm/test_contract.py.
+vLLM's serving classes render prompts, drive the engine and shape the answers. This server checks
+fields and limits, and raises every error as a `ServerError`. tests/server/vllm/test_contract.py
+compares the names used with vLLM's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from rbln_backend import api
+from server.admission import Capacity
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -31,36 +32,29 @@ from server.errors import (
     ServerError,
     describe,
 )
-from server.frontend import (
-    Capacity,
-    Endpoint,
-    JsonObject,
-    Profiler,
-    ReadRequest,
-    WireSchemas,
-)
+from server.frontend import ParsedRequest, Profiler, StorageOptions, WireSchemas
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
+from server.request.field_rules import extra_schemas, refused_fields
 from server.request.fields import IGNORED_HEADER
 from server.request.limits import check_priority_header, check_rank_header, check_tier
 from server.request.record import record_var
-from server.request.treatments import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
-from server.vllm.errors import Asked, RefusedError, engine_failed, from_exception
+from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
-from server.vllm.reading import BodyReader, Told
+from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
 from server.vllm.rendering.counting import count_whole_prompts
 from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
 from server.vllm.rendering.variables import templates_of
-from server.vllm.rules import make_rules
+from server.vllm.rules import make_request_rules
 from server.vllm.streams import text_chunks
 from server.vllm.streams.spans import (
     describe_answer,
@@ -70,6 +64,7 @@ from server.vllm.streams.spans import (
 )
 from server.vllm.streams.stamps import stamped_frames
 from server.vllm.tools.templates import settle_tools, template_tokenizer
+from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -77,7 +72,7 @@ if TYPE_CHECKING:
     from server.lora.registry import AdapterRegistry
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
-    from server.vllm.gated_engine import GatedLLM
+    from server.vllm.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +95,15 @@ def import_serving() -> None:
 
 
 async def build_frontend(
-    engine: GatedLLM, args: Namespace, tasks: tuple[SupportedTask, ...], settings: ServerSettings
+    engine: EngineClient,
+    args: Namespace,
+    tasks: tuple[SupportedTask, ...],
+    settings: ServerSettings,
 ) -> VllmFrontend:
     """Build vLLM's serving classes around a running engine."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
-    from server.vllm.gated_engine import leave_tags_to_the_gate
+    from server.vllm.engine_client import leave_tags_to_the_gate
 
     text_chunks.install_chat()
     text_chunks.install_completion()
@@ -137,7 +135,7 @@ class VllmFrontend:
 
     def __init__(
         self,
-        engine: GatedLLM,
+        engine: EngineClient,
         state: State,
         tasks: tuple[SupportedTask, ...],
         settings: ServerSettings,
@@ -156,7 +154,7 @@ class VllmFrontend:
         self._tracing = tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
-        rules = make_rules(engine.vllm_config, state, settings, tasks, offered, tools)
+        rules = make_request_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(
@@ -175,7 +173,7 @@ class VllmFrontend:
         render_elsewhere(online.renderer, templates, settings.read_workers)
 
     async def warm_up(self) -> None:
-        """Have a process ready for large bodies; without one the first of them starts it."""
+        """Start a process for large bodies; otherwise the first large body starts it."""
         try:
             await self._reading.start_one()
         except WorkerStartError as error:
@@ -183,7 +181,7 @@ class VllmFrontend:
 
     @property
     def capacity(self) -> Capacity:
-        """What the engine takes."""
+        """Capacity of the engine."""
         config = self._engine.vllm_config
         scheduler = config.scheduler_config
         queued = scheduler.max_num_queued_tokens
@@ -196,11 +194,11 @@ class VllmFrontend:
 
     @property
     def tracing(self) -> Tracing | None:
-        """What makes spans of requests, where vLLM sends its own somewhere."""
+        """Factory of request spans, if vLLM exports spans too."""
         return self._tracing
 
     def schemas(self) -> WireSchemas:
-        """Return what the offered endpoints take and answer."""
+        """Return the schemas of the offered endpoints."""
         from server.vllm.schemas import wire_schemas
 
         offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
@@ -223,54 +221,57 @@ class VllmFrontend:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
-        """Return what a body asks for; see `server.frontend.Frontend`."""
+    ) -> ParsedRequest | StorageOptions:
+        """Parse a body; see `server.frontend.Frontend`."""
         return await self._reader.read(endpoint, raw, before)
 
     def take_reading(self) -> JobCounts:
-        """Return what was done with large bodies; see `server.frontend.Frontend`."""
+        """Return the counts of large bodies; see `server.frontend.Frontend`."""
         return self._reader.take_counts()
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        told: Told = given.told
         record = record_var.get()
-        if told.deprecated and record is not None:
+        if parsed.is_deprecated and record is not None:
             record.answer_headers.update(DEPRECATION)
         if record is not None:
-            record.drafts = told.drafts
-        if told.ignored and record is not None:
-            record.answer_headers[IGNORED_HEADER] = ", ".join(told.ignored)
-        describe_request(record, endpoint, told.fields)
-        name_model(record, endpoint, await self._find_model(told.fields))
+            record.drafts = parsed.drafts
+        if parsed.ignored and record is not None:
+            record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
+        describe_request(record, endpoint, parsed.fields)
+        name_model(record, endpoint, await self._find_model(parsed.fields))
         check_priority_header(request.headers, self._limits)
-        check_tier(told.fields, request.headers, None if record is None else record.tier)
+        check_tier(parsed.fields, request.headers, None if record is None else record.tier)
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
             on_kind = None if record is None else record.guided_by
-            await self.grammars.check(told.constraints, on_kind)
-        large_var.set(given.large)
-        late_var.set(LateParts() if _has_logprobs(told.fields) else None)
-        asked = Asked(told.fields, told.blamed, self._limits.max_model_len, told.forbidding)
-        model: Any = told.model
-        if record is not None and record.insider is not None and record.insider.response_id:
-            model.request_id = record.insider.response_id
-        answering = self._answer(self._handlers[told.form], model, request, given.stamp)
+            found = await self.grammars.check(parsed.constraints, on_kind)
+            if record is not None:
+                record.grammars = found
+        large_var.set(parsed.is_large)
+        late_var.set(LateParts() if _has_logprobs(parsed.fields) else None)
+        context = RequestContext(
+            parsed.fields, parsed.error_field, self._limits.max_model_len, parsed.forbidding
+        )
+        model: Any = parsed.model
+        if record is not None and record.internal is not None and record.internal.response_id:
+            model.request_id = record.internal.response_id
+        answering = self._answer(self._handlers[parsed.form], model, request, stamp)
         try:
-            if given.large and endpoint in _WITHOUT_ENGINE:
+            if parsed.is_large and endpoint in _WITHOUT_ENGINE:
                 # Texts of megabytes, and answers as large: on a loop in a thread of their own.
                 answer = await asyncio.to_thread(asyncio.run, answering)
             else:
                 answer = await answering
         except Exception as error:
-            # The boundary to vLLM: it raises many kinds, and a client gets exactly ours.
-            raise self._translated(error, asked) from error
+            # The boundary to vLLM: all its exceptions are translated.
+            raise self._translated(error, context) from error
         if isinstance(answer, bytes):
             return answer
-        stamped = stamped_frames(endpoint, answer, given.stamp)
-        return self._frames(described_frames(record, endpoint, stamped), asked)
+        stamped = stamped_frames(endpoint, answer, stamp)
+        return self._frames(described_frames(record, endpoint, stamped), context)
 
     async def _answer(
         self, handler: Handler, model: BaseModel, request: Request, stamp: JsonObject
@@ -305,7 +306,7 @@ class VllmFrontend:
         )
 
     async def _frames(
-        self, frames: AsyncGenerator[str, None], asked: Asked
+        self, frames: AsyncGenerator[str, None], context: RequestContext
     ) -> AsyncGenerator[str, None]:
         late = late_var.get()
         try:
@@ -314,19 +315,19 @@ class VllmFrontend:
                     yield frame if late is None else await late.complete(frame)
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
-            raise self._translated(error, asked) from error
+            raise self._translated(error, context) from error
 
-    def _translated(self, error: Exception, asked: Asked) -> ServerError:
+    def _translated(self, error: Exception, context: RequestContext) -> ServerError:
         record = record_var.get()
         if record is not None and record.failure is not None:
-            # vLLM's classes know only that there was an error.
+            # vLLM's classes do not pass the cause on.
             return record.failure
         guided = record is not None and record.guide is not None
-        ours = from_exception(error, replace(asked, guided=guided))
+        ours = from_exception(error, replace(context, guided=guided))
         if isinstance(ours, ContextLengthError) and ours.param is None:
-            ours.param = asked.prompt
+            ours.param = context.prompt
         if isinstance(ours, InternalError) and self._engine.errored:
-            # vLLM reports a dead engine as a fault of each request that met it.
+            # vLLM reports a dead engine as an error of each request.
             return engine_failed()
         return ours
 

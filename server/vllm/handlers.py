@@ -10,14 +10,14 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from server.frontend import JsonObject
 from server.vllm.drafts.usage import add_prediction_counts
 from server.vllm.responses.answer import compacted_json, response_json
 from server.vllm.serving import adapted
 from server.vllm.streams.stamps import put_on
+from server.wire.endpoint import JsonObject
 
 ToBody = Callable[[Any, JsonObject], bytes]
-"""Returns the JSON body for an answer of vLLM's, with the fields that it shall have besides."""
+"""Returns the JSON body of vLLM's answer, with additional fields."""
 
 
 def _body(answer: BaseModel, stamp: JsonObject) -> bytes:
@@ -32,7 +32,7 @@ def _body_without_nulls(answer: BaseModel, _stamp: JsonObject) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """One form of requests: its model, what serves it if anything, how answers are shaped."""
+    """Request model, serving method (if offered) and answer serializer of one form."""
 
     model: type[BaseModel]
     serve: Callable[[Any, Request], Awaitable[Any]] | None
@@ -120,7 +120,7 @@ _BODIES: Mapping[str, ToBody] = {
 
 
 def handlers(state: State) -> dict[str, Handler]:
-    """Return what answers each form; a served model offers those of its tasks alone."""
+    """Return the handler of each form; a model offers the forms of its tasks only."""
     return {
         form: Handler(model, _serving(state, form), _BODIES.get(form, _body))
         for form, model in request_models().items()
@@ -129,7 +129,7 @@ def handlers(state: State) -> dict[str, Handler]:
 
 def _serving(state: State, form: str) -> Callable[[Any, Request], Awaitable[Any]] | None:
     name, method = _SERVED_BY[form]
-    # A model that generates has none of those that pool, and one that pools those of its task.
+    # A model has the serving classes of its tasks only.
     serving = getattr(state, name, None)
     if serving is None:
         return None

@@ -1,4 +1,4 @@
-"""The first import of vLLM in a process: without a compiler that nobody uses, with our limits."""
+"""First import of vLLM in a process: without its compiler, with this server's limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def import_vllm() -> None:
 
 
 def allow_stop_strings(number: int) -> None:
-    """Let requests have as many `stop` strings as this server allows.
+    """Set vLLM's limit of `stop` strings to this server's.
 
     vLLM's request models take their limit from its table of variables as they are imported.
     """

@@ -1,4 +1,4 @@
-"""Reads bodies: small ones at once, large ones in a process of their own, beside the event loop."""
+"""Parses small bodies on the event loop and large ones in another process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
-from server.frontend import Endpoint, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.host.job_counts import JobCounts
 from server.host.job_pool import (
     JobCrashedError,
@@ -21,21 +21,24 @@ from server.host.job_pool import (
 from server.observability.logging import request_id_var
 from server.vllm.reading_process import answer_of, job_bytes, rendered_of
 from server.vllm.rendering.job import Rendered
+from server.wire.endpoint import Endpoint
 
 SMALL_BYTES = 32 * 1024
 SMALL_CONTAINERS = 160
-"""Objects and arrays, or brackets in texts: a body of so few is read within milliseconds."""
+"""Most objects and arrays, brackets in texts included, of a body parsed within milliseconds."""
 HUGE_BYTES = 1 << 20
-"""A body of more takes a second or more to read, as do conversations that are continued."""
+"""Larger bodies take a second or more to parse."""
 _MAX_HUGE_WAITING = 8
 _RETRY_S = 2.0
 
 
 class Reader(Protocol):
-    """Reads a body on the spot."""
+    """Parses a body at once."""
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
-        """Return what a body asks for. Raises the `ServerError` of what is wrong with it."""
+    def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ParsedRequest | StorageOptions:
+        """Parse a body. Raises the `ServerError` of the first check that fails."""
         ...
 
 
@@ -58,11 +61,11 @@ class RequestReader:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
-        """Return what a body asks for.
+    ) -> ParsedRequest | StorageOptions:
+        """Parse a body.
 
-        Raises the `ServerError` of what is wrong with it; `OverloadedError` where too many large
-        ones wait, or one takes longer than it may.
+        Raises the `ServerError` of the first check that fails, and `OverloadedError` if too many
+        large bodies wait or one takes longer than `--read-timeout-s`.
         """
         if is_small(raw, before or b""):
             return self._here.read(endpoint, raw, before)
@@ -70,17 +73,16 @@ class RequestReader:
         try:
             async with self._turn(len(raw) + len(before or b"")):
                 job = job_bytes(endpoint, raw, before, request_id_var.get())
-                given = answer_of(await self._exchange(job, "read"))
+                parsed = answer_of(await self._exchange(job, "read"))
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
             raise
         self._counts.note("ok", time.perf_counter() - began)
-        given.large = True
-        return given
+        return parsed
 
     @asynccontextmanager
     async def _turn(self, size: int) -> AsyncIterator[None]:
-        """Have huge bodies wait for each other, so that others wait for one of them at most."""
+        """Serialize huge bodies, so that other bodies wait for at most one of them."""
         if size <= HUGE_BYTES:
             yield
             return
@@ -95,15 +97,15 @@ class RequestReader:
             self._huge_waiting -= 1
 
     async def render(self, job: bytes) -> Rendered:
-        """Return what a chat template makes of a large conversation.
+        """Render the chat template of a large conversation.
 
-        Requests that come here are admitted already, and wait. Raises a `ServerError` where the
-        rendering takes more time or memory than it may.
+        The request is admitted already, so it waits for a process. Raises a `ServerError` if
+        rendering exceeds its limit of time or memory.
         """
         return rendered_of(await self._exchange(job, "render", waits=True))
 
     def take_counts(self) -> JobCounts:
-        """Return what was done with large bodies since the last call."""
+        """Return the counts of large bodies since the last call."""
         counts, self._counts = self._counts, JobCounts()
         return counts
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,14 +18,14 @@ from pydantic_core import SchemaValidator, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
-from server.frontend import Endpoint, JsonObject, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.request.body import parse_json_object
 from server.request.budget import check_budget
-from server.request.endpoints import Kind, answers_in, blamed_field, kind_of_field, request_form
+from server.request.endpoints import FieldKind, answers_in, error_field, kind_of_field, request_form
 from server.request.fields import (
     accepted_fields,
+    apply_field_rules,
     model_field_names,
-    treat,
 )
 from server.request.limits import bound_tokens, check_limits
 from server.request.media import refuse_media
@@ -36,60 +35,48 @@ from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
 from server.request.volatile_lines import settle_lines
 from server.responses.compaction import expand_compactions, summarise
-from server.responses.keeping import take_keeping
 from server.responses.shown_request import shown_request
-from server.speculation.wishes import DraftWishes, settle_drafts
-from server.structured_outputs.constraint import Constraint
+from server.responses.storage_options import take_storage_options
+from server.speculation.draft_options import settle_drafts
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.tiers.tier import take_tier
 from server.tools.choice import FIELD, ToolChoice, check_choice
-from server.vllm.errors import Asked, from_exception, from_validation
+from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
 from server.vllm.rendering.variables import declared_by
-from server.vllm.rules import Rules
+from server.vllm.rules import RequestRules
 from server.vllm.sampling.exclusions import FORBIDDING
 from server.vllm.tools.requests import allow_names
+from server.wire.endpoint import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True)
-class Told:
-    """What the front end needs of a request that was read.
-
-    `fields` are those that hold one value each: no prompts, tools or grammars. `blamed` is the
-    field to name where the prompt is too long, `constraints` what the answer is to obey,
-    `forbidding` which fields forbid tokens, `deprecated` whether fields of the past were
-    translated, `ignored` what had no effect, `drafts` what it says of drafts.
-    """
-
-    form: str
-    model: BaseModel
-    fields: JsonObject
-    blamed: str | None
-    constraints: list[list[Constraint]]
-    forbidding: list[str]
-    deprecated: bool
-    ignored: list[str]
-    drafts: DraftWishes
 
 
 class BodyReader:
     """Reads bodies by the rules of one server."""
 
-    def __init__(self, rules: Rules, models: Mapping[str, type[BaseModel]]) -> None:
+    def __init__(self, rules: RequestRules, models: Mapping[str, type[BaseModel]]) -> None:
         """`models` are vLLM's request models by form."""
         self._rules = rules
         self._models = models
         self._validators = {
-            form: _hasty_validator(model) for form, model in models.items() if form in rules.offered
+            form: _fail_fast_validator(model)
+            for form, model in models.items()
+            if form in rules.offered
         }
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
-        """Return what a body asks for. Raises the `ServerError` of what is wrong with it.
+    def read(
+        self,
+        endpoint: Endpoint,
+        raw: bytes,
+        before: bytes | None = None,
+        *,
+        is_large: bool = False,
+    ) -> ParsedRequest | StorageOptions:
+        """Parse and check a body; see `server.frontend.Frontend.read`.
 
-        What `before` is, and what is returned without it: `server.frontend.Frontend.read`.
+        Raises the `ServerError` of the first check that fails.
         """
         rules = self._rules
         body = parse_json_object(raw, rules.max_json_depth)
@@ -101,19 +88,19 @@ class BodyReader:
         stamp: JsonObject = {}
         if endpoint is Endpoint.RESPONSES:
             stamp = shown_request(body, rules.sampling)
-        keeping = take_keeping(endpoint, body, before)
-        if keeping is not None and keeping.previous is not None and before is None:
-            return ReadRequest(answers=1, told=None, keeping=keeping)
-        if keeping is not None:
+        options = take_storage_options(endpoint, body, before)
+        if options is not None and options.previous is not None and before is None:
+            return options
+        if options is not None:
             expand_compactions(body)
         check_budget(endpoint, body, rules.budget)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
         settle_reasoning(body)
-        ignored = treat(endpoint, body) + self._settle_variables(endpoint, body)
+        ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
         if endpoint is Endpoint.COMPACT:
             stamp["output"] = summarise(body, rules.limits.max_model_len)
-        ignored += settle_thinking(endpoint, body, rules.thinker)
+        ignored += settle_thinking(endpoint, body, rules.thinking)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
         known = model_field_names(self._models[form])
         body, old = without_guided_fields(body, known)
@@ -121,19 +108,21 @@ class BodyReader:
         self._check_values(endpoint, fields)
         check_choice(endpoint, fields)
         constraints = constraints_of(endpoint, fields) if rules.guided else []
-        told = Told(
+        return ParsedRequest(
+            answers=answers_in(endpoint, fields),
+            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
             form=form,
             model=self._choosing_model(endpoint, form, fields),
-            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
-            blamed=blamed_field(endpoint, fields),
+            error_field=error_field(endpoint, fields),
             constraints=constraints,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
-            deprecated=bool(old),
+            is_deprecated=bool(old),
             ignored=sorted(ignored + undrafted),
             drafts=drafts,
-        )
-        return ReadRequest(
-            answers=answers_in(endpoint, fields), told=told, tier=tier, keeping=keeping, stamp=stamp
+            tier=tier,
+            stamp=stamp,
+            storage_options=options,
+            is_large=is_large,
         )
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:
@@ -169,19 +158,19 @@ class BodyReader:
 
     def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
         """Return the request as what serves it takes it."""
-        with self._blamed_on_request(endpoint, form, fields):
+        with self._validation_errors(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
         _read_lazy_parts(model, fields)
         for name, shape in shapes_of(self._models[form]).items():
             check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
-            with self._blamed_on_request(endpoint, form, fields):
+            with self._validation_errors(endpoint, form, fields):
                 return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
         return model
 
     @contextmanager
-    def _blamed_on_request(
+    def _validation_errors(
         self, endpoint: Endpoint, form: str, fields: JsonObject
     ) -> Iterator[None]:
         try:
@@ -189,7 +178,9 @@ class BodyReader:
         except ValidationError as error:
             raise from_validation(error, fields) from None
         except (VLLMValidationError, VLLMClientError) as error:
-            raise from_exception(error, Asked(fields, blamed_field(endpoint, fields))) from None
+            raise from_exception(
+                error, RequestContext(fields, error_field(endpoint, fields))
+            ) from None
         except Exception as error:
             # vLLM's own checks come before those of types, and trip over what they did not expect.
             raise self._refusal(form, fields, error) from error
@@ -201,8 +192,8 @@ class BodyReader:
             return from_validation(complaint, fields)
         except Exception:
             # They trip over it further inside, too.
-            logger.debug("Taken as the request's fault", exc_info=True)
-        logger.debug("Taken as the request's fault", exc_info=error)
+            logger.debug("Reported as a client error", exc_info=True)
+        logger.debug("Reported as a client error", exc_info=error)
         return InvalidValueError("The request cannot be understood; one of its values is wrong.")
 
 
@@ -223,26 +214,26 @@ def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
 
 
 def _is_plain(endpoint: Endpoint, name: str) -> bool:
-    return kind_of_field(endpoint, name) in (Kind.NAME, Kind.OPTIONS)
+    return kind_of_field(endpoint, name) in (FieldKind.NAME, FieldKind.OPTIONS)
 
 
-def _hasty_validator(model: type[BaseModel]) -> SchemaValidator:
+def _fail_fast_validator(model: type[BaseModel]) -> SchemaValidator:
     """Return a model's validator, made to stop at the first wrong entry of each list.
 
     Every branch of a union complains about an entry, hundreds of them in the Responses API: about
     thousands of entries that is more than memory holds.
     """
-    return SchemaValidator(_hasty(model.__pydantic_core_schema__), _use_prebuilt=False)
+    return SchemaValidator(_fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 
-def _hasty(schema: Any) -> Any:
+def _fail_fast(schema: Any) -> Any:
     if isinstance(schema, dict):
-        made = {key: _hasty(value) for key, value in schema.items()}
+        made = {key: _fail_fast(value) for key, value in schema.items()}
         if made.get("type") in ("list", "tuple", "set", "frozenset"):
             made["fail_fast"] = True
         return made
     if isinstance(schema, list | tuple):
-        return type(schema)(_hasty(item) for item in schema)
+        return type(schema)(_fail_fast(item) for item in schema)
     return schema
 
 
@@ -252,7 +243,7 @@ def _types_validator(model: type[BaseModel]) -> SchemaValidator:
 
     Kept: to build one takes ten milliseconds, and whoever made it needed may ask again.
     """
-    whole = _hasty(model.__pydantic_core_schema__)
+    whole = _fail_fast(model.__pydantic_core_schema__)
     inner = whole["schema"] if whole["type"] == "definitions" else whole
     while inner["type"] != "model-fields":
         inner = inner["schema"]

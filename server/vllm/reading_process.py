@@ -1,6 +1,6 @@
-"""The process that reads large bodies: it may take long, grow or be killed without harm to anyone.
+"""Process that parses large bodies; it can be slow, grow or be killed without harm to the server.
 
-What it sends back is unpickled: both ends are this service's own.
+Its replies are unpickled: both ends belong to this service.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from server.errors import BodyTooLargeError, InternalError, ServerError
-from server.frontend import Endpoint, ReadRequest
+from server.frontend import ParsedRequest, StorageOptions
 from server.host.job_pool import MEMORY_BYTES, limit_growth
 from server.observability.logging import configure, request_id_var
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.reading import BodyReader
 from server.vllm.rendering.job import MARK, Rendered, render
-from server.vllm.rules import Rules
+from server.vllm.rules import RequestRules
+from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
 _NICENESS = 10
 _KEPT_BYTES = 64 << 20
-"""What the process may keep of its growth; beyond it, freed memory is given back at once."""
+"""Growth of the process beyond which freed memory is returned to the system at once."""
 
 
 def job_bytes(
     endpoint: Endpoint, raw: bytes, before: bytes | None, request_id: str | None
 ) -> bytes:
-    """Return a job: which endpoint's body this is, what goes before it, and the body."""
+    """Return a job: endpoint, earlier items of the conversation, and body."""
     size = -1 if before is None else len(before)
     return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
-def answer_of(data: bytes) -> ReadRequest:
-    """Return what a job's body asks for. Raises the `ServerError` of what is wrong with it."""
+def answer_of(data: bytes) -> ParsedRequest | StorageOptions:
+    """Return the reply of a job. Raises the `ServerError` that it holds."""
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
-    assert isinstance(answer, ReadRequest)
+    assert isinstance(answer, ParsedRequest | StorageOptions)
     return answer
 
 
 def rendered_of(data: bytes) -> Rendered:
-    """Return what a job's template made. Raises the `ServerError` of what is wrong with it."""
+    """Return the rendered prompt of a job. Raises the `ServerError` that it holds."""
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
@@ -57,7 +58,7 @@ def rendered_of(data: bytes) -> Rendered:
     return answer
 
 
-def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> None:
+def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSettings) -> None:
     """Answer jobs until the pipe ends; the first message says that the process is ready."""
     import setproctitle
 
@@ -82,7 +83,7 @@ def serve_reading(pipe: Connection, rules: Rules, settings: ServerSettings) -> N
 
 
 def _answer(reader: BodyReader, job: bytes) -> bytes:
-    answer: ReadRequest | Rendered | ServerError
+    answer: ParsedRequest | StorageOptions | Rendered | ServerError
     try:
         answer = render(job) if job.startswith(MARK) else _read(reader, job)
     except MemoryError:
@@ -92,18 +93,19 @@ def _answer(reader: BodyReader, job: bytes) -> bytes:
     except ServerError as error:
         answer = error
     except Exception:
-        # The boundary of the process: one request's fault must not end it.
+        # The boundary of the process: one request must not end it.
         logger.exception("A request could not be read")
         answer = InternalError("Internal error; the server's log has it under the request id.")
     return pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
 
 
-def _read(reader: BodyReader, job: bytes) -> ReadRequest:
+def _read(reader: BodyReader, job: bytes) -> ParsedRequest | StorageOptions:
     head, _, rest = job.partition(b"\n")
     endpoint, size, request_id = head.decode().split(" ", 2)
     before = None if size == "-1" else rest[: int(size)]
     request_id_var.set(request_id or None)
-    return reader.read(Endpoint[endpoint], rest[len(before or b"") :], before)
+    body = rest[len(before or b"") :]
+    return reader.read(Endpoint[endpoint], body, before, is_large=True)
 
 
 def _resident_bytes() -> int:

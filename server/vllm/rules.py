@@ -1,4 +1,4 @@
-"""What one server takes of requests: every limit and choice that reading a body depends on."""
+"""Rules of one server for request bodies: every limit and option that parsing depends on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from server.frontend import JsonObject
 from server.request.budget import Budget
 from server.request.fields import UnknownPolicy
-from server.request.limits import REPORT_MODE, Limits
+from server.request.limits import REPORT_MODE, RequestLimits
 from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
-from server.request.thinking import Thinker
-from server.request.volatile_lines import Rule
+from server.request.thinking import ThinkingSupport
+from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
 from server.tools.support import ToolSupport
-from server.vllm.messages.requests import merges_inline_system, thinker_of
+from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
+from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -27,27 +27,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What one server takes.
+class RequestRules:
+    """Rules of one server.
 
-    `offered` are the forms of requests that the served model answers; `does` says in words what it
-    does, for those who ask for something else. `guided`: answers may be. `merge_inline_system` is
-    how Anthropic's system messages become those of a chat; `thinker` is what the model has for
-    wishes about thinking, `volatile_lines` which lines of system prompts are settled.
-    `speculates`: the engine checks drafts. `variables` are those of the served model's templates;
-    `own_templates`: requests may bring another. `tools` is how the model is shown tools. `sampling`
-    has the model's own defaults.
+    `offered` are the forms that the served model answers; `does` describes its task for errors.
+    `guided`: answers may be constrained. `merge_inline_system`: Anthropic's system messages in a
+    conversation are merged. `volatile_lines` are the rules for lines of system prompts.
+    `speculates`: the engine verifies drafts. `variables` are those of the model's templates;
+    `own_templates`: requests may send a template. `sampling` has the model's default parameters.
     """
 
     budget: Budget
-    limits: Limits
+    limits: RequestLimits
     pooling: PoolingLimits
     unknown_fields: UnknownPolicy
-    volatile_lines: tuple[Rule, ...]
+    volatile_lines: tuple[LineRule, ...]
     max_json_depth: int
     text_only: bool
     merge_inline_system: bool
-    thinker: Thinker
+    thinking: ThinkingSupport
     variables: TemplateVariables
     own_templates: bool
     tools: ToolSupport
@@ -58,18 +56,18 @@ class Rules:
     does: str
 
 
-def make_rules(
+def make_request_rules(
     config: VllmConfig,
     state: State,
     settings: ServerSettings,
     tasks: tuple[SupportedTask, ...],
     offered: frozenset[str],
     tools: ToolSupport,
-) -> Rules:
-    """Return what this server takes of the forms `offered`; `state` has vLLM's serving classes."""
+) -> RequestRules:
+    """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
     max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
-    return Rules(
+    return RequestRules(
         budget=Budget(
             max_messages=settings.max_messages,
             max_prompts=settings.max_prompts,
@@ -78,10 +76,9 @@ def make_rules(
             vocab_size=vocab_size,
             max_text_chars=settings.max_text_chars,
         ),
-        limits=Limits(
+        limits=RequestLimits(
             # More answers than sequences would wait for each other.
             max_n=min(settings.max_n, scheduler.max_num_seqs),
-            max_messages=settings.max_messages,
             max_prompts=settings.max_prompts,
             max_stop=settings.max_stop,
             max_logit_bias=settings.max_logit_bias,
@@ -103,7 +100,7 @@ def make_rules(
         merge_inline_system=merges_inline_system(
             getattr(state, "anthropic_serving_messages", None)
         ),
-        thinker=thinker_of(getattr(state, "openai_serving_chat", None)),
+        thinking=thinking_support_of(getattr(state, "openai_serving_chat", None)),
         variables=template_variables(state.online_renderer),
         own_templates=state.online_renderer.trust_request_chat_template,
         tools=tools,
@@ -116,7 +113,7 @@ def make_rules(
 
 
 def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
-    """What the model does, for those who ask for something else."""
+    """Return the model's task in words, for errors."""
     if "generate" in tasks:
         return "generates text; one that pools is served with --runner pooling"
     task = model.get_pooling_task(tasks)
@@ -126,8 +123,8 @@ def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
 
 
 def _dimensions(model: ModelConfig) -> Sequence[int]:
-    every = range(1, model.embedding_size + 1)
-    return (model.matryoshka_dimensions or every) if model.is_matryoshka else ()
+    sizes = range(1, model.embedding_size + 1)
+    return (model.matryoshka_dimensions or sizes) if model.is_matryoshka else ()
 
 
 def _extra_args(config: VllmConfig) -> frozenset[str] | None:

@@ -19,9 +19,10 @@ from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
 from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
-from server.frontend import Endpoint, JsonObject, WireSchemas
+from server.frontend import WireSchemas
 from server.tools.choice import ALLOWED_SCHEMA, FIELD
 from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
+from server.wire.endpoint import Endpoint, JsonObject
 
 _REF = "#/components/schemas/{model}"
 _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
@@ -57,8 +58,8 @@ def wire_schemas(
 ) -> WireSchemas:
     """Return the schemas of the endpoints, each with the forms of its request.
 
-    `extra_fields` are taken by an endpoint besides the model's own but for those of `without`;
-    `closed`: and no others.
+    `extra_fields` are accepted in addition to the model's fields, of which those of `without` are
+    removed. `closed`: other fields are rejected.
     """
     answers = {endpoint: _ANSWERS[endpoint] for endpoint in forms}
     models = [(model, "validation") for form in forms.values() for model in form]

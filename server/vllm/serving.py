@@ -1,7 +1,7 @@
 """vLLM's serving instances: requests come in as they were read, errors leave as exceptions.
 
-Upstream writes an error of a stream into a frame, from which nobody can tell what happened. Here
-it is raised as the object that it is, and `server.vllm.errors` alone says what a client is told.
+Upstream writes an error of a stream into a frame, which loses its class. Here
+the exception itself is raised, and `server.vllm.errors` alone translates it for clients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _raises_in_streams() -> type:
 class NoLengthCheck:
     """Mixin that skips the prompt length check of vLLM's Responses class.
 
-    `GatedLLM` makes the check for every endpoint, with one message.
+    `EngineClient` makes the check for every endpoint, with one message.
     """
 
     def _validate_generator_input(self, _engine_input: Any) -> None:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
+from tests.architecture.wording import (
+    PENDING_CLASSES,
+    PENDING_FOLDERS,
+    PENDING_SHAPES,
+    WORDED,
+    checked_sources,
+    forbidden_words,
+    functions_without_shapes,
+    vague_docstrings,
+)
 
 ENVIRONMENT_READERS = {"rbln_backend/settings.py", "server/settings.py"}
 # Sets what the SDK reads, and looks whether the user has.
@@ -69,3 +80,47 @@ def test_no_text_is_executed() -> None:
             elif isinstance(node.func, ast.Attribute) and node.func.attr in ("GraphModule", "exec"):
                 found.add(f"{relative(path)}: {node.func.attr}")
     assert found == set()
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = [
+        f"{p}:{f}" for p, text in checked_sources(PENDING_FOLDERS) for f in vague_docstrings(text)
+    ]
+    assert found == []
+
+
+def test_forbidden_words_are_absent() -> None:
+    found = [
+        f"{p}:{f}" for p, text in checked_sources(PENDING_FOLDERS) for f in forbidden_words(text)
+    ]
+    assert found == []
+
+
+def test_every_class_name_exists_once() -> None:
+    places = defaultdict(list)
+    for path in python_files(*WORDED):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(relative(path))
+    repeated = {name: found for name, found in places.items() if len(found) > 1}
+    assert {n: p for n, p in repeated.items() if n not in PENDING_CLASSES} == {}
+
+
+def test_public_functions_on_tensors_name_shapes() -> None:
+    found = [
+        f"{path}: {name}"
+        for path, text in checked_sources(PENDING_SHAPES)
+        for name in functions_without_shapes(text)
+    ]
+    assert found == []
+
+
+def test_the_checks_find_violations() -> None:
+    source = (
+        'def copy(x: torch.Tensor) -> None:\n    """How copies begin."""\n'
+        "    # Nobody reads this.\n    was_told = 'untold'\n"
+    )
+    assert vague_docstrings(source) == ["2: How copies begin."]
+    assert forbidden_words(source) == ["3: Nobody", "4: told"]
+    assert functions_without_shapes(source) == ["copy"]
+    assert functions_without_shapes(source.replace("begin", "of x [n] begin")) == []

@@ -17,8 +17,10 @@ from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend.vllm_compat import patches
 from tests.architecture.source_tree import ROOT
 
-# Settings, which a platform is asked to settle; messages of one step; the runner's own tables.
+# Settings, which a platform is asked to settle; a request's parameters; messages of one step; the
+# runner's own tables.
 WRITTEN_TO = (
+    "vllm.sampling_params.SamplingParams.",
     "vllm.config.",
     "vllm.engine.arg_utils.",
     "vllm.v1.core.sched.output.",
@@ -50,6 +52,7 @@ Scheduler.schedule: -throttle +throttle_prefills=False
 """
 
 
+@pytest.mark.slow
 def test_the_list_is_what_is_used_of_vllm_and_what_differs_is_told(tmp_path: Path) -> None:
     lines = FILE.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if not line.startswith("Scheduler.schedule ")]
@@ -186,6 +189,7 @@ def _ledger() -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
 
 
+@pytest.mark.slow
 def test_the_ledger_holds_all_that_is_replaced_and_nothing_else() -> None:
     replaced = {n for n in find_uses(ROOT).replaced if not n.startswith(WRITTEN_TO)}
     held = {n for row in _ledger() for n in re.findall(r"`([\w.]+\.\w+)`", row[0])}

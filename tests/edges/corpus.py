@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from server.frontend import Endpoint
 from server.request.endpoints import forms_of
 from server.vllm.handlers import request_models
+from server.wire.endpoint import Endpoint
 
 MAX_BYTES = 4 * 1024 * 1024 - 4096
 SIZES = (100, 10_000, 1_000_000)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import ContextLengthError, InvalidValueError, ServerError
-from server.frontend import Endpoint
 from server.request.budget import MAX_FIELDS, Budget, check_budget
+from server.wire.endpoint import Endpoint
 
 BUDGET = Budget(
     max_messages=4, max_prompts=3, max_tools=2, max_model_len=100, vocab_size=50, max_text_chars=999

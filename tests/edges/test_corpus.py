@@ -41,7 +41,7 @@ def start(
                 model = sentence_transformer(checkpoints("qwen3"), folder / "model")
             else:
                 model = checkpoints("llama", dtype="float32")
-            running[pooling] = RealServer(model, folder, "--max-model-len", "256")
+            running[pooling] = RealServer(model, folder, "--max-model-len", "256", own_imports=True)
             running[pooling].until_ready()
         return running[pooling]
 

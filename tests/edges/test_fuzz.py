@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from server.errors import InternalError, ServerError
-from server.frontend import ReadRequest
+from server.frontend import ParsedRequest
 from server.vllm.handlers import request_models
 from server.vllm.reader import is_small
 from server.vllm.reading import BodyReader
@@ -115,10 +115,10 @@ def attack(reader: BodyReader, form: str, number: int) -> Spent:
             return
         started = time.thread_time()
         try:
-            assert isinstance(reader.read(endpoint, raw), ReadRequest)
+            assert isinstance(reader.read(endpoint, raw), ParsedRequest)
         except ServerError as error:
             assert not isinstance(error, InternalError)
-            assert 400 <= error.row.status < 500
+            assert 400 <= error.status < 500
             assert len(error.body()) < 4096
         seconds = time.thread_time() - started
         spent.note(seconds, raw)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import pickle
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,32 +23,33 @@ from server.errors import (
     UnsupportedFieldError,
     UnsupportedOperationError,
 )
-from server.frontend import Endpoint, ReadRequest
+from server.frontend import ParsedRequest
 from server.host.job_pool import JobPool, process_starter
 from server.request.budget import Budget
-from server.request.limits import Limits
+from server.request.limits import RequestLimits
 from server.request.pooling import PoolingLimits
 from server.request.templates.variables import TemplateVariables
-from server.request.thinking import Thinker
+from server.request.thinking import ThinkingSupport
 from server.settings import ServerSettings
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.handlers import request_models
 from server.vllm.reader import RequestReader, is_small
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import answer_of, job_bytes, serve_reading
-from server.vllm.rules import Rules
+from server.vllm.rules import RequestRules
+from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, USER, endpoint_of
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
 MODELS = request_models()
-RULES = Rules(
+RULES = RequestRules(
     budget=Budget(
         max_messages=2048, max_prompts=256, max_tools=256, max_model_len=2048, vocab_size=500
     ),
-    limits=Limits(
+    limits=RequestLimits(
         max_n=8,
-        max_messages=2048,
         max_prompts=256,
         max_stop=4,
         max_logit_bias=1024,
@@ -61,7 +64,7 @@ RULES = Rules(
     max_json_depth=64,
     text_only=True,
     merge_inline_system=False,
-    thinker=Thinker(),
+    thinking=ThinkingSupport(),
     variables=TemplateVariables(arguments=frozenset(("tokenize",))),
     own_templates=True,
     tools=ToolSupport("template", None, "it names them"),
@@ -79,8 +82,10 @@ def test_tools_are_refused_where_nothing_shows_them() -> None:
     body = {"model": "m", "messages": [USER], "tools": tools}
     with pytest.raises(UnsupportedFieldError, match="'tools' is not supported") as caught:
         reader.read(Endpoint.CHAT, json.dumps(body).encode())
-    assert caught.value.row.status == 400
-    assert reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()).told
+    assert caught.value.status == 400
+    assert isinstance(
+        reader.read(Endpoint.CHAT, json.dumps(body | {"tools": None}).encode()), ParsedRequest
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +104,10 @@ def test_every_form_is_read_and_can_be_sent_between_processes(
     given = reader.read(endpoint_of(form), raw(**BODIES[form]))
     again = answer_of(pickle.dumps(given))
     assert again.answers == given.answers
-    assert again.told.form == form
-    assert again.told.model.model_dump() == given.told.model.model_dump()
-    assert again.told.fields.get("model") == "m"
-    assert not {"messages", "prompt", "input", "tools"} & again.told.fields.keys()
+    assert again.form == form
+    assert again.model.model_dump() == given.model.model_dump()
+    assert again.fields.get("model") == "m"
+    assert not {"messages", "prompt", "input", "tools"} & again.fields.keys()
 
 
 def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> None:
@@ -110,7 +115,7 @@ def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> 
     for role in ("user", "developer", "assistant", "system"):
         said = {"role": role, "content": parts}
         given = reader.read(Endpoint.CHAT, raw(messages=[said]))
-        assert given.told.model.messages[0]["content"] == parts
+        assert given.model.messages[0]["content"] == parts
         wrong = {"role": role, "content": [parts[0], 5]}
         with pytest.raises(InvalidTypeError) as caught:
             reader.read(Endpoint.CHAT, raw(messages=[wrong]))
@@ -147,7 +152,7 @@ def test_what_is_wrong_is_told_briefly(
 ) -> None:
     with pytest.raises(error) as caught:
         reader.read(endpoint, raw(**body))
-    assert caught.value.row.status == 400
+    assert caught.value.status == 400
     assert param is None or str(caught.value.param).startswith(param)
     assert len(caught.value.body()) < 4096
 
@@ -178,7 +183,7 @@ async def pool() -> AsyncIterator[JobPool]:
 class Nowhere:
     """Reads nothing: what comes here was taken for small."""
 
-    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ReadRequest:
+    def read(self, endpoint: Endpoint, raw: bytes, before: bytes | None = None) -> ParsedRequest:
         raise AssertionError(f"{endpoint}: {len(raw)} bytes")
 
 
@@ -186,8 +191,8 @@ class Nowhere:
 async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     reader = RequestReader(Nowhere(), pool)
     given = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
-    assert given.large
-    assert len(given.told.model.messages) == 2000
+    assert given.is_large
+    assert len(given.model.messages) == 2000
     with pytest.raises(InvalidValueError, match="at most 2048 items"):
         await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2049))
     with pytest.raises(MissingFieldError, match="content"):
@@ -197,7 +202,7 @@ async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     with pytest.raises(ReaderFailedError, match="ended by SIGKILL before it had read") as caught:
         while True:
             await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
-    assert caught.value.row.status == 503
+    assert caught.value.status == 503
     assert "retry-after" in caught.value.headers
     again = await reader.read(Endpoint.CHAT, raw(messages=[USER] * 2000))
     assert again.answers == 1
@@ -221,8 +226,24 @@ def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
     assert job_bytes(Endpoint.CHAT, b"{\n}", None, "id") == b"CHAT -1 id\n{\n}"
     assert job_bytes(Endpoint.CHAT, b"{\n}", b"[]", "id") == b"CHAT 2 id\n[]{\n}"
     given = reader.read(Endpoint.CHAT, raw(messages=[USER]))
-    assert answer_of(pickle.dumps(given)).told.model.messages == [USER]
+    assert answer_of(pickle.dumps(given)).model.messages == [USER]
     refused = MissingFieldError("The field 'x' is missing.", param="x")
     with pytest.raises(MissingFieldError) as caught:
         answer_of(pickle.dumps(refused))
     assert (caught.value.message, caught.value.param) == (refused.message, "x")
+
+
+def test_the_body_reader_alone_makes_parsed_requests() -> None:
+    makers = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "server").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ParsedRequest")
+    ]
+    assert makers == ["server/vllm/reading.py"]
+
+
+def test_parsed_requests_are_frozen(reader: BodyReader) -> None:
+    parsed = reader.read(Endpoint.CHAT, raw(messages=[USER]))
+    with pytest.raises(FrozenInstanceError):
+        parsed.answers = 0  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.checkpoints import CheckpointCache
 from tests.kernel_cache import share_kernels
+from tests.model_classes import inspect_here
 
 # The engine core runs in the test's process, so that a test can step it and look inside.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -103,6 +105,9 @@ class Engines:
         from vllm import LLM
         from vllm.distributed import destroy_model_parallel
 
+        if self._made == 0:
+            _keep_imports_from_the_collector()
+            inspect_here()
         self._made += 1
         run_dir = self.root / f"run-{self._made}"
         run_dir.mkdir()
@@ -118,6 +123,15 @@ class Engines:
         destroy_model_parallel()
         llm = LLM(str(checkpoint), additional_config={"rbln": options}, **(DEFAULTS | overrides))
         return Engine(llm, run_dir, checkpoint)
+
+
+def _keep_imports_from_the_collector() -> None:
+    """Freeze what is imported: vLLM collects garbage several times per engine, 0.3 s each."""
+
+    import rbln_backend.worker.worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

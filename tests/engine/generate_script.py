@@ -17,6 +17,8 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.model_classes import inspect_here
+
 
 async def answer(
     engine: AsyncLLM,
@@ -50,6 +52,7 @@ async def main(
     num_tokens: int,
     adapters: list[str | None],
 ) -> None:
+    inspect_here()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **options))
     engines = options.get("data_parallel_size", 1)
     folders = list(dict.fromkeys(filter(None, adapters)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import ModelRegistry, SamplingParams
+from vllm import SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
 from rbln_backend.store.artifact_files import PROGRAM
@@ -49,13 +49,6 @@ def prompt_lengths(checkpoint: Path) -> list[int]:
     config = json.loads((checkpoint / "config.json").read_text())
     window = config.get("sliding_window") or 48
     return [1, 5, window - 1, window, window + 1, 2 * window, 4 * window]
-
-
-def import_model(checkpoint: Path) -> None:
-    """Let vLLM look at the model's class in this process; it would start one for every family."""
-    (name,) = json.loads((checkpoint / "config.json").read_text())["architectures"]
-    if name in ModelRegistry.models:
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 @contextmanager
@@ -109,7 +102,6 @@ def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> l
 )
 def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
-    import_model(checkpoint)
     prompts, params = make_prompts(prompt_lengths(checkpoint), seed=60), greedy(NUM_TOKENS)
     expected = references(checkpoint, prompts, NUM_TOKENS)
     with running(engines, arch, tmp_path, CHUNKS, BATCHES) as engine:
@@ -129,7 +121,6 @@ def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 @pytest.mark.parametrize("arch", OTHERS)
 def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
-    import_model(checkpoint)
     prompts, params = make_prompts(prompt_lengths(checkpoint), seed=61), greedy(24)
     expected = references(checkpoint, prompts, 24)
     with running(engines, arch, tmp_path, CHUNKS[-1:], BATCHES[-1:]) as engine:

@@ -10,7 +10,7 @@ import pytest
 from vllm import SamplingParams
 
 from rbln_backend.gguf.checkpoint import write_checkpoint
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from tests.adapters import EVERY_LINEAR, HEAD, assert_worth_merged_weights, make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engines

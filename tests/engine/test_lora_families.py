@@ -16,7 +16,7 @@ from tests.adapters import make_adapter, merge
 from tests.checkpoint_families import FAMILIES
 from tests.engine.conftest import Engines
 from tests.engine.test_equality import make_prompts
-from tests.engine.test_families import BATCHES, CHUNKS, import_model, references, running
+from tests.engine.test_families import BATCHES, CHUNKS, references, running
 
 pytestmark = [
     pytest.mark.engine,
@@ -58,7 +58,6 @@ def leave_out(adapter: Path, part: str) -> None:
 @pytest.mark.parametrize("arch", sorted(FAMILIES))
 def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
-    import_model(checkpoint)
     targets, experts = projections(checkpoint, arch), kind_of_experts(checkpoint)
     adapter = make_adapter(checkpoint, tmp_path / "adapter", targets=targets, experts=experts)
     if arch in FUSED:

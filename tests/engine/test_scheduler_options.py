@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 # The longest prompts take eight chunks of 16; a request that waits for all others still ends.
 STEPS = 3000
-PRIORITIES = [0, 0, 0, 3, FOREMOST_PRIORITY, BACKGROUND_PRIORITY]
+PRIORITIES = [0, 0, 0, 3, FIRST_PRIORITY, BACKGROUND_PRIORITY]
 TIGHT = {"num_gpu_blocks_override": 18, "scheduling_policy": "priority"}
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from rbln_backend.checkpoints.folders import fetch
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from tests.engine.conftest import Engines
 from tests.reference import reference_generate
 

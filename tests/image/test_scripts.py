@@ -51,7 +51,10 @@ def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) ->
     [
         (("/models/a", "--port", "1"), "serve /models/a --port 1"),
         (("serve", "/models/a"), "serve /models/a"),
-        (("compile", "/models/a"), "compile /models/a"),
+        *(
+            ((command, "/models/a"), f"{command} /models/a")
+            for command in ("batch", "check", "compile", "fetch", "cache", "tune")
+        ),
         (("./compile",), "serve ./compile"),
         (("--version",), "--version"),
     ],

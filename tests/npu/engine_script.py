@@ -28,6 +28,9 @@ def _answer(
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
+    from tests.model_classes import inspect_here
+
+    inspect_here()
     llm = LLM(path, **options)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]

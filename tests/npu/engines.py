@@ -1,4 +1,4 @@
-"""Our engine over the SDK's double: jobs, their answers, and what the double was asked."""
+"""Our engine over the SDK's double: jobs, their answers, and the double's log of calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Job:
     """A checkpoint of the same values that transformers reads; None: the same one."""
 
     def expected(self) -> list[list[list[int]]]:
-        """What transformers answers."""
+        """Return the answers of transformers."""
         path = self.reference or self.checkpoint
         return [
             [reference_generate(path, prompt, self.max_tokens).token_ids for prompt in batch]
@@ -54,13 +54,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of jobs in one process."""
+    """Results of jobs in one process."""
 
     answers: list[list[list[list[int]]]]
     log: Path
 
     def calls(self, name: str) -> list[dict[str, Any]]:
-        """What the double wrote of one kind of call, in all processes."""
+        """Return the double's log of one kind of call, in all processes."""
         return read_log(self.log, name)
 
 
@@ -76,7 +76,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
     settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
-    told = [
+    request = [
         {
             "path": str(job.checkpoint),
             "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,
@@ -87,5 +87,5 @@ def run(
         for job in jobs
     ]
     variables = double_environment(log, **double) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    answers = run_script(SCRIPT, told, variables | (environment or {}), timeout_s=900)
+    answers = run_script(SCRIPT, request, variables | (environment or {}), timeout_s=900)
     return Ran(answers, log)

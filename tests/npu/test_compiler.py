@@ -121,7 +121,7 @@ def test_a_host_without_an_npu_only_compiles(sdk: ModuleType, backend: Backend) 
     assert backend.calls[0][2]["mode"] == ["strict", "compile_only"]
 
 
-def test_falling_back_to_the_cpu_must_be_asked_for(sdk: ModuleType, backend: Backend) -> None:
+def test_falling_back_to_the_cpu_needs_a_setting(sdk: ModuleType, backend: Backend) -> None:
     make(sdk, strict=False).load(double_and_add(), SPEC, tensors())
     assert backend.calls[0][2]["mode"] == []
 

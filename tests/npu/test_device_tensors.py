@@ -40,7 +40,7 @@ def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) 
     assert all(call["hit"] for call in warm.calls("compile"))
 
 
-def test_what_is_asked_for_and_missing_is_refused(
+def test_a_required_but_missing_package_is_refused(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     job = Job(checkpoints("llama", **LONG))

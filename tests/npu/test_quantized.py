@@ -15,7 +15,7 @@ from vllm.scalar_type import scalar_types
 
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.gguf.checkpoint import write_checkpoint
-from rbln_backend.parity.sides.plain_weights import plain_checkpoint
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
 from tests.checkpoints import CheckpointCache

@@ -27,12 +27,12 @@ def test_two_ranks_answer_as_transformers(
     cold = run([job], tmp_path, devices=4)
     assert cold.answers == [job.expected()]
     opened = [call["variables"] for call in cold.calls("environment") if call["when"] == "open"]
-    ranks = {told["LOCAL_RANK"]: told for told in opened}
-    assert {rank: told["RBLN_VISIBLE_DEVICES"] for rank, told in ranks.items()} == {
+    ranks = {variables["LOCAL_RANK"]: variables for variables in opened}
+    assert {rank: variables["RBLN_VISIBLE_DEVICES"] for rank, variables in ranks.items()} == {
         "0": "0",
         "1": "1",
     }
-    assert {told["WORLD_SIZE"] for told in ranks.values()} == {"2"}
+    assert {variables["WORLD_SIZE"] for variables in ranks.values()} == {"2"}
     warm = run([job], tmp_path, devices=4)
     assert warm.answers == cold.answers
     assert warm.calls("compile")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 FLAGS = ("--block-size", "1024", "--max-model-len", "2048", "--max-num-batched-tokens", "128")
 
 
-def test_compiles_of_the_sdk_are_told_and_none_follows(
+def test_compiles_of_the_sdk_are_reported_and_none_follows(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     environment = {
@@ -45,8 +45,8 @@ def test_compiles_of_the_sdk_are_told_and_none_follows(
         assert server.metric('rbln_graphs{kind="decode",result="compiled"}') == 3
         spent = server.metric("rbln_compile_seconds_sum")
         assert spent >= 2 * graphs["total"]
-        asked = {"model": "tiny", "prompt": "NPU", "max_tokens": 4, "ignore_eos": True}
-        answer = server.client.post("/v1/completions", json=asked)
+        body = {"model": "tiny", "prompt": "NPU", "max_tokens": 4, "ignore_eos": True}
+        answer = server.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert server.metric("rbln_recompiles_after_warmup_total") == 0

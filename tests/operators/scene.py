@@ -95,6 +95,8 @@ def running_scene(checkpoints: CheckpointCache, folder: Path) -> Iterator[Scene]
     ):
         server.until_ready()
         prometheus.until('rbln_serve_phase{phase="ready"} == 1')
+        # It fires when the rules are evaluated before the first scrape.
+        prometheus.until('absent(ALERTS{alertname="RblnNoTargets", alertstate="firing"})')
         _remember_earlier_runs(server)
         yield Scene(server, prometheus, devices, adapters, began)
 

@@ -120,7 +120,7 @@ def test_a_compile_on_the_hot_path_is_seen(story: Story) -> None:
 def test_a_trial_of_a_grammar_that_breaks_its_process_is_seen(story: Story) -> None:
     assert story.complete([30], structured_outputs={"regex": "a+"}) == 200
     story.is_silent("RblnGrammarTrialCrash")
-    found = re.findall(r"process (\d+) is there for: grammar trials", story.server.log.read_text())
+    found = re.findall(r"started process (\d+): grammar trials", story.server.log.read_text())
     trial = int(found[-1])
     os.kill(trial, signal.SIGSTOP)
     killer = threading.Timer(0.5, os.kill, (trial, signal.SIGKILL))

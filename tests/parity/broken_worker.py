@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.parity.sides.probe_worker import ProbeWorker
+from rbln_backend.parity.runners.probe_worker import ProbeWorker
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 BROKEN_LAYER = "model.layers.1"

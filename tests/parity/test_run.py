@@ -148,9 +148,9 @@ def test_a_reference_is_computed_once_with_use_cache(
     written = kept.stat().st_mtime_ns
     assert "Launching TRANSFORMERS worker" in capsys.readouterr().out
     assert main([*model, *SMALL, *cache]) == 0
-    told = capsys.readouterr().out
-    assert f"TRANSFORMERS results are the kept ones, {kept}" in told
-    assert "Launching TRANSFORMERS worker" not in told
+    printed = capsys.readouterr().out
+    assert f"TRANSFORMERS results are the kept ones, {kept}" in printed
+    assert "Launching TRANSFORMERS worker" not in printed
     assert kept.stat().st_mtime_ns == written
     assert main([*model, *SMALL, *cache, "--max-tokens", "5"]) == 0
     assert len(list(tmp_path.iterdir())) == 2
@@ -163,7 +163,7 @@ def test_a_side_that_cannot_run_is_status_3_with_its_log(
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     model = ["--model", str(tmp_path), "--num-hidden-layers", "1"]
     assert main([*model, "--reference", "transformers"]) == 3
-    told = capsys.readouterr()
-    assert "the transformers side ended with status 1:\n" in told.err
-    assert f"ValueError: {tmp_path} holds no *.safetensors" in told.err
-    assert told.out.startswith(f"Model = {tmp_path}, EP=False, TP=1,")
+    printed = capsys.readouterr()
+    assert "the transformers side ended with status 1:\n" in printed.err
+    assert f"ValueError: {tmp_path} holds no *.safetensors" in printed.err
+    assert printed.out.startswith(f"Model = {tmp_path}, EP=False, TP=1,")

@@ -60,7 +60,7 @@ class Device:
 
     def compile(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """As vllm_rbln: through Dynamo, with its options."""
-        told = {
+        defaults = {
             "compile_context": self.context,
             "mode": ["strict"],
             "num_devices": 1,
@@ -71,7 +71,7 @@ class Device:
             backend=torch_compile.rbln_backend,
             dynamic=False,
             fullgraph=True,
-            options={**told, **options},
+            options={**defaults, **options},
         )
         return compiled
 
@@ -81,7 +81,7 @@ class Device:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """What torch says of a prompt: q [1, H, G, L, D]; k and v [1, H, 1, L, D]."""
+    """Return torch's attention of a prompt: q [1, H, G, L, D]; k and v [1, H, 1, L, D]."""
     length = q.shape[3]
     rows, columns = torch.arange(length)[:, None], torch.arange(length)
     mask = (columns <= rows) & (columns > rows - (window or length + 1))
@@ -252,7 +252,7 @@ def _adder(weight: Tensor | None = None) -> fx.GraphModule:
 
 
 def outcome(name: str) -> str | None:
-    """What the case raised, as one line; None if it went well."""
+    """Return the case's error as one line; None if it passed."""
     torch._dynamo.reset()
     case: Callable[[], None] = globals()[name]
     try:

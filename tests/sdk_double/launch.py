@@ -1,4 +1,4 @@
-"""How a test runs a process over the double, and reads what it was asked."""
+"""Processes over the double, and readers of its call log."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def double_environment(log: Path, **settings: str | int | float | Iterable[str])
 
     ``settings`` are ``SDK_DOUBLE_*`` in small letters, such as ``off=["blocks"]`` or ``npu=""``.
     """
-    told = {
+    settings = {
         f"SDK_DOUBLE_{name.upper()}": str(value)
         if isinstance(value, str | int | float)
         else ",".join(value)
         for name, value in settings.items()
     }
     paths = os.pathsep.join((str(FOLDER), str(ROOT)))
-    return dict(os.environ) | {"PYTHONPATH": paths, "SDK_DOUBLE_LOG": str(log)} | told
+    return dict(os.environ) | {"PYTHONPATH": paths, "SDK_DOUBLE_LOG": str(log)} | settings
 
 
 def read_log(log: Path, call: str | None = None) -> list[dict[str, Any]]:

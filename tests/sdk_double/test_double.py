@@ -64,7 +64,7 @@ def test_without_an_npu_graphs_are_compiled_but_not_run(
 ) -> None:
     names = ["a_graph_that_is_called", "a_graph_that_is_only_compiled"]
     nameless = run_cases(tmp_path / "nameless.jsonl", names, npu="")
-    assert all("no NPU is here to compile for" in str(told) for told in nameless.values())
+    assert all("no NPU is here to compile for" in str(results) for results in nameless.values())
     monkeypatch.setenv("RBLN_FORCE_NPU_NAME", "RBLN-CR13")
     named = run_cases(tmp_path / "named.jsonl", names, npu="")
     assert "1 RBLN devices are needed, 0 are visible" in str(named["a_graph_that_is_called"])
@@ -74,12 +74,12 @@ def test_without_an_npu_graphs_are_compiled_but_not_run(
 
 
 def test_memory_is_finite_and_the_sdk_says_so_in_its_words(tmp_path: Path) -> None:
-    told = run_cases(tmp_path / "log.jsonl", ["a_cache_of_any_size"], memory=1 << 20)
-    assert "SYS_ENOMEM: Out of memory" in str(told["a_cache_of_any_size"])
+    results = run_cases(tmp_path / "log.jsonl", ["a_cache_of_any_size"], memory=1 << 20)
+    assert "SYS_ENOMEM: Out of memory" in str(results["a_cache_of_any_size"])
 
 
 def test_a_rule_can_be_switched_off(tmp_path: Path) -> None:
-    told = run_cases(tmp_path / "log.jsonl", list(BROKEN), off="blocks,schema")
-    off = {name for name, message in told.items() if message is None}
+    results = run_cases(tmp_path / "log.jsonl", list(BROKEN), off="blocks,schema")
+    off = {name for name, message in results.items() if message is None}
     expected = {"a_block_of_another_size", "a_chunk_that_does_not_divide_the_block"}
     assert off == expected | {"too_few_arguments", "an_index_of_32_bits"}

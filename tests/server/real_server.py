@@ -14,6 +14,7 @@ from types import TracebackType
 import httpx
 
 from tests.kernel_cache import share_kernels
+from tests.warm_process import ForkedProcess, warm_process
 
 FLAGS = (
     *("--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"),
@@ -23,7 +24,11 @@ READY_TIMEOUT_S = 240.0
 
 
 class RealServer:
-    """One server process; a context manager that leaves no process behind."""
+    """One server process; a context manager that leaves no process behind.
+
+    It is forked from a process that has imported vLLM, see `tests.warm_process`, unless
+    `own_imports`: what is measured, or shared between processes, then is as in production.
+    """
 
     def __init__(
         self,
@@ -32,27 +37,29 @@ class RealServer:
         *flags: str,
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        own_imports: bool = False,
     ) -> None:
         """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
         # Artifacts and kernels are kept between runs, as the checkpoints are.
         cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
+        kept |= {"VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
         self.log = tmp_path / "server.log"
-        command = [sys.executable, "-m", "server", "serve", str(checkpoint), *FLAGS]
-        command += ["--host", "127.0.0.1", "--port", "0", "--run-root", str(tmp_path), *flags]
+        command = ["serve", str(checkpoint), *FLAGS, "--host", "127.0.0.1", "--port", "0"]
+        command += ["--run-root", str(tmp_path), *flags]
+        warm = None if own_imports or environment else warm_process()
         self.started = time.monotonic()
         with (output or self.log).open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **kept,
-                    "VLLM_CACHE_ROOT": str(cache),
-                    "VLLM_NO_USAGE_STATS": "1",
-                    **(environment or {}),
-                },
-            )
+            self.process: subprocess.Popen[bytes] | ForkedProcess
+            if warm is None:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "server", *command],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=kept,
+                )
+            else:
+                self.process = warm.start(*command, environ=kept, output=log, errors=log)
         self.url = self._until_listening()
         self.client = httpx.Client(base_url=self.url, timeout=60)
 

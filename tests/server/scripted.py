@@ -18,27 +18,22 @@ import pytest
 from pydantic_core import to_json
 from starlette.requests import Request
 
+from server.admission import Capacity
 from server.errors import ContextLengthError, InternalError
-from server.frontend import (
-    Capacity,
-    Endpoint,
-    JsonObject,
-    LaunchError,
-    ReadRequest,
-    WireSchemas,
-)
+from server.frontend import LaunchError, ParsedRequest, StorageOptions, WireSchemas
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
 from server.request.record import record_of
-from server.responses.keeping import take_keeping
+from server.responses.storage_options import take_storage_options
 from server.service import serve
 from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate
 from server.tiers.tier import take_tier
 from server.tools.support import ToolSupport
+from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.scripted_responses import events_of, response_of
 
 SHOWN = ToolSupport("template", "hermes", "it names them")
@@ -85,26 +80,28 @@ class ScriptedFrontend:
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ReadRequest:
+    ) -> ParsedRequest | StorageOptions:
         body = parse_json_object(raw, self.max_json_depth)
-        keeping = take_keeping(endpoint, body, before)
+        options = take_storage_options(endpoint, body, before)
+        if options is not None and options.previous is not None and before is None:
+            return options
         tier = take_tier(endpoint, body)
-        return ReadRequest(
-            answers=answers_in(endpoint, body), told=body, tier=tier, keeping=keeping
+        return ParsedRequest(
+            answers=answers_in(endpoint, body), fields=body, tier=tier, storage_options=options
         )
 
     def take_reading(self) -> JobCounts:
         return JobCounts()
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        body = given.told
+        body = parsed.fields
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))
         if endpoint is Endpoint.RESPONSES and "do" not in body:
-            return await self._respond(body, given.stamp)
+            return await self._respond(body, stamp)
         if body.get("stream"):
             return self._stream(body["do"])
         if body["do"] == "wait":
@@ -259,7 +256,9 @@ async def running(
     config = ServerSettings(**{"death_linger_s": 0.3, "host": "127.0.0.1", **settings})
     task = asyncio.create_task(serve(config, launcher, listener, tmp_path, time.monotonic()))
     url = f"{'https' if config.ssl_certfile else 'http'}://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, timeout=10, verify=client_context) as client:
+    # Without TLS the client needs no certificates, which take 50 ms to load.
+    verify = client_context if config.ssl_certfile else False
+    async with httpx.AsyncClient(base_url=url, timeout=10, verify=verify) as client:
         service = Running(launcher, client, task, port, tmp_path)
         try:
             if launcher.launched.is_set() and launcher.error is None:

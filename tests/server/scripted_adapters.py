@@ -12,12 +12,13 @@ from starlette.requests import Request
 
 from rbln_backend.lora.target import Target
 from server.errors import InternalError, ModelNotFoundError
-from server.frontend import Endpoint, JsonObject, ReadRequest
+from server.frontend import ParsedRequest
 from server.lora.fit import BaseModel
 from server.lora.port import EngineAdapter
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
 from server.request.record import record_of
+from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.adapter_folders import TARGETS
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher
 
@@ -80,16 +81,16 @@ class AdapterFrontend(ScriptedFrontend):
         return [*await super().models(), *cards]
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        body = given.told
+        body = parsed.fields
         if body["model"] != "tiny":
             assert self.adapters is not None
             adapter = self.adapters.lease(body["model"])
             if adapter is None:
                 raise ModelNotFoundError("no such model", param="model")
             record_of(request.scope).on_end.append(partial(self.adapters.release, adapter))
-        return await super().handle(endpoint, given, request)
+        return await super().handle(endpoint, parsed, stamp, request)
 
 
 def registry(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from server.errors import InternalError
-from server.frontend import Endpoint, JsonObject, ReadRequest
+from server.frontend import ParsedRequest
+from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.scripted import ScriptedFrontend
 
 Script = Sequence[JsonObject | float | str]
@@ -25,12 +26,12 @@ class ChatFrontend(ScriptedFrontend):
     bodies: list[JsonObject] = field(default_factory=list)
 
     async def handle(
-        self, endpoint: Endpoint, given: ReadRequest, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         if endpoint is not Endpoint.CHAT:
-            return await super().handle(endpoint, given, request)
-        self.bodies.append(given.told)
-        return self._chat(self.scripts[given.told["messages"][-1]["content"]])
+            return await super().handle(endpoint, parsed, stamp, request)
+        self.bodies.append(parsed.fields)
+        return self._chat(self.scripts[parsed.fields["messages"][-1]["content"]])
 
     async def _chat(self, script: Script) -> AsyncGenerator[str, None]:
         tokens, reason = 0, "stop"

@@ -18,8 +18,8 @@ def response_of(body: dict[str, Any], stamp: dict[str, Any]) -> dict[str, Any]:
     given = body["input"]
     text = f"{len(given) if isinstance(given, list) else 1} items"
     record = record_var.get()
-    insider = None if record is None else record.insider
-    name = None if insider is None else insider.response_id
+    internal = None if record is None else record.internal
+    name = None if internal is None else internal.response_id
     name = name or f"resp_{time.time_ns()}{next(_numbers)}"
     part = {"type": "output_text", "text": text, "annotations": []}
     message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}

@@ -35,7 +35,9 @@ QUERIES = "vllm:prefix_cache_queries_total"
 def server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
-    with RealServer(checkpoints("llama", dtype="float32"), tmp_path_factory.mktemp("s")) as up:
+    with RealServer(
+        checkpoints("llama", dtype="float32"), tmp_path_factory.mktemp("s"), own_imports=True
+    ) as up:
         # The first thing any test of this module sees: it answers while it starts.
         spent = sum(psutil.Process(up.process.pid).cpu_times()[:2])
         assert up.client.get("/livez").status_code == 200

@@ -122,7 +122,7 @@ def test_nothing_survives_a_killed_server(
     checkpoints: CheckpointCache, tmp_path: Path, how: str
 ) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how) as server:
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True) as server:
         server.until_ready()
         # Another process tries the grammar.
         guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
@@ -135,7 +135,7 @@ def test_nothing_survives_a_killed_server(
             assert time.monotonic() < deadline, alive
             time.sleep(0.02)
         (abandoned,) = tmp_path.glob("rbln-serve-*")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how):
+    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True):
         assert not abandoned.exists()
 
 

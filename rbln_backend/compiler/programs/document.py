@@ -146,7 +146,7 @@ class _Reader:
         return NodeRecord(name, arguments, named)
 
     def _result(self, record: NodeRecord, number: int) -> Kind:
-        """What a node gives; refuses calls that no signature of the operator allows."""
+        """Build a node; rejects calls that no signature of the operator allows."""
         if record.operator == PLACEHOLDER:
             if number != self._num_inputs:
                 _refuse("a placeholder comes after another node")

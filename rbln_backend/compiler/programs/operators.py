@@ -57,7 +57,7 @@ def operator_name(op: str, target: Target) -> str | None:
 
 @cache
 def signatures_of(name: str) -> Sequence[Signature]:
-    """How the operator of a stored name may be called; raises ``CompileError`` where it may not.
+    """Return the signatures of a stored operator; raises ``CompileError`` if it is not allowed.
 
     Ops of the SDK have the signatures by which this backend calls them, installed or not.
     """

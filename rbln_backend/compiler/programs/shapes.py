@@ -20,16 +20,12 @@ _FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
 def as_meta(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and dtype that has no memory."""
+    """Return a tensor on meta with the shape [...], strides and dtype of ``tensor``."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def check_shapes(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Raise ``CorruptArtifactError`` where the calls of a program do not fit its inputs.
-
-    ``inputs`` are ``as_meta`` of what the placeholders are bound to. A program that reads a value
-    (``item``) is not checked: it has no shapes without one.
-    """
+    """Raise ``CorruptArtifactError`` if the calls of a program do not fit its inputs [...]."""
     if any(node.op == "call_method" and node.target == "item" for node in program.graph.nodes):
         return
     graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""What arguments an operator of a stored program takes: names, types and what it returns.
+"""Argument names, types and results of the operators in stored programs.
 
 A signature is written as text, ``sum(input, dim: int|ints|none =, *, dtype: dtype|none =)``, or
 comes from the schema of a torch op. In text a parameter without a type is a tensor, ``=`` marks
@@ -21,8 +21,8 @@ MAX_TEXT = 256
 MAX_ITEMS = 1 << 16
 
 Kind = str | int
-"""What a value is: ``tensor``, ``number``, ``nothing``, ``tensors`` (any number of them), or how
-many tensors a tuple holds."""
+"""Kind of a value: ``tensor``, ``number``, ``nothing``, ``tensors`` (any number of them), or the
+number of tensors in a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _is_tensors(value: Any) -> bool:
 
 
 def _is_index(value: Any) -> bool:
-    """What stands between the brackets of a tensor."""
+    """Parse the text between the brackets of a tensor type."""
     if isinstance(value, tuple):
         return all(map(_is_index_part, value))
     return _is_index_part(value)
@@ -211,7 +211,7 @@ def _is_index_part(value: Any) -> bool:
 
 
 def _is_spread(arguments: Sequence[Any]) -> bool:
-    """Whether a sequence is passed as arguments of its own."""
+    """Return True if a sequence is passed as separate arguments."""
     return all(map(_is_int, arguments)) or (len(arguments) > 1 and all(map(_is_tensor, arguments)))
 
 

@@ -1,1 +1,1 @@
-"""What only the RBLN SDK needs of this backend, apart from the adapter that imports it."""
+"""Rules and adapters for the RBLN SDK; ``rebel_compiler`` imports the SDK itself."""

@@ -1,4 +1,4 @@
-"""What the RBLN SDK takes from the environment; it offers no other way."""
+"""Environment variables of the RBLN SDK, which has no other interface for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankDevices:
 
 
 def announce_rank(devices: RankDevices) -> list[str]:
-    """Let this process see its own NPUs alone, and tell the SDK of the other ranks.
+    """Restrict this process to its own NPUs and set the SDK's rank variables.
 
     Call it before the SDK makes a context: the vendor's worker sets the same before its own does.
     Returns warnings about what the user has set. Raises ``ConfigError`` where
@@ -77,9 +77,10 @@ def announce_quant_bits(bits: int) -> None:
 
     The SDK knows one width: raises ``UnsupportedModelError`` for a second one.
     """
-    told = os.environ.setdefault(_QUANT_BITS, str(bits))
-    if told != str(bits):
+    announced = os.environ.setdefault(_QUANT_BITS, str(bits))
+    if announced != str(bits):
         raise UnsupportedModelError(
-            f"the model has weights of {told} and of {bits} bits: the RBLN SDK takes one width "
-            f"({_QUANT_BITS}); serve a checkpoint of one width, or run it on the emulated device"
+            f"the model has weights of {announced} and of {bits} bits: the RBLN SDK takes one "
+            f"width ({_QUANT_BITS}); serve a checkpoint of one width, or run it on the emulated "
+            "device"
         )

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 
 class _NpuKvMemory:
-    """What has no form on an NPU: the scheduler is told to plan no log there."""
+    """Prefix-log copies, which NPUs do not have; the scheduler plans no log there."""
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
+        """Not called: cache and log [...] exist on the emulated device only."""
         raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
 
     def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
+        """Not called: cache and log [...] exist on the emulated device only."""
         raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
 
 
@@ -35,13 +37,13 @@ class StaticKvMemory(_NpuKvMemory):
         self._runtimes = runtimes
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor without memory, at a fixed address of the NPU."""
+        """Return a meta tensor of ``shape`` [num_blocks, ...] at a fixed address of the NPU."""
         cache = torch.empty(tuple(shape), dtype=dtype, device="meta")
         self._context.mark_static_address(cache, name)
         return cache
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """As ``KvMemory``; the SDK copies in every cache of the context."""
+        """As ``KvMemory``, caches [num_blocks, ...]; the SDK copies in all caches."""
         num_tokens = caches[0].shape[4]
         for source, destination in copies:
             self._runtimes[0]._copy_kv_cache(source, destination, num_tokens)
@@ -55,14 +57,14 @@ class TensorKvMemory(_NpuKvMemory):
         self._failure = on_out_of_memory
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Raises ``DeviceMemoryError`` where the NPU has no room."""
+        """Return a cache of ``shape`` [num_blocks, ...]; raises ``DeviceMemoryError``."""
         try:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """As ``KvMemory``."""
+        """As ``KvMemory``: caches [num_blocks, ...]."""
         sources = [cache[source] for cache in caches for source, _ in copies]
         targets = [cache[target] for cache in caches for _, target in copies]
         torch._foreach_copy_(targets, sources)

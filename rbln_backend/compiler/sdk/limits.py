@@ -1,4 +1,4 @@
-"""What the SDK's compiler takes of an engine's shapes, said before a weight is read.
+"""Shape limits of the SDK's compiler, checked before weights are read.
 
 Source: the RBLN documents (blocks of 512 to 16,384 positions, a power of two), the vendor's
 offline path (windows up to 32,767) and vllm-rbln 0.12 (a chunk lies in one block).

@@ -67,7 +67,7 @@ def input_name(binding: str) -> str:
 
 @contextmanager
 def as_dynamo_calls(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Circumstances in which Dynamo calls a backend: a tracing context, no gradients, examples."""
+    """Set up Dynamo's backend context: tracing context, no gradients, example inputs [...]."""
     mode = FakeTensorMode()
     with torch.no_grad(), tracing(TracingContext(mode)):
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]

@@ -1,4 +1,4 @@
-"""What is known of RBLN NPUs by their names; nobody here has measured one.
+"""Properties of RBLN NPUs by product name; none was measured by this project.
 
 Source: the vendor's vllm-rbln 0.12 (platform, worker utilities, attention). A name that it does
 not tell apart is treated as the oldest kind that it knows.
@@ -14,7 +14,7 @@ _GIB = 1 << 30
 _MIB = 1 << 20
 
 RUNTIME_BYTES = 256 * _MIB
-"""What a compiled graph reserves on each chiplet, as the vendor estimates it."""
+"""Bytes that a compiled graph reserves on each chiplet, by the vendor's estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Npu:
 
     name: str
     memory_bytes: int
-    """What programs can use of its memory."""
+    """Bytes of its memory that programs can use."""
     chiplets: int
     """Parts that each hold a share of every tensor and a runtime of every graph."""
     appends_windows: bool
@@ -65,12 +65,12 @@ class RankMemory:
 
     @property
     def runtime_bytes(self) -> int:
-        """What all graphs reserve."""
+        """Bytes that all graphs reserve."""
         return RUNTIME_BYTES * self.num_graphs * self._parts
 
     @property
     def kv_copies(self) -> int:
-        """How often a KV head is kept: of fewer heads than parts, more than once."""
+        """Copies of each KV head: more than one if there are fewer heads than parts."""
         return max(1, self._parts // self.num_kv_heads)
 
     @property

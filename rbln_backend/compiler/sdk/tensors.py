@@ -21,7 +21,7 @@ class BoundTensors(Protocol):
         ...
 
     def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs in host memory."""
+        """Return the outputs [...] in host memory."""
         ...
 
 
@@ -35,7 +35,7 @@ class HostTensors:
         """Nothing: the runtime reads the step's own buffers."""
 
     def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """As they are."""
+        """Return the outputs [...] unchanged."""
         return tuple(outputs)
 
 
@@ -47,7 +47,7 @@ class Moved:
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """Where ``tensor`` lies on the NPU; of a weight the host keeps its shape alone."""
+        """Return the NPU copy of ``tensor`` [...]; for a weight the host keeps its shape alone."""
         if id(tensor) not in self._twins:
             twin = tensor.detach().to(self.device)
             if isinstance(tensor, nn.Parameter):
@@ -83,5 +83,5 @@ class NpuTensors:
             twin.copy_(tensor)
 
     def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies: what comes next, sampling first of all, is the host's."""
+        """Return host copies of the outputs [...]: sampling, the next step, runs on the host."""
         return tuple(output.to("cpu") for output in outputs)

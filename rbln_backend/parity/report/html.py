@@ -75,8 +75,8 @@ def _texts(outcome: Outcome) -> str:
 def _pair(pair: Pair) -> Iterator[str]:
     summary = pair.summary
     yield f"<h2>{pair.base} and {pair.other}</h2>"
-    told = f"{summary.same_tokens} of {summary.prompts} prompts continue with the same tokens"
-    yield f"<p>{told}, {summary.ties} part at a tie.</p>"
+    counts = f"{summary.same_tokens} of {summary.prompts} prompts continue with the same tokens"
+    yield f"<p>{counts}, {summary.ties} part at a tie.</p>"
     if summary.max_delta is not None:
         lines = {
             f"prompt {index}": [position.max_delta for position in delta.positions]

@@ -10,7 +10,6 @@ from dataclasses import replace
 import psutil
 from torch import nn
 
-from rbln_backend.compiler.device import find_npu
 from rbln_backend.compiler.sdk.limits import LARGEST_NUM_BLOCKS
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.emulator.packing import can_pack, fits_in_place, packed_shape
@@ -35,7 +34,7 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 
 def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryReport:
     """The plan; what does not fit is among its problems, with what to change."""
-    npu = find_npu(found.rbln)
+    npu = found.capabilities.npu
     if npu is not None:
         return _npu_report(found, npu)
     config = found.config

@@ -21,7 +21,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
-        device=found.device,
+        device=found.capabilities.device,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
         quantized_layers=quantized_summary(found.skeleton.model),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.attention.backend import RblnAttentionBackend
-from rbln_backend.compiler.device import choose_device
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.targets import LEVELS, NATIVE
 from rbln_backend.emulator.variants import build_variants
@@ -92,8 +92,11 @@ def _build_kernels(rbln: RblnConfig, names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             raise ConfigError(f"--isa {name!r} is unknown; known: {', '.join(known)}")
-    if choose_device(rbln) != "emulated":
-        raise ConfigError("--isa builds kernels of the emulated device; the device is 'rebel'")
+    capabilities = device_capabilities(rbln)
+    if not capabilities.runs_on_host:
+        raise ConfigError(
+            f"--isa builds kernels of the emulated device; the device is {capabilities.device!r}"
+        )
     chosen = {*names, *levels} if "all" in names else set(names)
     wanted = [name for name in (NATIVE.name, *levels) if name in chosen]
     build_variants(Path(rbln.cache_root), wanted)

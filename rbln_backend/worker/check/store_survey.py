@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rbln_backend.compiler.device import expected_fingerprint, find_npu
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.device import expected_fingerprint
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
@@ -61,7 +62,7 @@ def survey(found: Preflight) -> StoreReport:
         cache_root=rbln.cache_root,
         graphs=graphs,
         differences=differences(missing, _open(rbln, []).entries()) if missing else (),
-        kernels=kernel_report(rbln, found.device),
+        kernels=kernel_report(rbln, found.capabilities),
     )
 
 
@@ -105,11 +106,11 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
         (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
         sharing = found.skeleton.sharing_layers()
         length = config.model_config.max_model_len
-        groups = kv_groups(kv_config, length, sharing, find_npu(rbln))
+        groups = kv_groups(kv_config, length, sharing, found.capabilities)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}
-    if found.device == "rebel":
+    if found.capabilities.stores_binaries:
         keys["binaries"] = binaries_key(fields, fingerprint, found.graphs)
     return keys
 
@@ -124,9 +125,9 @@ def _kernel_keys() -> tuple[str, ...]:
     return (build_key(), *(build_key(level) for level in LEVELS))
 
 
-def kernel_report(rbln: RblnConfig, device: str) -> KernelReport:
+def kernel_report(rbln: RblnConfig, capabilities: Capabilities) -> KernelReport:
     """Whether the store has a library for this CPU, and which others it has."""
-    if device != "emulated":
+    if not capabilities.runs_on_host:
         return KernelReport("not needed", "the device is an NPU")
     if rbln.kernels == "aten":
         return KernelReport("not needed", "PyTorch's operators were asked for")

@@ -38,7 +38,7 @@ class Captured:
 
 def workers_of(compiler: Compiler, local_ranks: int) -> int:
     """A rank's share of the cores; the SDK's compiler is not known to survive a fork."""
-    if compiler.name != "emulated":
+    if not compiler.capabilities.runs_on_host:
         return 1
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
 from rbln_backend.bucketing.verify import VerifyTable
-from rbln_backend.compiler.device import Device, choose_device, find_npu
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.sdk.limits import check_windows
 from rbln_backend.config import RblnConfig
@@ -47,7 +48,7 @@ class Preflight:
 
     config: VllmConfig
     rbln: RblnConfig
-    device: Device
+    capabilities: Capabilities
     tables: Mapping[Phase, BucketTable]
     verify: VerifyTable
     skeleton: Skeleton
@@ -68,8 +69,8 @@ def prepare(config: VllmConfig) -> Preflight:
     and whatever vLLM's layers raise themselves.
     """
     rbln = configured(config)
-    device = choose_device(rbln)
-    if device == "emulated":
+    capabilities = device_capabilities(rbln)
+    if capabilities.runs_on_host:
         # They refuse what they cannot compute when they are made.
         install_layers()
     register_quantization(config)
@@ -80,7 +81,8 @@ def prepare(config: VllmConfig) -> Preflight:
     with _process_groups(whole):
         skeleton = Skeleton(whole)
         specs = check_layers(skeleton, whole, rbln)
-    return Preflight(config, rbln, device, tables, verify_table(config), skeleton, specs)
+    verify = verify_table(config)
+    return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs)
 
 
 def _of_one_rank(config: VllmConfig) -> VllmConfig:
@@ -127,7 +129,7 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     limits = kv_limits(config, rbln)
     shared = set(skeleton.sharing_layers().values())
     specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)
-    if find_npu(rbln) is not None:
+    if device_capabilities(rbln).npu is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if not specs and config.model_config.attn_type != "encoder_only":
         raise UnsupportedModelError(
@@ -157,8 +159,9 @@ def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTab
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
     """What decides the KV cache; the platform has settled the unit of prefix reuse."""
     assert rbln.sub_block_size is not None
-    npu = find_npu(rbln)
-    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache and npu is None
+    device = device_capabilities(rbln)
+    reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
+    reuses = reuses and device.window_logs
     return KvLimits(
         max_model_len=config.model_config.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -168,8 +171,8 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
         log_bytes=host_memory().total_bytes // 8 if reuses else 0,
         log_tokens=rbln.window_prefix_tokens,
         hybrid=not config.scheduler_config.disable_hybrid_kv_cache_manager,
-        appends_windows=npu is not None and npu.appends_windows,
-        own_ops=npu is None and not rbln.use_custom_kernel,
+        appends_windows=device.appends_windows,
+        own_ops=device.general_attention and not rbln.use_custom_kernel,
         checks_drafts=config.speculative_config is not None,
     )
 

@@ -16,8 +16,8 @@ from rbln_backend.attention.metadata import (
     RblnAttentionMetadata,
     WindowMetadata,
 )
+from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.port import GraphSpec
-from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
 from rbln_backend.vllm_compat.surface import KVCacheConfig
@@ -65,7 +65,10 @@ class KvGroup:
 
 
 def kv_groups(
-    config: KVCacheConfig, max_model_len: int, sharing: Mapping[str, str], npu: Npu | None
+    config: KVCacheConfig,
+    max_model_len: int,
+    sharing: Mapping[str, str],
+    capabilities: Capabilities,
 ) -> list[KvGroup]:
     """The groups of an engine, in vLLM's order; layers ``sharing`` a cache are of its group."""
     groups = []
@@ -83,7 +86,7 @@ def kv_groups(
                 is_window=is_window,
                 one_block=block_size == max_model_len,
                 appended_window=None if is_window else window_in(spec),
-                counts_held=is_window and npu is not None,
+                counts_held=is_window and not capabilities.window_logs,
             )
         )
     return groups

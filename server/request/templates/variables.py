@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint, JsonObject
 from server.request.fields import UnknownPolicy, refuse_unknown, unknown_field
+from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "chat_template_kwargs"
 _OWN_FIELDS = frozenset(

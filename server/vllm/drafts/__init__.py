@@ -1,1 +1,1 @@
-"""What requests say of drafts on its way to the engine, and what is told of it in answers."""
+"""Draft options of requests, and prediction counts in the usage of answers."""

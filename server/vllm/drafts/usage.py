@@ -20,7 +20,7 @@ def add_prediction_counts(usage: Any) -> None:
     accepted, rejected = record.prediction_meter()
     known = usage.completion_tokens_details
     usage.completion_tokens_details = CompletionTokenUsageInfo(
-        # Also where it is the default: streams leave out what nobody set.
+        # Set although it is the default: streams omit unset fields.
         reasoning_tokens=0 if known is None else known.reasoning_tokens,
         accepted_prediction_tokens=accepted,
         rejected_prediction_tokens=rejected,

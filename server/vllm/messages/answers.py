@@ -7,15 +7,15 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.frontend import JsonObject
 from server.tools.ending import is_whole
 from server.vllm.messages.events import message_id, stop_of, tool_use_id, usage_of
+from server.wire.endpoint import JsonObject
 
 
 def message_of(chat: Any, max_tokens: int | None, tier: str) -> JsonObject:
-    """Return the message for vLLM's ChatCompletionResponse; `max_tokens` were asked for.
+    """Return the message for vLLM's ChatCompletionResponse to a request with `max_tokens`.
 
-    `tier` is Anthropic's name of the service tier that it ran in.
+    `tier` is Anthropic's name of the request's service tier.
     """
     choice, used = chat.choices[0], chat.usage
     calls = choice.message.tool_calls
@@ -57,10 +57,10 @@ def _blocks(message: Any) -> list[JsonObject]:
             "type": "tool_use",
             "id": tool_use_id(call.id),
             "name": call.function.name,
-            # What there is of one that was cut off, as the reason to stop says.
+            # Partial arguments if the call was cut, as the stop reason shows.
             "input": from_json(call.function.arguments or "{}", allow_partial=True),
         }
         for call in message.tool_calls
     ]
-    # Clients of this API look at the first block without asking whether there is one.
+    # Clients of this API read the first block without checking that it exists.
     return blocks or [{"type": "text", "text": ""}]

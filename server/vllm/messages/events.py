@@ -13,16 +13,17 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from server.edge.streaming import PING
-from server.frontend import JsonObject, named_frame
+from server.http.streaming import PING
 from server.tools.ending import is_whole
+from server.wire.endpoint import JsonObject
+from server.wire.sse import named_frame
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
 _CALL_IDS, _TOOL_USE_ID = ("chatcmpl-tool-", "call_"), "toolu_"
 
 Prefix = Callable[[], tuple[int, int]]
-"""Tells how many tokens of the prompt were read from the prefix cache, and written to it."""
+"""Returns the numbers of prompt tokens read from the prefix cache and written to it."""
 
 
 def message_id(chat_id: str) -> str:
@@ -53,7 +54,7 @@ def stop_of(
 ) -> tuple[str, str | None]:
     """Return why a message stopped, and at which of its stop sequences.
 
-    `complete`: the last call's input is whole. `room_left`: fewer tokens came than were asked for.
+    `complete`: the last call's input is complete. `room_left`: fewer tokens than `max_tokens`.
     """
     if finish == "length":
         return ("model_context_window_exceeded" if room_left else "max_tokens"), None

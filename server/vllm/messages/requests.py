@@ -1,6 +1,7 @@
-"""Anthropic's requests as chats, which is how vLLM serves them, made where they are read.
+"""Converts Anthropic's requests to chat requests, which vLLM serves.
 
-To convert one validates it a second time, part by part, which must not happen on the event loop.
+The conversion validates a request a second time, so it runs where the body is parsed, not on the
+event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from server.request.thinking import Thinker
+from server.request.thinking import ThinkingSupport
 
 if TYPE_CHECKING:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -29,7 +30,7 @@ def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseMod
 
 
 def _is_begun(message: Any) -> bool:
-    """Whether a conversation ends with the beginning of its answer."""
+    """Return whether a conversation ends with the beginning of its answer."""
     return (
         message["role"] == "assistant"
         and isinstance(message.get("content"), str)
@@ -42,12 +43,12 @@ def merges_inline_system(serving: AnthropicServingMessages | None) -> bool:
     return serving is not None and serving._merge_inline_system
 
 
-def thinker_of(serving: Any) -> Thinker:
+def thinking_support_of(serving: Any) -> ThinkingSupport:
     """Return what the served model has for thinking; `serving` is vLLM's of chats, if any."""
     if serving is None:
-        return Thinker()
+        return ThinkingSupport()
     parser = serving.parser_cls
-    return Thinker.of(
+    return ThinkingSupport.of(
         _template_of(serving.chat_template, serving.renderer.tokenizer),
         parses=parser is not None and parser.reasoning_parser_cls is not None,
         harmony=serving.online_renderer.use_harmony,

@@ -10,14 +10,14 @@ from typing import Any
 from jinja2 import TemplateError
 
 MARK = b"RENDER\n"
-"""What a job begins with, where those about bodies have the name of an endpoint."""
+"""The prefix of rendering jobs; jobs about bodies begin with the name of an endpoint."""
 
 
 _OF_TEMPLATES = (
     *(TemplateError, LookupError, TypeError, ValueError),
     *(AttributeError, ArithmeticError, RuntimeError),
 )
-"""What a template raises, of its own or about a conversation that it does not expect."""
+"""The exceptions of templates, raised explicitly or by an unexpected conversation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ Send = Callable[[bytes], Coroutine[Any, Any, Rendered]]
 """Has another process do a job."""
 
 large_var: ContextVar[bool] = ContextVar("large", default=False)
-"""Whether the body of the current request was too large to be read on the event loop."""
+"""True if the body of the current request was too large for parsing on the event loop."""
 
 
 class RemoteTemplates:
@@ -97,7 +97,7 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
 
 
 def _has_plain_templates(tokenizer: Any) -> bool:
-    """Whether templates are rendered by transformers' own method."""
+    """Return whether templates are rendered by transformers' own method."""
     from transformers import PreTrainedTokenizerBase
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 

@@ -22,11 +22,11 @@ _GLOBALS = frozenset((*DEFAULT_NAMESPACE, "raise_exception", "strftime_now", "me
 _SPECIAL_TOKENS = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
-"""What transformers calls the special tokens of every tokenizer, also of one without them."""
+"""Transformers' variable names of special tokens, for every tokenizer."""
 _DOCUMENTS = "documents"
 """An argument of the tokenizer that does nothing but become the variable of that name."""
 _WITHOUT_TEMPLATE = frozenset(("thinking", "enable_thinking", "drop_thinking", "reasoning_effort"))
-"""What vLLM's encoders of models without a chat template read, such as DeepSeek-V3.2's."""
+"""Variables read by vLLM's encoders of models without a chat template, such as DeepSeek-V3.2."""
 _CACHED_TEMPLATES = 32
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from server.errors import InternalError
-from server.frontend import JsonObject
 from server.request.record import RequestRecord, record_var
 from server.responses.compaction import compacted
 from server.tools.ending import is_whole
+from server.wire.endpoint import JsonObject
 
 _VLLM_FIELDS = (
     *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from server.frontend import JsonObject
 from server.tools.ending import is_whole
+from server.wire.endpoint import JsonObject
 
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 Events = Iterator[JsonObject]
@@ -69,7 +69,7 @@ class TextItem:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a message."""
+        """True for a message, False for reasoning."""
         return self._is_message
 
     def use_logprobs(self, logprobs: list[JsonObject]) -> None:

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesResponse, Respon
 
 
 class TextFormat(TypedDict, total=False):
-    """How the text of an answer is formed, and how verbose it was to be."""
+    """Format and verbosity of the text of an answer."""
 
     format: dict[str, Any]
     verbosity: str
@@ -35,7 +35,7 @@ class ResponseObject(ResponsesResponse):
 
 
 class InputTokens(BaseModel):
-    """How many tokens a prompt has."""
+    """The number of tokens of a prompt."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int

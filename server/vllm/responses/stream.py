@@ -15,10 +15,11 @@ from typing import Any
 from pydantic_core import to_json
 
 from server.errors import ServerError
-from server.frontend import JsonObject, named_frame
 from server.request.record import RequestRecord
 from server.vllm.responses.answer import response_of
 from server.vllm.responses.items import OutputItem, TextItem, output_item
+from server.wire.endpoint import JsonObject
+from server.wire.sse import named_frame
 
 _SNAPSHOTS = ("response.created", "response.in_progress")
 
@@ -102,7 +103,7 @@ class _ResponseStream:
         failed = {
             **self._begun,
             "status": "failed",
-            "error": {"code": error.row.code, "message": error.message},
+            "error": {"code": error.code, "message": error.message},
             "output": self._items,
         }
         event = error.response_event(self._number)

@@ -1,1 +1,1 @@
-"""What is sent of a stream: chunks without models, fields put on them."""
+"""Stream frames: chunks without pydantic models, additional fields, span attributes."""

@@ -12,7 +12,6 @@ from contextlib import aclosing
 
 from starlette.responses import Response
 
-from server.frontend import Endpoint, JsonObject
 from server.observability.genai import (
     FINISH_REASONS,
     OPERATIONS,
@@ -21,6 +20,7 @@ from server.observability.genai import (
     request_attributes,
 )
 from server.request.record import RequestRecord, record_var
+from server.wire.endpoint import Endpoint, JsonObject
 
 _ID = re.compile(r'"id": ?"([\w.:-]{1,200})"')
 # A quote inside a text of JSON has a backslash before it, so that no text of an answer matches.

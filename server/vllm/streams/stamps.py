@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-from server.frontend import Endpoint, JsonObject
 from server.request.record import record_var
 from server.vllm.responses.stream import response_frames
+from server.wire.endpoint import Endpoint, JsonObject
 
 _DATA = "data: {"
 

@@ -18,7 +18,7 @@ from server.vllm.drafts.usage import add_prediction_counts
 
 _CHUNK = {"id", "object", "created", "choices", "model"}
 _OPTIONS = {"exclude_unset": True}
-"""How vLLM asks for the JSON of a stream's chunks."""
+"""The options with which vLLM serialises a stream's chunks."""
 # Fields of a choice that are null while it is only text.
 _CHAT_IDLE = ("logprobs", "finish_reason", "token_ids")
 _COMPLETION_IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
@@ -146,7 +146,7 @@ class CompletionMakers:
 
 
 def _is_text(fields: dict[str, Any], idle: tuple[str, ...]) -> bool:
-    """Whether a choice has an index, a text and nothing else but nulls; all of them are given."""
+    """Return whether a choice has an index, a text and nulls only, with all fields given."""
     if len(fields) != len(idle) + 2:
         return False
     for name in idle:  # noqa: SIM110 (for each token; a generator would cost more than all of it)

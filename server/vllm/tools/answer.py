@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class _Call:
+class _ToolCall:
     id: str | None
     name: str
     arguments: str = ""
@@ -19,7 +19,7 @@ class ParsedAnswer:
     def __init__(self) -> None:
         self.reasoning = ""
         self.content = ""
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _ToolCall] = {}
 
     def add(self, delta: Any) -> None:
         """Add one delta of vLLM's parsers."""
@@ -27,11 +27,11 @@ class ParsedAnswer:
         self.content += delta.content or ""
         for piece in delta.tool_calls or ():
             function = piece.function
-            call = self._calls.setdefault(piece.index, _Call(piece.id, function.name))
+            call = self._calls.setdefault(piece.index, _ToolCall(piece.id, function.name))
             call.arguments += function.arguments or ""
 
     @property
-    def calls(self) -> list[_Call]:
+    def calls(self) -> list[_ToolCall]:
         """Tool calls in the order in which they began."""
         return list(self._calls.values())
 

@@ -41,7 +41,7 @@ def _fresh_memory(size: int) -> Tensor:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What is the same for all views of one storage, on meta too."""
+    """Return an id shared by all views of one storage, on meta too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -141,7 +141,7 @@ NPUS = Npus()
 
 
 def is_device_tensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is on ``rbln:N``, torch_rbln's device."""
+    """Return True if ``tensor`` is on ``rbln:N``, torch_rbln's device."""
     return tensor.device.type in ("rbln", "privateuseone")
 
 

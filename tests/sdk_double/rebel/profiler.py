@@ -1,4 +1,4 @@
-"""The SDK's profiler, which here only says that it was asked."""
+"""Stand-in of the SDK's profiler that only logs its calls."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rebel.settings import SETTINGS
 
 @dataclass(frozen=True)
 class Rule:
-    """What is asked of the caller, and who shows that it can be asked."""
+    """A rule for the caller, and the source that documents it."""
 
     says: str
     source: Literal["vendor", "ours"]
@@ -58,7 +58,7 @@ class RuleBrokenError(RuntimeError):
 
 
 def is_on(rule: str) -> bool:
-    """Whether ``rule`` is enforced in this process."""
+    """Return True if ``rule`` is enforced in this process."""
     assert rule in RULES, rule
     return rule not in SETTINGS.off
 

@@ -1,4 +1,4 @@
-"""What a test sets: environment variables alone, because the double lives in other processes."""
+"""Settings of a test: environment variables, because the double runs in other processes."""
 
 from __future__ import annotations
 

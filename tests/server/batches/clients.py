@@ -1,4 +1,4 @@
-"""What tests of batches ask over HTTP."""
+"""HTTP client functions for tests of batches."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ async def upload(client: httpx.AsyncClient, content: bytes, **headers: str) -> s
 
 
 async def create(client: httpx.AsyncClient, lines: Sequence[Any], **fields: Any) -> dict[str, Any]:
-    wish = {
+    body = {
         "input_file_id": await upload(client, text_of(lines)),
         "endpoint": CHAT,
         "completion_window": "24h",
         **fields,
     }
-    answer = await client.post("/v1/batches", json=wish)
+    answer = await client.post("/v1/batches", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -140,39 +139,6 @@ async def test_expired_lines_have_errors(tmp_path: Path, monkeypatch: pytest.Mon
         assert {one["error"]["code"] for one in never.values()} == {"batch_expired"}
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "number"),
-    [
-        ([], "empty_file", None),
-        ([b"\n\n"], "empty_file", None),
-        ([line(1), b"{not json}\n"], "invalid_json_line", 2),
-        ([line(1), b"[1]\n"], "invalid_json_line", 2),
-        ([line(1), line(1)], "duplicate_custom_id", 2),
-        ([line(1, custom_id="")], "invalid_custom_id", 1),
-        ([line(1, method="GET")], "invalid_method", 1),
-        ([line(1, url="/v1/completions")], "mismatched_url", 1),
-        ([line(1, body=None)], "invalid_body", 1),
-        ([line(1, bodi={})], "unknown_field", 1),
-        ([line(1), line(2, body={"model": 5})], "invalid_model", 2),
-        ([line(n) for n in range(12)], "too_many_tasks", None),
-        ([line(1), b'{"custom_id": "' + b"x" * 5000 + b'"}\n', line(2)], "line_too_long", 2),
-    ],
-)
-async def test_wrong_input_fails_the_batch(
-    tmp_path: Path, lines: list[Any], code: str, number: int | None
-) -> None:
-    settings = {"data_dir": tmp_path / "data", "max_batch_lines": 10, "max_body_bytes": 4096}
-    async with running(tmp_path, **settings) as service:
-        batch = await until_ended(service.client, await create(service.client, lines))
-        assert batch["status"] == "failed"
-        (error,) = batch["errors"]["data"]
-        assert (error["code"], error["line"]) == (code, number)
-        assert error["message"]
-        assert batch["output_file_id"] is None
-        # Nothing of it was asked.
-        assert service.frontend.headers == {}
-
-
 async def test_asking_twice_makes_one_batch(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         client = service.client
@@ -188,38 +154,6 @@ async def test_asking_twice_makes_one_batch(tmp_path: Path) -> None:
         refused = await client.post("/v1/batches", json=other, headers=key)
         assert refused.status_code == 400
         assert "once" in refused.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "param"),
-    [
-        ({"endpoint": "/v1/messages"}, "invalid_value", "endpoint"),
-        ({"completion_window": "1h"}, "invalid_value", "completion_window"),
-        ({"input_file_id": "file-none"}, "not_found", "input_file_id"),
-        ({"input_file_id": 5}, "invalid_type", "input_file_id"),
-        ({"metadata": {"a": "x" * 600}}, "invalid_value", "metadata"),
-        ({"metdata": {}}, "unknown_field", "metdata"),
-        (
-            {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
-            "invalid_type",
-            "output_expires_after",
-        ),
-    ],
-)
-async def test_what_a_batch_may_not_ask(
-    tmp_path: Path, change: dict[str, Any], code: str, param: str
-) -> None:
-    async with running(tmp_path, data_dir=tmp_path / "data") as service:
-        wish = {
-            "input_file_id": await upload(service.client, text_of([line(1)])),
-            "endpoint": CHAT,
-            "completion_window": "24h",
-            **change,
-        }
-        answer = await service.client.post("/v1/batches", json=wish)
-        assert answer.status_code in (400, 404)
-        error = answer.json()["error"]
-        assert (error["code"], error["param"]) == (code, param)
 
 
 async def test_a_key_has_so_many_open_batches(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is stored outlives every end of a process, and belongs to one process at a time."""
+"""Stored data survives every end of a process, and one process at a time has it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def opened(data: Path) -> Store:
 
 async def test_a_folder_has_one_server(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data"):
-        with pytest.raises(SettingsError, match="belongs to another server"):
+        with pytest.raises(SettingsError, match="in use by another server"):
             opened(tmp_path / "data")
 
 

@@ -56,8 +56,8 @@ def body(number: int) -> dict[str, Any]:
 
 
 def message(text: str) -> dict[str, Any]:
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
-    return {**asked, "max_tokens": 12}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    return {**body, "max_tokens": 12}
 
 
 def submit(client: openai.OpenAI, folder: Path, **fields: Any) -> Any:
@@ -110,14 +110,14 @@ def test_lines_say_what_requests_say(
 def test_messages_of_a_batch_say_what_messages_say(server: RealServer) -> None:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         batches = client.messages.batches
-        asked: list[Any] = [
+        requests: list[Any] = [
             {
                 "custom_id": f"m{n}",
                 "params": message("abc"[n]) | COLD | ({"max_tokens": -1} if n == 2 else {}),
             }
             for n in range(3)
         ]
-        batch = batches.create(requests=asked)
+        batch = batches.create(requests=requests)
         deadline = time.monotonic() + 120
         while batch.processing_status != "ended":
             assert time.monotonic() < deadline
@@ -125,12 +125,12 @@ def test_messages_of_a_batch_say_what_messages_say(server: RealServer) -> None:
             batch = batches.retrieve(batch.id)
         assert (batch.request_counts.succeeded, batch.request_counts.errored) == (2, 1)
         found = {one.custom_id: one.result for one in batches.results(batch.id)}
-        for number, told in ((0, found["m0"]), (1, found["m1"])):
-            assert told.type == "succeeded"
+        for number, one in ((0, found["m0"]), (1, found["m1"])):
+            assert one.type == "succeeded"
             online = client.messages.create(**message("abc"[number]), extra_body=COLD)
-            assert told.message.content == online.content
-            assert told.message.usage.output_tokens == online.usage.output_tokens
-            assert told.message.usage.service_tier == "batch"
+            assert one.message.content == online.content
+            assert one.message.usage.output_tokens == online.usage.output_tokens
+            assert one.message.usage.service_tier == "batch"
         bad: Any = found["m2"]
         assert (bad.type, bad.error.error.type) == ("errored", "invalid_request_error")
         assert bad.error.error.param == "max_tokens"

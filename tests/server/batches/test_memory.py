@@ -1,4 +1,4 @@
-"""What is uploaded and read line by line takes memory for a line, not for a file."""
+"""Uploading and reading a file takes the memory of one line, not of the file."""
 
 from __future__ import annotations
 

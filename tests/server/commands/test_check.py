@@ -21,9 +21,9 @@ from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
 from tests.server.commands.test_cli import rbln_serve
-from tests.server.commands.warm_cli import WarmCli
 from tests.server.model_folders import CANNOT_RUN, LLAMA, window_model, write_folder
 from tests.server.real_server import FLAGS, READY_TIMEOUT_S, RealServer
+from tests.warm_process import WarmProcess
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +33,7 @@ Verdict = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def check(warm_cli: WarmCli) -> Check:
+def check(warm_cli: WarmProcess) -> Check:
     def check(*args: str | Path, **limits: int) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, **OFFLINE}
         return warm_cli.run("check", *map(str, args), environ=environ, **limits)
@@ -270,7 +270,7 @@ def test_a_missing_file_is_asked_of_no_hub(tmp_path: Path) -> None:
 
 def test_a_name_that_the_hub_does_not_give(verdict: Verdict, folder: Any) -> None:
     reason = verdict("some-org/some-model")["reason"]
-    assert "'some-org/some-model' is no directory here" in reason
+    assert "'some-org/some-model' is no directory" in reason
 
 
 def test_without_our_platform(folder: Any) -> None:

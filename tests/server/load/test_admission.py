@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from server.admission import Admission
+from server.admission import Admission, Capacity
 from server.errors import OverloadedError
-from server.frontend import Capacity, Endpoint
 from server.request.endpoints import answers_in
+from server.wire.endpoint import Endpoint
 
 
 class Clock:
@@ -58,7 +58,7 @@ def test_a_permit_grows_to_what_the_body_asks_for() -> None:
     one, other = admission.acquire(), admission.acquire()
     one.grow(3)
     assert admission.in_flight == 4
-    with pytest.raises(OverloadedError, match="4 answers run or wait and 2 more are asked for"):
+    with pytest.raises(OverloadedError, match="4 answers run or wait and 2 more are requested"):
         other.grow(2)
     assert admission.in_flight == 4
     other.release()

@@ -405,7 +405,7 @@ async def test_any_order_of_events_keeps_the_books_right(tmp_path: Path) -> None
                     assert adapter.id in port.in_slots
                 adapters.release(adapter)
         except ServerError as error:
-            assert error.row.code in ("adapter_exists", "not_found", "no_adapter_slot")
+            assert error.code in ("adapter_exists", "not_found", "no_adapter_slot")
         held = {a.id for a in adapters.every() if a.state is not State.LOADING}
         assert held <= set(port.in_slots)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from server.host.tasks import while_running
+from server.host.tasks import background_task
 from server.observability.history import KEPT, History
-from server.observability.traffic import NO_TRAFFIC, Traffic, Work
+from server.observability.traffic import NO_TRAFFIC, PaddedWork, Traffic
 
 
 async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() -> None:
     before = dataclasses.replace(
-        NO_TRAFFIC, output_tokens=100, prompt_tokens=7, decode=Work(30, 10)
+        NO_TRAFFIC, output_tokens=100, prompt_tokens=7, decode=PaddedWork(30, 10)
     )
     now = Traffic(
         output_tokens=160,
@@ -20,8 +20,8 @@ async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() 
         running=3,
         waiting=2,
         kv_cache_usage=0.51239,
-        decode=Work(45, 15),
-        prefill=Work(0, 0),
+        decode=PaddedWork(45, 15),
+        prefill=PaddedWork(0, 0),
     )
     totals = iter([before, now])
     history = History(lambda: next(totals))
@@ -67,7 +67,7 @@ async def test_a_reading_that_fails_leaves_out_one_sample() -> None:
         return dataclasses.replace(NO_TRAFFIC, output_tokens=tokens)
 
     history = History(read)
-    async with while_running(history.follow(0.001)), asyncio.timeout(10):
+    async with background_task(history.follow(0.001)), asyncio.timeout(10):
         while len(history.after(0)) < 3:
             await asyncio.sleep(0.001)
     assert [sample.output_tokens for sample in history.after(0)][:3] == [5, 7, 0]

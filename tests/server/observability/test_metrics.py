@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.reporting.description import BucketsInfo, DescriptionWriter
-from server.frontend import Endpoint
-from server.host.tasks import while_running
+from server.host.tasks import background_task
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.declarations import MAX_ADAPTERS_SHOWN, OUTCOMES
 from server.observability.event_loop import follow_event_loop
 from server.observability.metrics import ServerMetrics
 from server.structured_outputs.request_constraints import GUIDES, constraints_of, kind_of
+from server.wire.endpoint import Endpoint
 from tests.server.adapter_folders import write_adapter
 from tests.server.scripted_adapters import ScriptedPort, registry
 
@@ -83,7 +83,7 @@ def test_guided_answers_are_counted_within_bounds(tmp_path: Path) -> None:
 
 async def test_what_holds_the_event_loop_is_seen(tmp_path: Path) -> None:
     metrics = ServerMetrics(tmp_path)
-    async with while_running(follow_event_loop(metrics.observe_loop_lag, period_s=0.01)):
+    async with background_task(follow_event_loop(metrics.observe_loop_lag, period_s=0.01)):
         while not values(metrics, "rbln_serve_event_loop_lag_seconds_count").get((), 0):
             await asyncio.sleep(0.01)
         time.sleep(0.6)  # noqa: ASYNC251 (what must not happen)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from server.frontend import Endpoint
-from server.request.endpoints import KINDS, PROMPTS, Kind, forms_of, kind_of_field
+from server.request.endpoints import FIELD_KINDS, PROMPTS, FieldKind, forms_of, kind_of_field
 from server.vllm.handlers import request_models
+from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
 
 pytestmark = pytest.mark.engine
 
-CONTENT = (Kind.CONVERSATION, Kind.PROMPTS, Kind.TOKENS)
+CONTENT = (FieldKind.CONVERSATION, FieldKind.PROMPTS, FieldKind.TOKENS)
 
 
 def test_every_field_that_may_be_large_says_what_it_holds() -> None:
-    forgotten = {(form, name) for form, name in large_fields() if name not in KINDS}
+    forgotten = {(form, name) for form, name in large_fields() if name not in FIELD_KINDS}
     assert forgotten == set(), "name them in server/request/endpoints.py"
 
 
@@ -23,7 +23,7 @@ def test_no_field_is_described_that_no_model_has() -> None:
     names = {name for _, name in large_fields()}
     # vLLM's models do not have them; the service drops one as a client's own label, and works on
     # the other itself.
-    assert set(KINDS) - names <= {"prompt_cache_key", "prediction"}
+    assert set(FIELD_KINDS) - names <= {"prompt_cache_key", "prediction"}
 
 
 def test_every_endpoint_has_its_forms_and_prompts() -> None:

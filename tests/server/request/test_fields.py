@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FOREMOST_PRIORITY
+from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import (
     ContextLengthError,
     InvalidSchemaError,
@@ -19,15 +19,14 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.frontend import Endpoint
 from server.request.fields import accepted_fields
-from server.request.limits import Limits, check_limits, check_priority_header, check_tier
+from server.request.limits import RequestLimits, check_limits, check_priority_header, check_tier
 from server.tiers.tier import Tier
+from server.wire.endpoint import Endpoint
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")
-LIMITS = Limits(
+LIMITS = RequestLimits(
     max_n=4,
-    max_messages=2,
     max_prompts=3,
     max_stop=2,
     max_logit_bias=3,
@@ -101,7 +100,6 @@ def test_stream_options_need_a_stream() -> None:
         ({"max_tokens": 101}, ContextLengthError, "max_tokens"),
         ({"max_completion_tokens": 10**30}, ContextLengthError, "max_completion_tokens"),
         ({"messages": []}, InvalidValueError, "messages"),
-        ({"messages": [MESSAGE] * 3}, InvalidValueError, "messages"),
         ({"messages": [MESSAGE, {"content": "x"}]}, MissingFieldError, "messages[1].role"),
         ({"messages": [{"role": "user"}]}, MissingFieldError, "messages[0].content"),
         ({"prompt": ""}, InvalidValueError, "prompt"),
@@ -202,10 +200,10 @@ def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
 
 def test_priorities_stay_between_the_service_tiers() -> None:
     limits = dataclasses.replace(LIMITS, has_priorities=True)
-    for value in (FOREMOST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
+    for value in (FIRST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
         check_limits({"priority": value}, limits)
         check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
-    for value in (FOREMOST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
+    for value in (FIRST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
         with pytest.raises(InvalidValueError):
             check_limits({"priority": value}, limits)
         with pytest.raises(InvalidValueError):

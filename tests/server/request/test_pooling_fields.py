@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, ServerError, UnsupportedFieldError
-from server.frontend import Endpoint
 from server.request.endpoints import prompt_fields, request_form
 from server.request.pooling import PoolingLimits, check_pooling_limits
+from server.wire.endpoint import Endpoint
 
 MESSAGE = {"role": "user", "content": "hi"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from server.edge.middleware import EdgeMiddleware
+from server.http.middleware import RequestMiddleware
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.request.record import record_of
@@ -27,7 +27,7 @@ async def test_an_end_that_fails_keeps_nothing_from_the_others(tmp_path: Path) -
         return {"type": "http.disconnect"}
 
     metrics = ServerMetrics(tmp_path)
-    edge = EdgeMiddleware(app, Lifecycle(0.0), metrics, lambda: None)
+    edge = RequestMiddleware(app, Lifecycle(0.0), metrics, lambda: None)
     scope: Scope = {"type": "http", "path": "/livez", "method": "GET", "headers": []}
     with pytest.raises(RuntimeError, match="broken"):
         await edge(scope, nothing, nothing)

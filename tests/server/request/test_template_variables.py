@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError
-from server.frontend import Endpoint
 from server.request.templates.variables import TemplateVariables, settle_variables
 from server.vllm.rendering.variables import declared_by
+from server.wire.endpoint import Endpoint
 
 VARIABLES = TemplateVariables(
     chat=frozenset(("greeting", "enable_thinking")),

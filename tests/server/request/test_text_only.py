@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint
 from server.request.endpoints import prompt_fields
 from server.request.media import refuse_media
+from server.wire.endpoint import Endpoint
 
 TEXT = {"type": "text", "text": "a"}
 URL = {"url": "http://10.0.0.1/"}

@@ -7,31 +7,33 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError
-from server.frontend import Endpoint
-from server.request.thinking import Thinker, settle_thinking
+from server.request.thinking import ThinkingSupport, settle_thinking
+from server.wire.endpoint import Endpoint
 
-PLAIN = Thinker()
-SWITCHED = Thinker(switch="enable_thinking", parses=True)
-ALWAYS = Thinker(parses=True)
+PLAIN = ThinkingSupport()
+SWITCHED = ThinkingSupport(switch="enable_thinking", parses=True)
+ALWAYS = ThinkingSupport(parses=True)
 
 
 def test_a_template_shows_what_it_knows() -> None:
     qwen = "{% if enable_thinking is defined and enable_thinking is false %}<think>{% endif %}"
-    assert Thinker.of(qwen, parses=True, harmony=False) == SWITCHED
-    deepseek = Thinker.of("{% if not thinking %}", parses=False, harmony=False)
+    assert ThinkingSupport.of(qwen, parses=True, harmony=False) == SWITCHED
+    deepseek = ThinkingSupport.of("{% if not thinking %}", parses=False, harmony=False)
     assert deepseek.switch == "thinking"
-    assert Thinker.of("{{ reasoning_effort }}", parses=False, harmony=False).effort
-    assert Thinker.of("", parses=True, harmony=True) == Thinker(effort=True, parses=True)
-    assert Thinker.of("{{ messages }} rethinking", parses=False, harmony=False) == PLAIN
+    assert ThinkingSupport.of("{{ reasoning_effort }}", parses=False, harmony=False).effort
+    assert ThinkingSupport.of("", parses=True, harmony=True) == ThinkingSupport(
+        effort=True, parses=True
+    )
+    assert ThinkingSupport.of("{{ messages }} rethinking", parses=False, harmony=False) == PLAIN
 
 
 @pytest.mark.parametrize(
-    ("thinker", "kind", "kwargs", "ignored"),
+    ("thinking", "kind", "kwargs", "ignored"),
     [
         (SWITCHED, "enabled", {"enable_thinking": True}, []),
         (SWITCHED, "adaptive", {"enable_thinking": True}, []),
         (SWITCHED, "disabled", {"enable_thinking": False}, []),
-        (Thinker(switch="thinking"), "enabled", {"thinking": True}, []),
+        (ThinkingSupport(switch="thinking"), "enabled", {"thinking": True}, []),
         (PLAIN, "disabled", None, []),
         (PLAIN, "enabled", None, ["thinking"]),
         (ALWAYS, "enabled", None, []),
@@ -39,10 +41,10 @@ def test_a_template_shows_what_it_knows() -> None:
     ],
 )
 def test_anthropics_thinking_is_the_models_switch(
-    thinker: Thinker, kind: str, kwargs: dict[str, Any] | None, ignored: list[str]
+    thinking: ThinkingSupport, kind: str, kwargs: dict[str, Any] | None, ignored: list[str]
 ) -> None:
     body: dict[str, Any] = {"thinking": {"type": kind}}
-    assert settle_thinking(Endpoint.MESSAGES, body, thinker) == ignored
+    assert settle_thinking(Endpoint.MESSAGES, body, thinking) == ignored
     assert body == ({} if kwargs is None else {"chat_template_kwargs": kwargs})
 
 
@@ -73,5 +75,5 @@ def test_an_effort_that_nobody_hears_is_told(
 ) -> None:
     assert settle_thinking(endpoint, body, PLAIN) == [path]
     assert settle_thinking(endpoint, body, SWITCHED) == []
-    assert settle_thinking(endpoint, body, Thinker(effort=True)) == []
+    assert settle_thinking(endpoint, body, ThinkingSupport(effort=True)) == []
     assert settle_thinking(endpoint, {"reasoning": None}, PLAIN) == []

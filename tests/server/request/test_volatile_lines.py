@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from server.frontend import Endpoint
 from server.request.volatile_lines import settle_lines
+from server.wire.endpoint import Endpoint
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"
 CLOCK = "Today's date: 2026-11-23"

@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
+from server.responses.fair_queue import FairQueue
 from server.responses.table import Waiting
-from server.responses.turns import FairQueue
-from tests.server.responses.test_kept import PATH, create, shown, text, until
+from tests.server.responses.test_stored_responses import PATH, create, shown, text, until
 from tests.server.scripted import Running, ScriptedLauncher, running
 
 KEYS = ("a=k1", "b=k2")

@@ -1,4 +1,4 @@
-"""What becomes of a conversation that is compacted, and of the item when it comes back."""
+"""Compaction of a conversation, and expansion of its item in a later request."""
 
 from __future__ import annotations
 

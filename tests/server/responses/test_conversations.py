@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, OverloadedError, StorageUnavailableError
-from server.frontend import Keeping
+from server.frontend import StorageOptions
 from server.request.record import RequestRecord
 from server.request.route_table import route_of
 from server.responses import conversations, table
-from server.responses.response import Response, made, queued
+from server.responses.response import Response, finished_response, queued_response
 from server.settings import ServerSettings, SettingsError, load_settings
 from server.storage.quotas import Reservation
 from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
 from server.tiers.tier import Tier
-from tests.server.responses.test_kept import PATH, create, shown, text
+from tests.server.responses.test_stored_responses import PATH, create, shown, text
 from tests.server.scripted import running
 
 TURNS, TURN_BYTES = 20, 100_000
@@ -97,7 +97,7 @@ def turn(number: int, size: int) -> Response:
     output = [{"type": "message", "content": [part]}]
     answer = {"id": f"resp_{number}", "status": "completed", "output": output, "text": "z" * size}
     previous = f"resp_{number - 1}" if number else None
-    return made("", previous, items, json.dumps(answer).encode(), 0)
+    return finished_response("", previous, items, json.dumps(answer).encode(), 0)
 
 
 async def stored(folder: Path) -> Store:
@@ -163,11 +163,11 @@ HOSTILE = b"[" + b"[]," * 130_000 + b"[]]"
 def test_answers_and_requests_are_not_built() -> None:
     whole = b'{"id":"resp_a","status":"completed","tools":' + HOSTILE + b',"output":' + HOSTILE
     raw = b'{"model":"m","tools":' + HOSTILE + b',"background":true}'
-    keeping = Keeping(store=True, background=True, previous=None, stream=False, items=b"[]")
+    options = StorageOptions(store=True, background=True, previous=None, stream=False, items=b"[]")
 
     def work() -> tuple[Response, Response]:
-        response = made("", None, HOSTILE, whole + b"}", 0)
-        waiting = queued("", keeping, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
+        response = finished_response("", None, HOSTILE, whole + b"}", 0)
+        waiting = queued_response("", options, raw, Tier.DEFAULT, shown={"model": "m"}, keep_s=0)
         return response, waiting
 
     work()
@@ -180,8 +180,8 @@ def test_answers_and_requests_are_not_built() -> None:
         tracemalloc.stop()
     assert peak < 6 * len(whole)
     assert json.loads(response.shown()) == json.loads(whole + b"}")
-    asked = json.loads(waiting.request or b"")
-    assert (asked["background"], asked["store"], asked["model"]) == (False, False, "m")
+    request = json.loads(waiting.request or b"")
+    assert (request["background"], request["store"], request["model"]) == (False, False, "m")
 
 
 async def test_responses_of_earlier_versions_are_shown_as_before(tmp_path: Path) -> None:

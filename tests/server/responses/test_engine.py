@@ -54,7 +54,7 @@ def ask(client: openai.OpenAI, given: Any, **wish: Any) -> Any:
 
 
 def said(response: Any) -> list[dict[str, Any]]:
-    """What a client would send back of an answer."""
+    """Return the items of an answer as a client sends them back."""
     return [item.model_dump(exclude_none=True) for item in response.output]
 
 
@@ -107,9 +107,9 @@ def test_calls_of_tools_are_turns_too(client: openai.OpenAI) -> None:
     forced = {"tools": [TOOL], "tool_choice": {"type": "function", "name": "look"}}
     first = ask(client, "look", max_output_tokens=60, **forced)
     (call,) = (item for item in first.output if item.type == "function_call")
-    told = {"type": "function_call_output", "call_id": call.call_id, "output": "seen"}
-    second = ask(client, [told], previous_response_id=first.id, tools=[TOOL])
-    whole = ask(client, [user("look"), *said(first), told], tools=[TOOL], store=False)
+    item = {"type": "function_call_output", "call_id": call.call_id, "output": "seen"}
+    second = ask(client, [item], previous_response_id=first.id, tools=[TOOL])
+    whole = ask(client, [user("look"), *said(first), item], tools=[TOOL], store=False)
     assert second.output_text == whole.output_text
     assert second.usage.input_tokens == whole.usage.input_tokens
 
@@ -185,10 +185,10 @@ def test_events_go_on_where_they_were_left(client: openai.OpenAI) -> None:
     )
     numbers = [event.sequence_number for event in seen + rest]
     assert numbers == list(range(len(numbers)))
-    told = "".join(e.delta for e in seen + rest if e.type == "response.output_text.delta")
+    text = "".join(e.delta for e in seen + rest if e.type == "response.output_text.delta")
     kept = client.responses.retrieve(name)
-    assert told == kept.output_text
-    assert rest[-1].response.output_text == told  # type: ignore[union-attr]
+    assert text == kept.output_text
+    assert rest[-1].response.output_text == text  # type: ignore[union-attr]
     again = list(client.responses.retrieve(name, stream=True))
     assert [event.sequence_number for event in again] == numbers
 
@@ -231,8 +231,8 @@ def test_items_have_one_id_from_the_first_event_to_the_store(
             items.append(
                 {"type": "function_call_output", "call_id": item.call_id, "output": "seen"}
             )
-    told = [*items[len(last.output) :], user("on")]
-    second = ask(client, told, previous_response_id=last.id, tools=[TOOL])
+    rest = [*items[len(last.output) :], user("on")]
+    second = ask(client, rest, previous_response_id=last.id, tools=[TOOL])
     whole = ask(client, [user("look"), *items, user("on")], tools=[TOOL], store=False)
     assert second.usage.input_tokens == whole.usage.input_tokens
     assert second.output_text == whole.output_text
@@ -256,13 +256,13 @@ def test_one_is_cancelled(server: RealServer, client: openai.OpenAI) -> None:
 
 
 def test_what_cannot_be_made_fails_with_the_reason(client: openai.OpenAI) -> None:
-    response = until_ended(client, ask(client, "x", background=True, model="nobody"))
+    response = until_ended(client, ask(client, "x", background=True, model="unknown-model"))
     assert response.status == "failed"
-    assert "nobody" in response.error.message
-    stream = ask(client, "x", background=True, stream=True, model="nobody")
+    assert "unknown-model" in response.error.message
+    stream = ask(client, "x", background=True, stream=True, model="unknown-model")
     (event,) = list(stream)
     assert event.type == "response.failed"
-    assert "nobody" in event.response.error.message
+    assert "unknown-model" in event.response.error.message
 
 
 def test_a_stream_that_fails_ends_with_the_failed_response(server: RealServer) -> None:
@@ -351,12 +351,12 @@ def test_a_conversation_is_compacted_and_continued(client: openai.OpenAI) -> Non
     assert compaction["type"] == "compaction"
     # The window is what stays and the summary; another turn goes behind it.
     window = [*kept, compaction]
-    told = [*window, user("four")]
-    assert prompt_tokens(client, told) > prompt_tokens(client, [*kept, user("four")])
+    longer = [*window, user("four")]
+    assert prompt_tokens(client, longer) > prompt_tokens(client, [*kept, user("four")])
     # So it is once more, and for what a stored conversation was.
-    again = client.responses.compact(model="tiny", input=told)  # type: ignore[arg-type]
+    again = client.responses.compact(model="tiny", input=longer)  # type: ignore[arg-type]
     assert [item.type for item in again.output].count("compaction") == 1
-    first = ask(client, told)
+    first = ask(client, longer)
     stored = client.responses.compact(model="tiny", previous_response_id=first.id)
     assert [item.type for item in stored.output] == ["message", "message", "compaction"]
     assert ask(client, "five", previous_response_id=first.id).output_text

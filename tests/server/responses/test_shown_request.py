@@ -1,4 +1,4 @@
-"""What a response shows of its request."""
+"""Request fields that a response repeats."""
 
 from __future__ import annotations
 

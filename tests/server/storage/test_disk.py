@@ -12,7 +12,7 @@ import pytest
 
 from server.errors import StorageFullError, StorageUnavailableError
 from server.responses import table
-from server.responses.response import made
+from server.responses.response import finished_response
 from server.settings import ServerSettings
 from server.storage.database import Work
 from server.storage.disk_errors import disk_errors
@@ -47,7 +47,7 @@ def pragma(text: str) -> Work[None]:
 def keep(store: Store, name: str, size: int) -> Work[None]:
     answer = {"id": name, "status": "completed", "output": [], "text": "x" * size}
     place = Reservation(store.quotas, "", "responses")
-    response = made("", None, b"[]", json.dumps(answer).encode(), 0)
+    response = finished_response("", None, b"[]", json.dumps(answer).encode(), 0)
     return partial(table.insert, response=response, reservation=place)
 
 
@@ -67,7 +67,7 @@ async def test_a_database_that_cannot_be_written_is_read(tmp_path: Path) -> None
     await store.database.run(pragma("query_only = ON"))
     with pytest.raises(StorageUnavailableError, match="readonly database"):
         await store.database.run(keep(store, "two", 10))
-    files = FileStore(store.database, store.folder, store.quotas, 1 << 20, 0)
+    files = FileStore(store, 1 << 20, 0, lambda _: [])
     with pytest.raises(StorageUnavailableError):
         await files.create("", Upload(100), lambda _: ("batch", None))
     # No content is left without a row, and no place is taken.

@@ -29,8 +29,8 @@ async def leave_everything(service: Running, key: str) -> dict[str, str]:
     wish = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
     batch = await client.post("/v1/batches", json=wish, headers=headers)
     params = {"model": "scripted", "max_tokens": 1, "messages": [], "do": "wait"}
-    asked = {"requests": [{"custom_id": "a", "params": params}]}
-    messages = await client.post("/v1/messages/batches", json=asked, headers=headers)
+    body = {"requests": [{"custom_id": "a", "params": params}]}
+    messages = await client.post("/v1/messages/batches", json=body, headers=headers)
     response = await client.post("/v1/responses", json={"input": "x"}, headers=headers)
     body = {"input": "x", "user": "wait", "background": True}
     background = await client.post("/v1/responses", json=body, headers=headers)

@@ -91,14 +91,14 @@ async def test_responses_made_at_once_are_no_more_than_the_quota(tmp_path: Path)
     settings = {"data_dir": tmp_path / "data", "max_responses_per_key": 3}
     async with running(tmp_path, **settings) as service:
         body = {"input": "x", "user": "wait", "store": True}
-        asked = [
+        sending = [
             asyncio.ensure_future(service.client.post("/v1/responses", json=body))
             for _ in range(10)
         ]
-        while sum(one.done() for one in asked) < 7:
+        while sum(one.done() for one in sending) < 7:
             await asyncio.sleep(0.02)
         service.frontend.go_on.set()
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*sending)
         assert codes(answers) == {200: 3, 507: 7}
         assert await until_stored(service, 3) == 3
 
@@ -124,16 +124,16 @@ async def test_a_place_is_free_again_when_its_client_leaves(tmp_path: Path) -> N
         assert codes(await at_once(service, 1, 10)) == {507: 1}
         for task in leaving:
             task.cancel()
-        for path, wish in ((FILES, None), ("/v1/responses", {"input": "x", "store": True})):
+        for path, body in ((FILES, None), ("/v1/responses", {"input": "x", "store": True})):
             async with asyncio.timeout(10):
-                while await stored(service, path, wish) == 507:
+                while await stored(service, path, body) == 507:
                     await asyncio.sleep(0.05)
 
 
-async def stored(service: Running, path: str, wish: Any) -> int:
-    if wish is None:
+async def stored(service: Running, path: str, body: Any) -> int:
+    if body is None:
         return (await at_once(service, 1, 10))[0].status_code
-    return (await service.client.post(path, json=wish)).status_code
+    return (await service.client.post(path, json=body)).status_code
 
 
 async def test_lines_wait_while_nothing_more_may_be_stored(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.batches.input_lines import InputLine, LineRules, body_of, read_lines
-from server.batches.inside import InsideAnswer
-from server.batches.line_answers import answered
+from server.batches.line_results import Line, result_of
+from server.batches.loopback import LoopbackResponse
 from server.batches.message_batch import results
 from server.batches.message_requests import lines_of
-from server.batches.table import Line
 from server.storage.raw_json import (
     JsonSyntaxError,
     ShapeError,
@@ -115,7 +114,7 @@ def input_line(folder: Path) -> Any:
 
 
 def stored_results(folder: Path) -> Any:
-    answer = answered(Line("batch_a", 1, "c", 0, 9), InsideAnswer(200, "", BODY))
+    answer = result_of(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
     (folder / "out").write_bytes(answer.text)
     return lambda: list(results([folder / "out"]))
 
@@ -130,7 +129,7 @@ def one_line(folder: Path) -> Any:
 
 
 def one_answer(folder: Path) -> Any:
-    return lambda: answered(Line("batch_a", 1, "c", 0, 9), InsideAnswer(200, "", BODY))
+    return lambda: result_of(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
 
 
 @pytest.mark.parametrize("make", [input_line, one_line, one_answer, stored_results, message_body])

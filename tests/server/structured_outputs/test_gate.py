@@ -20,7 +20,6 @@ from server.errors import (
     RequestError,
     UnsupportedFieldError,
 )
-from server.frontend import Endpoint
 from server.host.job_pool import (
     JobCrashedError,
     JobSpentError,
@@ -28,11 +27,12 @@ from server.host.job_pool import (
     PoolFullError,
 )
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
+from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
 from server.structured_outputs.trial_job import Verdict, do_job, job_bytes
+from server.wire.endpoint import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 
 LIMITS = SchemaLimits.of(ServerSettings())
@@ -316,7 +316,7 @@ async def test_equal_grammars_share_a_trial_that_outlives_who_asked_first() -> N
     pool.go_on.set()
     results = await asyncio.gather(*asking, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
-    assert results[1:] == [None] * 4
+    assert results[1:] == [{job_key(asked(body)[0], exact=False): None}] * 4
     assert len(pool.jobs) == 1
 
 
@@ -342,7 +342,7 @@ async def test_a_refusal_names_the_field(
         with pytest.raises(error) as caught:
             await gate.check(asked(body))
         assert caught.value.param == param
-        assert caught.value.row.status == 400
+        assert caught.value.status == 400
     assert len(pool.jobs) == 1
     assert gate.take_counts().results == {"refused": 2}
 

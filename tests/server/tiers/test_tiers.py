@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, PermissionDeniedError
-from server.frontend import Endpoint
 from server.settings import SettingsError
 from server.tiers.tier import Tier, granted, take_tier, tiers_of
-from tests.server.edge.test_auth import ring
+from server.wire.endpoint import Endpoint
+from tests.server.http.test_auth import ring
 from tests.server.scripted import Running, running
 
 CHAT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import RequestError
-from server.frontend import Endpoint
 from server.tools.choice import ToolChoice, check_choice
+from server.wire.endpoint import Endpoint
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 TOOLS = [{"type": "function", "name": name} for name in ("f", "g")]
@@ -106,7 +106,7 @@ def test_a_refusal_names_field_and_value(
         check_choice(Endpoint[endpoint], {"tools": tools, "tool_choice": choice})
     assert caught.value.param == param
     assert words in caught.value.message
-    assert caught.value.row.status == 400
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.frontend import Endpoint
 from server.tools.support import ToolSupport
+from server.wire.endpoint import Endpoint
 
 NONE = ToolSupport("none", None, "the chat template shows no tools")
 TOOL = {"type": "function", "function": {"name": "f"}}

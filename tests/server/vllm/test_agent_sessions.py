@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.agent_sessions import Head, Session, billing, clock
+from benchmarks.over_http.agent_sessions import Head, Session, billing, clock
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
 

@@ -144,10 +144,10 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm.flags import _REFUSED_FLAGS
+    from server.vllm.refused_flags import REFUSED_FLAGS
 
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
-    assert set(_REFUSED_FLAGS) <= theirs
+    assert set(REFUSED_FLAGS) <= theirs
     assert {"numa_bind", "lora_modules", "otlp_traces_endpoint", "load_format"} <= theirs
     ours = set(ServerSettings.model_fields)
     assert not ours & set(AsyncEngineArgs.__dataclass_fields__)

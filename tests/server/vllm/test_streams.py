@@ -26,7 +26,7 @@ from server.errors import (
     ServerError,
     UnsupportedOperationError,
 )
-from server.vllm.errors import Asked, BacklogError, RefusedError, from_exception
+from server.vllm.errors import BacklogError, RefusedError, RequestContext, from_exception
 from server.vllm.messages.events import message_events
 from server.vllm.serving import adapted
 
@@ -110,7 +110,7 @@ async def test_faults_of_the_converter_itself_are_raised() -> None:
         )
 
 
-ASKED = Asked({"prompt": "hi"}, "prompt")
+CONTEXT = RequestContext({"prompt": "hi"}, "prompt")
 
 
 @pytest.mark.parametrize(
@@ -130,5 +130,5 @@ ASKED = Asked({"prompt": "hi"}, "prompt")
 def test_what_a_client_is_told_is_decided_by_class(
     error: Exception, ours: type[ServerError], param: str | None
 ) -> None:
-    told = from_exception(error, ASKED)
-    assert (type(told), told.param) == (ours, param)
+    translated = from_exception(error, CONTEXT)
+    assert (type(translated), translated.param) == (ours, param)

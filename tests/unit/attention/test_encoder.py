@@ -1,4 +1,4 @@
-"""What a token sees of a prompt, with and without a window, and what padding sees."""
+"""Tokens visible to each token of a prompt, with and without a window, and to padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention layer may ask of us beyond plain causal attention."""
+"""Options of an attention layer beyond plain causal attention."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.agent_sessions import Session, clock
-from benchmarks.agents import Run, Turn, markdown
-from benchmarks.machine import describe_machine
+from benchmarks.over_http.agent_sessions import Session, clock
+from benchmarks.over_http.agents import Run, Turn, markdown
+from benchmarks.runner.machine import describe_machine
 
 
 def turn(number: int, cached: int, seconds: float) -> Turn:
@@ -20,7 +20,7 @@ def turn(number: int, cached: int, seconds: float) -> Turn:
     )
 
 
-def test_later_turns_are_told_apart_from_the_first() -> None:
+def test_later_turns_are_distinguished_from_the_first() -> None:
     run = Run(
         started="2026-11-23T06:00:00+00:00",
         command="python -m benchmarks.agents",

@@ -1,4 +1,4 @@
-"""What follows from measured numbers: limits, rates, ratios, verdicts, the report."""
+"""Figures derived from measured numbers: limits, rates, ratios, verdicts, the report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import machine
-from benchmarks.compare_report import markdown
-from benchmarks.limits import Limits, ModelWork, bfloat16_peak
-from benchmarks.machine import Machine
-from benchmarks.records import (
+from benchmarks.compare.report import markdown
+from benchmarks.compare.targets import verdicts
+from benchmarks.engines.worker_protocol import timed_answer
+from benchmarks.runner import machine
+from benchmarks.runner.limits import Limits, ModelWork, bfloat16_peak
+from benchmarks.runner.machine import Machine
+from benchmarks.runner.records import (
     Failure,
     Header,
     HttpRecord,
@@ -21,8 +23,6 @@ from benchmarks.records import (
     ModelRecord,
     StepRecord,
 )
-from benchmarks.targets import verdicts
-from benchmarks.worker_protocol import timed_answer
 from rbln_backend.emulator.targets import cpu_features, why_no_tiles
 
 WORK = ModelWork(

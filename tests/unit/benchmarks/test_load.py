@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from benchmarks.load import CUT, Load, Outcome, run
+from benchmarks.clients.load import CUT, Load, Outcome, run
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 _TOKEN = b'data: {"choices":[{"text":" bake"}]}\n\n'
@@ -65,7 +65,7 @@ def test_tokens_come_from_the_usage_or_else_from_the_texts() -> None:
     assert request.last - request.first > 0.01
 
 
-def test_no_more_requests_run_at_a_time_than_asked_for() -> None:
+def test_no_more_requests_run_at_a_time_than_requested() -> None:
     running = peak = 0
 
     async def answer(writer: asyncio.StreamWriter) -> None:

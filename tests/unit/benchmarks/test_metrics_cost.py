@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import raw_numbers
-from benchmarks.machine import Machine
-from benchmarks.metrics_calls import A_GAUGE, A_STEP, time_calls
-from benchmarks.metrics_report import Pairs, Run, markdown
-from benchmarks.unmetered import Switch, install, plugin_folder, recorders
+from benchmarks.metrics.calls import A_GAUGE, A_STEP, time_calls
+from benchmarks.metrics.report import Pairs, Run, markdown
+from benchmarks.metrics.unmetered import Switch, install, plugin_folder, recorders
+from benchmarks.runner.command import raw_numbers
+from benchmarks.runner.machine import Machine
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.step.metrics import StepMetrics

@@ -10,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gguf_model import gguf_name, interleave_heads, tensors, widen
-from benchmarks.text_checkpoint import SPECIAL_TOKENS, make_tokenizer, prompt_text, vocabulary
+from benchmarks.models.gguf_model import gguf_name, interleave_heads, tensors, widen
+from benchmarks.models.text_checkpoint import (
+    SPECIAL_TOKENS,
+    make_tokenizer,
+    prompt_text,
+    vocabulary,
+)
 
 
 def _rotate_halves(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
@@ -72,7 +77,7 @@ def test_a_tensor_without_a_name_in_llama_cpp_is_refused() -> None:
         gguf_name("model.layers.3.self_attn.q_norm.weight")
 
 
-def test_a_prompt_has_as_many_tokens_as_asked_for() -> None:
+def test_a_prompt_has_as_many_tokens_as_requested() -> None:
     tokenizer = make_tokenizer(32000)
     assert tokenizer.get_vocab_size() == 32000
     for count in (1, 32, 200):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.machine import describe_machine
-from benchmarks.speculation import Run, Turn, markdown
-from benchmarks.speculation_tasks import TASKS
+from benchmarks.over_http.speculation import Run, Turn, markdown
+from benchmarks.over_http.speculation_tasks import TASKS
+from benchmarks.runner.machine import describe_machine
 
 
 def turn(side: str, round_number: int, decode_s: float, *, same: bool = True) -> Turn:
@@ -39,7 +39,7 @@ def test_gains_are_those_of_pairs() -> None:
     assert row == "| edit | 1 | 100 | 35.00 | 25.00 | 2.00 [1.00, 3.00] | 1.50 | yes |"
 
 
-def test_another_text_is_told() -> None:
+def test_another_text_is_reported() -> None:
     assert report(turn("off", 0, 3.0, same=False), turn("on", 0, 1.0, same=False)).endswith(
         "| **no** |"
     )
@@ -52,10 +52,10 @@ def test_no_two_requests_of_a_task_are_the_same() -> None:
 
 
 def test_the_edited_file_is_the_prediction_but_for_a_name() -> None:
-    wish = TASKS["edit, prediction"](3)
-    asked, begun = (message["content"] for message in wish["messages"])
-    predicted = wish["prediction"]["content"]
-    assert predicted in asked
-    assert asked.count("\n") >= 150
+    body_fields = TASKS["edit, prediction"](3)
+    question, begun = (message["content"] for message in body_fields["messages"])
+    predicted = body_fields["prediction"]["content"]
+    assert predicted in question
+    assert question.count("\n") >= 150
     assert "cursor_3" in predicted
     assert "position_3" in begun

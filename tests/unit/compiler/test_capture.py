@@ -1,4 +1,4 @@
-"""What capture keeps of a model: its arithmetic, as a program that can be stored."""
+"""Captured models as programs that can be stored."""
 
 from __future__ import annotations
 
@@ -104,6 +104,6 @@ def test_weights_and_buffers_are_bound_by_name() -> None:
 
 
 def test_a_tensor_without_a_name_is_refused() -> None:
-    stranger = torch.randn(4)
+    unknown = torch.randn(4)
     with pytest.raises(CompileError, match=r"shape \(4,\)"):
-        captured(lambda x: x + stranger)
+        captured(lambda x: x + unknown)

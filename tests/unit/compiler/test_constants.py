@@ -1,4 +1,4 @@
-"""What depends on weights alone is computed once, when a program is bound."""
+"""Constants of weights are computed once, when a program is bound."""
 
 from __future__ import annotations
 

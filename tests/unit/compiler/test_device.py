@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.device import choose_device, make_rebel_compiler
+from rbln_backend.compiler.device import device_capabilities, make_rebel_compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 
@@ -56,7 +56,7 @@ def test_a_found_npu_comes_before_a_forced_name(
 ) -> None:
     install(SDK.format(npus={0: "RBLN-CR13"}))
     config = RblnConfig(force_npu_name="RBLN-CA25")
-    assert choose_device(config) == "rebel"
+    assert device_capabilities(config).device == "rebel"
     with caplog.at_level(logging.WARNING):
         assert make_rebel_compiler(config, None).hardware == "RBLN-CR13"
     assert "RBLN_FORCE_NPU_NAME=RBLN-CA25 is ignored: the host has RBLN-CR13" in caplog.text
@@ -67,29 +67,32 @@ def test_a_forced_name_stands_in_where_no_npu_is(
 ) -> None:
     install(SDK.format(npus={}))
     config = RblnConfig(force_npu_name="RBLN-CA25")
-    assert choose_device(RblnConfig()) == "emulated"
-    assert choose_device(config) == "rebel"
+    assert device_capabilities(RblnConfig()).device == "emulated"
+    assert device_capabilities(config).device == "rebel"
     assert make_rebel_compiler(config, None).hardware == "RBLN-CA25"
     assert not caplog.text
     with pytest.raises(ConfigError, match="RBLN_FORCE_NPU_NAME"):
-        choose_device(RblnConfig(device="rebel"))
+        device_capabilities(RblnConfig(device="rebel"))
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("config", "setting"),
     [
         (RblnConfig(device="rebel"), "device='rebel'"),
         (RblnConfig(force_npu_name="RBLN-CR13"), "force_npu_name='RBLN-CR13'"),
     ],
 )
-def test_without_the_sdk_no_npu_can_be_asked_for(config: RblnConfig, asked: str) -> None:
-    with pytest.raises(ConfigError, match=f"{asked}.*needs the RBLN SDK.*'npu' extra"):
-        choose_device(config)
+def test_without_the_sdk_a_required_npu_is_an_error(config: RblnConfig, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}.*needs the RBLN SDK.*'npu' extra"):
+        device_capabilities(config)
 
 
-def test_without_the_sdk_the_device_is_emulated_unless_an_npu_is_asked_for() -> None:
-    assert choose_device(RblnConfig()) == "emulated"
-    assert choose_device(RblnConfig(device="emulated", force_npu_name="RBLN-CR13")) == "emulated"
+def test_without_the_sdk_the_device_is_emulated_unless_an_npu_is_required() -> None:
+    assert device_capabilities(RblnConfig()).device == "emulated"
+    assert (
+        device_capabilities(RblnConfig(device="emulated", force_npu_name="RBLN-CR13")).device
+        == "emulated"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,5 +109,5 @@ def test_an_sdk_that_does_not_load_is_an_error(
 ) -> None:
     install(source)
     with pytest.raises(ConfigError, match=f"'import rebel' fails with {said}"):
-        choose_device(config)
-    assert choose_device(RblnConfig(device="emulated")) == "emulated"
+        device_capabilities(config)
+    assert device_capabilities(RblnConfig(device="emulated")).device == "emulated"

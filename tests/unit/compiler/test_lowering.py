@@ -92,9 +92,9 @@ def test_a_write_is_never_dead_code() -> None:
 
 
 def test_a_tensor_without_a_name_is_refused() -> None:
-    stranger, x = torch.ones(7), torch.randn(7)
+    unknown, x = torch.ones(7), torch.randn(7)
     with pytest.raises(CompileError, match=r"shape \(7,\) that is neither a weight"):
-        capture(lambda x: x + stranger, (x,), TensorTable(lambda w: w), {"x": x})
+        capture(lambda x: x + unknown, (x,), TensorTable(lambda w: w), {"x": x})
 
 
 def test_a_graph_break_is_refused() -> None:
@@ -137,7 +137,7 @@ def test_packed_linears_compute_the_same(native_kernels: None) -> None:
         table.resolve("param:projection.weight", {})
 
 
-def test_a_weight_that_nobody_else_reads_is_packed_where_it_lies(native_kernels: None) -> None:
+def test_a_weight_with_one_reader_is_packed_where_it_lies(native_kernels: None) -> None:
     layer = nn.Linear(8, 32, bias=False)
     table = TensorTable(pack, pack_consuming)
     table.add_model(layer)
@@ -149,7 +149,7 @@ def test_a_weight_that_nobody_else_reads_is_packed_where_it_lies(native_kernels:
 
 
 @pytest.mark.parametrize("shared", ["read by a program", "a view of another parameter"])
-def test_a_weight_that_somebody_else_reads_is_copied(shared: str, native_kernels: None) -> None:
+def test_a_weight_with_two_readers_is_copied(shared: str, native_kernels: None) -> None:
     model = nn.Module()
     model.head = nn.Linear(8, 32, bias=False)
     programs = ["packed:head.weight"]

@@ -1,4 +1,4 @@
-"""What is known of NPUs by name, and what a rank and an engine's shapes make of it."""
+"""NPU properties by name, and their effect on ranks and shapes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_too_few_npus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_collectives_that_wait_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_wait_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RBLN_FORCE_CCL_ASYNC", "0")
     (warning,) = announce_rank(RankDevices(0, rank=0, ranks=2, npus_per_rank=1))
     assert "RBLN_FORCE_CCL_ASYNC=0" in warning

@@ -73,7 +73,7 @@ class Attention:
 
     @property
     def options(self) -> tuple[object, ...]:
-        """What a layer may ask for, as the causal ops take it."""
+        """Options of a layer, as the causal ops take them."""
         scales = self.cache_scales or (None, None)
         return self.sinks, self.soft_cap, self.slopes, *scales, self.chunk, self.window
 

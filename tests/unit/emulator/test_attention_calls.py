@@ -1,4 +1,4 @@
-"""How a model's layers call the attention ops: both namespaces, and nothing said in vain."""
+"""Attention op calls of a model's layers, in both namespaces."""
 
 from __future__ import annotations
 

@@ -203,11 +203,11 @@ def test_other_users_can_read_what_was_built(compiler: Path, tmp_path: Path) -> 
 
 
 def test_a_build_tells_how_many_of_its_sources_are_compiled(compiler: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    build.find_or_build(tmp_path / "key", tell=lambda done, of: told.append((done, of)))
-    total = told[0][1]
+    reported: list[tuple[int, int]] = []
+    build.find_or_build(tmp_path / "key", report=lambda done, of: reported.append((done, of)))
+    total = reported[0][1]
     assert total > 5
-    assert told == [(done, total) for done in range(total + 1)]
+    assert reported == [(done, total) for done in range(total + 1)]
 
 
 def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def amx_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Let Linux refuse the tiles for this reason; "": let it grant them."""
+    """Simulate Linux's refusal of the tiles for this reason; "": a grant."""
     monkeypatch.setattr(targets, "why_no_tiles", lambda: why)
     monkeypatch.setattr(kernel_set, "why_no_tiles", lambda: why)
 
@@ -278,7 +278,7 @@ def test_tiles_are_used_where_linux_grants_them(
     assert build.build_key() != granted
 
 
-def test_refused_tiles_are_told(
+def test_refused_tiles_are_reported(
     amx_host: None,
     compiler: Path,
     tmp_path: Path,
@@ -294,7 +294,7 @@ def test_refused_tiles_are_told(
 
 
 def test_what_linux_says_of_the_tiles() -> None:
-    """Asked of the real system, in a process that has asked for nothing yet."""
+    """Runs on the real system, in a process without earlier requests."""
     code = (
         "from rbln_backend.emulator import targets\n"
         "targets.cpu_features = lambda: targets._AMX\n"

@@ -89,7 +89,7 @@ def test_its_compilers_end_and_the_next_start_removes_its_folder(
     kill_in_the_middle(tmp_path, f"build.find_or_build(Path({str(other)!r}))")
     assert len(leftovers(store)) == 1
 
-    def look_around(directory: Path, target: build.Target, _tell: build.Tell) -> float:
+    def look_around(directory: Path, target: build.Target, _report: build.BuildReport) -> float:
         assert leftovers(store) == [directory]
         return 0.0
 
@@ -110,7 +110,7 @@ def test_so_it_is_with_a_build_for_one_process(
     assert left.name.startswith("rbln-kernels-")
     monkeypatch.setattr(kernel_set.tempfile, "gettempdir", lambda: str(temporary))
 
-    def stop(directory: Path, target: build.Target, _tell: build.Tell) -> float:
+    def stop(directory: Path, target: build.Target, _report: build.BuildReport) -> float:
         raise OSError("stop")
 
     monkeypatch.setattr(kernel_set, "build_library", stop)

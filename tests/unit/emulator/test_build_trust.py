@@ -19,7 +19,7 @@ from rbln_backend.store.kernel_files import (
     private_stores,
 )
 
-PLANTED = b"code of somebody else"
+PLANTED = b"code of another user"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_build(monkeypatch: pytest.MonkeyPatch, native_kernels: Path) -> None:
     """The library that was built already stands in for a build."""
 
-    def copy(directory: Path, target: build.Target, _tell: build.Tell) -> float:
+    def copy(directory: Path, target: build.Target, _report: build.BuildReport) -> float:
         shutil.copy(native_kernels, directory / LIBRARY)
         record = make_record(native_kernels.read_bytes(), target.name)
         (directory / RECORD).write_bytes(record)

@@ -1,4 +1,4 @@
-"""What PyTorch expects of the ops: schemas, shape functions, capture; and the bodies' agreement."""
+"""PyTorch's contract of the ops: schemas, shape functions, capture; and the bodies' agreement."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_opcheck(dtype: torch.dtype) -> None:
     for name, arguments in calls(dtype):
         torch.library.opcheck(getattr(OPS, name).default, arguments)

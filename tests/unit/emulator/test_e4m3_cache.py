@@ -33,7 +33,7 @@ def make(case: tuple[int, int, int, int, int], dtype: torch.dtype, **more: objec
 
 
 def kept(x: Tensor, bodies: Bodies, scale: float) -> Tensor:
-    """What a cache keeps of numbers [n, 16] in any dtype, as float32."""
+    """Return the cached form of numbers [n, 16] in any dtype, as float32."""
     rows, one = x.view(1, 1, 1, -1, 16), torch.tensor(1.0)
     cache = torch.zeros(2, 2, 1, 1, len(x), 16, dtype=torch.float8_e4m3fn)
     bodies["flash_causal_attention_naive_prefill"](

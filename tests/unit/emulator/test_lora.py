@@ -38,7 +38,7 @@ class Layer:
         return y, x, chosen, self.a, self.b, self.rank, self.outputs
 
     def added(self, y: Tensor, x: Tensor, slots: list[int]) -> Tensor:
-        """What y becomes; y stays."""
+        """Return the new y; the given one stays."""
         result = y.clone()
         OPS.add_lora_(*self.arguments(result, x, slots))
         return result

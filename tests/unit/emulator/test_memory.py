@@ -105,7 +105,7 @@ def test_huge_pages_are_advised_where_the_system_has_them() -> None:
 
 
 def is_advised(tensor: torch.Tensor) -> bool:
-    """Whether the mapping in the middle of ``tensor`` has the kernel's flag for huge pages."""
+    """Return True if the mapping in the middle of ``tensor`` has the kernel's huge-page flag."""
     address = tensor.data_ptr() + tensor.nbytes // 2
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

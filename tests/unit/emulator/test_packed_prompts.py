@@ -13,7 +13,7 @@ from tests.unit.emulator.cases import DTYPES
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 KV_HEADS, GROUP, SIZE, BLOCK = 2, 3, 32, 8
-# Nobody's rows at the end, a request without rows, one of one, and one that begins in a page.
+# Padding rows at the end, a request without rows, one of one, and one that begins in a page.
 LENGTH, COUNTS, STARTS = 40, (13, 0, 1, 21), (5, 0, 30, 0)
 OPTIONS = {"logits_soft_cap": 4.0}
 Attend = Callable[..., Tensor]
@@ -25,7 +25,7 @@ class Step:
     def __init__(self, dtype: torch.dtype, *, window: bool = False, e4m3: bool = False) -> None:
         heads = ((GROUP, dtype), (1, dtype), (1, dtype))
         self.qkv = [torch.randn(1, KV_HEADS, g, LENGTH, SIZE).to(d) for g, d in heads]
-        # What lies in rows of nobody must not matter.
+        # The content of padding rows must not matter.
         for rows in self.qkv:
             rows[..., sum(COUNTS) :, :] = float("nan")
         self.cache = torch.randn(30, 2, KV_HEADS, 1, BLOCK, SIZE)

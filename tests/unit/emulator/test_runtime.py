@@ -1,4 +1,4 @@
-"""What a rank takes of its host, and what it says of it."""
+"""Host resources that a rank takes, and their report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_more_threads_than_chosen_processors_are_refused_before_anything_changes
     assert os.sched_getaffinity(0) == mask
 
 
-def test_torchs_own_memory_is_left_when_asked_for() -> None:
+def test_torchs_own_memory_is_left_on_request() -> None:
     info = set_up_runtime(RblnConfig(allocator="system", huge_pages="off"), 0, 1)
     assert (info.allocator, info.allocator_reason) == ("system", "requested")
     assert (info.huge_pages, info.huge_pages_reason) == ("off", "requested")

@@ -109,10 +109,10 @@ class Windows:
         return scores.softmax(dim=-1)[..., : self.length] @ v
 
     def kept(self, count: int, row: int = 0) -> Tensor:
-        """What the block's first slots hold after ``count`` tokens: [2, Hkv, n, D]."""
+        """Return the expected first slots of the block after ``count`` tokens: [2, Hkv, n, D]."""
         first = max(0, count - self.window)
         return torch.stack([x[row, :, 0, first:count] for x in self.tokens[1:]])
 
     def held(self, count: int, row: int = 0) -> Tensor:
-        """What they do hold."""
+        """Return the actual slots."""
         return self.cache[self.blocks[row], :, :, 0, : min(count, self.window)]

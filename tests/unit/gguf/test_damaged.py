@@ -90,9 +90,9 @@ def test_the_unchanged_file_is_converted(whole: Path, tmp_path: Path) -> None:
 def test_a_key_that_is_wrong_is_named(
     name: str, value: Any, reason: str, whole: Path, tmp_path: Path
 ) -> None:
-    told = refusal(rewritten(whole, {name: value}), tmp_path)
-    assert reason in told
-    assert len(told) < 300
+    message = refusal(rewritten(whole, {name: value}), tmp_path)
+    assert reason in message
+    assert len(message) < 300
 
 
 def test_lists_are_bounded_by_what_they_say(

@@ -34,7 +34,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def split(numbers: str) -> Any:
-    """What the published tokenizer.json files of Llama-3 and Qwen2 have."""
+    """Pre-tokenizer of the published tokenizer.json files of Llama-3 and Qwen2."""
     pattern = Regex(_CONTRACTION + _WORDS + numbers + _REST)
     return pre_tokenizers.Sequence(
         [
@@ -45,7 +45,7 @@ def split(numbers: str) -> Any:
 
 
 def by_digits() -> Any:
-    """What SmolLM2's and StarCoder2's have."""
+    """Pre-tokenizer of SmolLM2's and StarCoder2's files."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 

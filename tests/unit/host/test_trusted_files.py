@@ -1,4 +1,4 @@
-"""Code is run only from where nobody else can have put it."""
+"""Code is executed only from files that no other user can have written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rbln_backend.store.kernel_files import (
 
 KEY = "0123456789abcdef" * 2
 CODE = b"\x7fELF code"
-NOBODY = 65_534
+OTHER_UID = 65_534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
 
 
@@ -71,26 +71,26 @@ def test_nor_is_one_below_a_folder_that_others_may_write(
 
 @AS_ROOT
 @pytest.mark.parametrize("what", ["file", "folder", "above", "sticky folder"])
-def test_nor_is_what_belongs_to_somebody_else(entry: Path, root: Path, what: str) -> None:
+def test_nor_is_what_belongs_to_another_user(entry: Path, root: Path, what: str) -> None:
     if what == "sticky folder":
         root.chmod(0o1777)
         assert examine(entry)[0] == "whole"
     owned = {"file": entry / LIBRARY, "folder": entry}.get(what, root)
-    os.chown(owned, NOBODY, -1)
+    os.chown(owned, OTHER_UID, -1)
     state, why = examine(entry)
-    assert (state, why.partition(" ")[2]) == ("untrusted", f"belongs to another user ({NOBODY})")
+    assert (state, why.partition(" ")[2]) == ("untrusted", f"belongs to another user ({OTHER_UID})")
 
 
 @AS_ROOT
 def test_what_root_has_made_is_for_everybody_and_what_another_has_is_not(entry: Path) -> None:
-    """The image: its user is nobody in particular, its bundle root's, its cache a third one's."""
-    os.seteuid(NOBODY)
+    """The image: its user is an arbitrary one, its bundle root's, its cache a third one's."""
+    os.seteuid(OTHER_UID)
     try:
         assert examine(entry) == ("whole", "")
     finally:
         os.seteuid(0)
     os.chown(entry, 10_001, -1)
-    os.seteuid(NOBODY)
+    os.seteuid(OTHER_UID)
     try:
         assert examine(entry)[0] == "untrusted"
     finally:
@@ -101,8 +101,8 @@ def test_what_root_has_made_is_for_everybody_and_what_another_has_is_not(entry: 
 def test_a_sticky_folder_is_roots(entry: Path, root: Path) -> None:
     root.chmod(0o1777)
     for path in (root, *root.rglob("*")):
-        os.chown(path, NOBODY, -1)
-    os.seteuid(NOBODY)
+        os.chown(path, OTHER_UID, -1)
+    os.seteuid(OTHER_UID)
     try:
         assert examine(entry) == ("untrusted", f"others may write {root} (mode 1777)")
     finally:
@@ -134,7 +134,7 @@ def test_a_pipe_is_not_waited_for(entry: Path) -> None:
     assert examine(entry) == ("untrusted", f"{LIBRARY} is not a regular file")
 
 
-def test_damage_and_absence_are_told_apart_from_distrust(entry: Path, root: Path) -> None:
+def test_damage_and_absence_are_distinguished_from_distrust(entry: Path, root: Path) -> None:
     (entry / LIBRARY).write_bytes(b"other code")
     assert examine(entry) == ("damaged", "")
     with pytest.raises(CorruptArtifactError):
@@ -171,7 +171,7 @@ def test_what_is_published_is_closed_to_the_group_whatever_the_umask(root: Path)
 
 @AS_ROOT
 def test_a_read_only_mount_is_taken_as_it_is(entry: Path, root: Path) -> None:
-    os.chown(entry, NOBODY, -1)
+    os.chown(entry, OTHER_UID, -1)
     entry.chmod(0o777)
     code = (
         "from pathlib import Path; from rbln_backend.store.kernel_files import examine; "

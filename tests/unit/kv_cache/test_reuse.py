@@ -119,7 +119,9 @@ class World:
         begun: list[tuple[Request, int]] = []
         while self.waiting and len(self.running) < MAX_REQUESTS and len(begun) < most:
             request = self.waiting[0]
+            peeked = self.peek(request)
             blocks, hit, _ = self.manager.get_computed_blocks(request)
+            assert peeked == hit
             count = min(self.shape.chunk, request.num_tokens - hit)
             if self.manager.allocate_slots(request, count, hit, blocks) is None:
                 assert self.running, "an empty engine takes any request"
@@ -130,6 +132,13 @@ class World:
             request.num_computed_tokens = hit
             begun.append((request, count))
         self.step(*begun)
+
+    def peek(self, request: Request) -> int:
+        """Return the hit of ``request``; asserts that no eviction order changed."""
+        orders = [list(window.log._pages) for window in self.coordinator.windows]
+        hit = self.manager.peek_hit(request)
+        assert orders == [list(window.log._pages) for window in self.coordinator.windows]
+        return hit
 
     def advance(self, request: Request) -> None:
         if request.num_computed_tokens == request.num_tokens:

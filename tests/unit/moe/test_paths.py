@@ -21,6 +21,6 @@ from rbln_backend.moe.paths import choose_path
     ],
 )
 def test_order(*, opt: bool, custom: bool, npu: bool, activation: str, path: str) -> None:
-    choice = choose_path(use_opt=opt, use_custom=custom, is_npu=npu, activation=activation)
+    choice = choose_path(use_opt=opt, use_custom=custom, has_fused_op=npu, activation=activation)
     assert choice.path == path
     assert choice.reason

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kernel_cache import share_kernels
 
 SCRIPT = Path(__file__).parent / "channel_ranks.py"
 
 
+@pytest.mark.slow
 def test_ranks_agree_whatever_they_talk_through(tmp_path: Path) -> None:
     kernels = share_kernels(tmp_path / "cache")
     command = [sys.executable, str(SCRIPT)]

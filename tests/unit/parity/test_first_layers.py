@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rbln_backend.parity.job import Job
-from rbln_backend.parity.sides.first_layers import first_layers
+from rbln_backend.parity.runners.first_layers import first_layers
 
 WEIGHTS = {
     "model-1.safetensors": [

@@ -78,7 +78,7 @@ def test_engine_arguments_fit_the_model(tmp_path: Path) -> None:
     assert jobs.generate("cpu").num_logprobs == 300
 
 
-def test_what_is_less_than_asked_for_is_told(tmp_path: Path) -> None:
+def test_what_is_less_than_requested_is_reported(tmp_path: Path) -> None:
     model = ["--model", _checkpoint(tmp_path, max_position_embeddings=500, vocab_size=300)]
     context, block, cap, vocabulary = Jobs(parse([*model, "--max-logprobs-cap", "400"])).clamped
     assert context.startswith("--max-model-len 40960 is more than the model's context, 500,")

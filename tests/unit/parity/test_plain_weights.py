@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rbln_backend.parity.sides.plain_formats import unpacked
-from rbln_backend.parity.sides.plain_weights import add_adapter, read_weights
+from rbln_backend.parity.runners.plain_formats import unpacked
+from rbln_backend.parity.runners.plain_weights import add_adapter, read_weights
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint

@@ -1,4 +1,4 @@
-"""What is told before the sides and what of a position, in the documented terms."""
+"""Lines before the runs and about a position, in the documented terms."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_heading_is_the_documented_one() -> None:
     )
 
 
-def test_a_side_s_environment_is_told() -> None:
+def test_a_side_s_environment_is_printed() -> None:
     cpu = "\n".join(launch("cpu", {"VLLM_PLUGINS": "cpu"}))
     assert cpu == "\n[main] Launching CPU worker…\n[cpu] VLLM_PLUGINS = cpu"
     rbln = list(launch("rbln", {"VLLM_DISABLE_COMPILE_CACHE": "1"}))
@@ -69,7 +69,7 @@ def test_each_side_is_ranked_by_itself() -> None:
     ]
 
 
-def test_programs_are_told_the_same() -> None:
+def test_programs_get_the_same_lines() -> None:
     report = json.loads(json_report(_outcome()))
     assert report["clamped"] == ["--topk is 2"]
     assert report["sides"]["cpu"]["rankings"] == [[[7, -0.5], [8, -1.0]]]

@@ -1,4 +1,4 @@
-"""AMX's permission, asked of the real kernel in a process of its own."""
+"""AMX's permission, requested from the real kernel in a separate process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 # 0x1021 and 0x1022 give the state components that the machine has and that this process may use.
 _ASK = """
 import ctypes
-from rbln_backend.parity.sides.tile_permission import ask_for_tiles
+from rbln_backend.parity.runners.tile_permission import ask_for_tiles
 
 def components(operation):
     mask = ctypes.c_uint64()
@@ -26,5 +26,5 @@ print(ask_for_tiles(), bool(components(0x1021) >> 18 & 1), bool(components(0x102
 def test_tiles_are_permitted_where_there_are_any() -> None:
     """Elsewhere the answer is no, and nothing else happens."""
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
-    told, has_tiles, permitted = done.stdout.split()
-    assert told == has_tiles == permitted
+    printed, has_tiles, permitted = done.stdout.split()
+    assert printed == has_tiles == permitted

@@ -1,4 +1,4 @@
-"""Weights of a byte each: packed where they lie, scales spread, and a missing one told."""
+"""Weights of a byte each: packed where they lie, scales spread, and a missing one reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parts_without_a_scale_have_the_first_one() -> None:
     assert torch.equal(scales, torch.full((3, 1, 16), 0.5))
 
 
-def test_a_weight_that_is_not_quantised_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_is_not_quantised_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("rank", 0), ("world_size", 1)):
         place = f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}"
         monkeypatch.setattr(place, lambda value=value: value)
@@ -83,7 +83,7 @@ def test_inputs_that_do_not_fit_are_refused(stored: ByteWeights, depth: int, rea
             )
 
 
-def test_activations_that_are_not_quantised_are_told_once(
+def test_activations_that_are_not_quantised_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     byte_linear._tell.cache_clear()
@@ -91,8 +91,8 @@ def test_activations_that_are_not_quantised_are_told_once(
     with caplog.at_level(logging.WARNING), set_current_vllm_config(VllmConfig()):
         for name in ("q_proj", "o_proj"):
             RblnByteScheme(stored, name)
-    told = [record.message for record in caplog.records if "published as" in record.message]
-    assert told == [
+    warnings = [record.message for record in caplog.records if "published as" in record.message]
+    assert warnings == [
         "the checkpoint is published as FP8 W8A8: its weights are used, activations are not "
         "quantised"
     ]

@@ -29,8 +29,8 @@ class Cache:
     hits: dict[str, int]
     block_pool: Any = field(default_factory=lambda: SimpleNamespace(hash_block_size=UNIT))
 
-    def get_computed_blocks(self, request: Request) -> tuple[None, int, int]:
-        return None, self.hits.get(request.request_id, 0), 0
+    def peek_hit(self, request: Request) -> int:
+        return self.hits.get(request.request_id, 0)
 
 
 def request(name: str, tokens: list[int], adapter: int = 0) -> Request:

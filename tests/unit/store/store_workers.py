@@ -1,4 +1,4 @@
-"""What other processes do to a store in the tests; imports nothing heavy, to spawn quickly."""
+"""Store operations for other processes; imports nothing heavy, to spawn quickly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_forever(root: Path) -> None:
 
 
 def hold_lock(root: Path, holding: Any, release: Any) -> None:
-    """Hold the lock of a key until told to let go."""
+    """Hold the lock of a key until the release event."""
     store, _ = open_store(root)
     with store.lock(key_of(0)):
         holding.set()

@@ -78,8 +78,8 @@ def test_nothing_of_the_host_is_in_the_archive(tmp_path: Path, root: Path) -> No
     pack(root, tmp_path / "a.tar")
     with tarfile.open(tmp_path / "a.tar") as archive:
         for member in archive:
-            told = (member.uid, member.gid, member.uname, member.gname, member.mtime)
-            assert told == (0, 0, "", "", 0)
+            owner = (member.uid, member.gid, member.uname, member.gname, member.mtime)
+            assert owner == (0, 0, "", "", 0)
             assert member.mode == (0o755 if member.isdir() else 0o644)
 
 
@@ -235,13 +235,13 @@ def swap_graphs(files: dict[str, bytes]) -> None:
         files[f"{a}/{name}"], files[f"{b}/{name}"] = files[f"{b}/{name}"], files[f"{a}/{name}"]
 
 
-def add_stranger(files: dict[str, bytes]) -> None:
+def add_unknown_file(files: dict[str, bytes]) -> None:
     files["rbln/usage/x.json"] = b"{}"
 
 
 @pytest.mark.parametrize(
     "damage",
-    [drop_graph, drop_program, change_program, change_kernel, swap_graphs, add_stranger],
+    [drop_graph, drop_program, change_program, change_kernel, swap_graphs, add_unknown_file],
 )
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, root: Path, damage: Callable[[dict[str, bytes]], None]

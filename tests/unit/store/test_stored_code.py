@@ -1,4 +1,4 @@
-"""An NPU's binaries are code: they are given out only from where nobody else could write them."""
+"""An NPU's binaries are code: they are loaded only from folders that no other user can write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
 from rbln_backend.store.cache_key import CacheKey
 
 KEY = CacheKey({"phase": "binaries", "graphs": ["decode-1"]})
-OWN, FOREIGN = {BINARIES: b"ours"}, {BINARIES: b"somebody else's"}
+OWN, FOREIGN = {BINARIES: b"ours"}, {BINARIES: b"another user's"}
 GIB = 1 << 30
 
 

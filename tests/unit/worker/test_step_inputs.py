@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+from rbln_backend.compiler.capabilities import EMULATED, npu_capabilities
 from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.kv_cache.specs import WindowSpec
@@ -68,10 +69,10 @@ def test_an_npu_counts_what_a_window_holds() -> None:
         own_blocks=3, log_pages=0, page_tokens=0,
     )  # fmt: skip
     config = KVCacheConfig(4, [], [KVCacheGroupSpec(["b"], window)])
-    for npu in (None, Npu.named("RBLN-CA25")):
-        (group,) = kv_groups(config, 64, {}, npu)
+    for capabilities in (EMULATED, npu_capabilities(Npu.named("RBLN-CA25"))):
+        (group,) = kv_groups(config, 64, {}, capabilities)
         assert group.is_window
-        assert group.counts_held is (npu is not None)
+        assert group.counts_held is (capabilities.npu is not None)
 
 
 def test_the_prompts_of_a_chunk_lie_one_after_the_other() -> None:

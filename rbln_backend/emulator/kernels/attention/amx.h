@@ -81,7 +81,7 @@ class TileAttention {
     }
   }
 
-  // What the keys have beyond their size.
+  // Clears the padding of keys beyond their size.
   void clear_depth_tail() const {
     for (int64_t p = 0; p < kKeys / kPanel; ++p)
       std::fill(keys(p) + (args_.head_size + 1) / 2 * kPanel, keys(p + 1), 0u);

@@ -69,7 +69,7 @@ inline void with_stored_type(const AttentionArgs& args, F&& f) {
 
 // Over keys of type T, multiplied as type W, pairs of bf16 or floats; queries and results are of the
 // arguments' own.
-// `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), asked for ascending tiles.
+// `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), called for ascending tiles.
 template <class T, class W, class Keys>
 class Attention {
  public:
@@ -189,7 +189,7 @@ class Attention {
                         rows_.scores(row0) + key);
   }
 
-  // Adds the keys [begin, end) of the tile to the rows' sums, which it rescales before if asked.
+  // Adds the keys [begin, end) of the tile to the rows' sums, after rescaling them on `rescale`.
   template <int R>
   void sum_up(int64_t row0, int64_t begin, int64_t end, bool rescale) {
     if (begin >= end && !rescale) return;

@@ -21,7 +21,7 @@ struct AttentionArgs {
   int64_t batch, kv_heads, group, length;
   int64_t head_size;   // of queries and of keys in the cache
   int64_t value_size;  // of values and of results, at most head_size
-  // What a new token brings: k_size numbers of k, then v_size of v that lie v_place after them.
+  // Data of a new token: k_size numbers of k, then v_size of v at offset v_place.
   int64_t k_size, v_size, v_place;
   int64_t block_size, table_width;
   const int64_t* starts;  // [batch]: tokens before the new ones

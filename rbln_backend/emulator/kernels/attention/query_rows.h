@@ -45,7 +45,7 @@ struct KeyTile {
   const T* keys[kKeys];
   const T* values[kKeys];  // where value_stride is not 0, the first alone
   int64_t value_stride;    // between the values of neighbours, or 0 where they lie apart
-  // What is fetched into the caches meanwhile: the values that this tile's weights will multiply,
+  // Prefetched data: the values that this tile's weights will multiply,
   // or the next tile's where these are there already; then the next tile's keys.
   const T *fetch_values, *fetch_keys;
 };
@@ -123,7 +123,7 @@ class QueryRows {
   int64_t from(int64_t row) const { return std::clamp<int64_t>(low(row) - begin_, 0, keys_); }
   int64_t to(int64_t row) const { return std::clamp<int64_t>(limit(row) - begin_, 0, keys_); }
 
-  // Whether none of the rows [first, last] sees anything of the tile.
+  // True if none of the rows [first, last] sees any key of the tile.
   bool are_blind(int64_t first, int64_t last) const {
     return limit(last) <= begin_ || low(first) >= begin_ + keys_;
   }
@@ -177,7 +177,7 @@ class QueryRows {
     return min(broadcast(1e6f), max(broadcast(-1e6f), score));
   }
 
-  // What the layer does to scores besides scaling them.
+  // The layer's changes to scores besides scaling.
   inline __attribute__((always_inline)) void bend(int64_t row0, int rows) {
     if (args_.soft_cap > 0)
       for (int r = 0; r < rows; ++r)

@@ -1,4 +1,4 @@
-// What the bindings of attention have in common: sizes, options, and a call of the kernels.
+// Shared parts of the attention bindings: sizes, options, and a call of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Sizes {
   int64_t batch, kv_heads, group, length, head_size, value_size;
 };
 
-// What a layer may ask for; attention/ops.py says what they mean.
+// Options of a layer; attention/ops.py defines them.
 struct Options {
   std::optional<Tensor> sinks;
   std::optional<double> soft_cap;
@@ -126,7 +126,7 @@ inline AttentionArgs rows_alone(const AttentionArgs& args, int64_t first, int64_
   return own;
 }
 
-// Calls attend(own, r) with the rows of each request r in turn; rows of nobody give zeros.
+// Calls attend(own, r) with the rows of each request r in turn; padding rows give zeros.
 template <class Attend>
 void for_each_request(const AttentionArgs& args, const std::vector<int64_t>& counts,
                       const Attend& attend) {
@@ -159,7 +159,7 @@ inline const float* data_of(const Tensor& numbers) {
   return numbers.defined() ? numbers.const_data_ptr<float>() : nullptr;
 }
 
-// What every attention op hands to the kernels.
+// Arguments that every attention op passes to the kernels.
 struct AttentionCall {
   Tensor sinks, slopes, out;
   Tensor stored_k, stored_v;  // of e4m3; keep the memory

@@ -1,4 +1,4 @@
-// What Python finds in the library by name.
+// Functions that Python finds in the library by name.
 #pragma once
 
 #define RBLN_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,4 +1,4 @@
-// What Python asks of the library as a whole.
+// Functions for the library as a whole, called by Python.
 #include "bindings/exports.h"
 #include "core/amx.h"
 #include "core/simd.h"

@@ -108,7 +108,7 @@ class LargeTensors final : public c10::Allocator {
   static void release(void* data);
 
   bool give_back(void* data) {
-    // Most pointers that are not ours are told without the lock.
+    // Most foreign pointers are recognized without the lock.
     if (reinterpret_cast<uintptr_t>(data) % kHugePage != 0) return false;
     const std::lock_guard guard(mutex_);
     const auto found = live_.find(data);

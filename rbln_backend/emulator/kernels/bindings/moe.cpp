@@ -23,7 +23,7 @@ struct QuantizedStack {
   std::string_view format;
 };
 
-// What the ops are given of adapters.
+// Adapter arguments of the ops.
 struct AdapterTensors {
   const Maybe &slots, &a13, &b1, &b3, &a2, &b2;
   int64_t rank;

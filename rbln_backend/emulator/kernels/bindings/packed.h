@@ -1,4 +1,4 @@
-// What packed weights come in as: checks of their shapes, and where their elements lie.
+// Packed weights: checks of their shapes, and positions of their elements.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,10 +13,10 @@
 
 namespace rbln {
 
-// Whether this thread records.
+// True if this thread records.
 bool is_recording();
 
-// Whether calls are made now: a rehearsal only keeps them.
+// True if calls run now: a rehearsal only records them.
 bool is_computing();
 
 // Where a recorded op's outputs live.

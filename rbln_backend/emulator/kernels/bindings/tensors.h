@@ -1,4 +1,4 @@
-// What turns tensors into kernel arguments: element types, rows, fresh outputs.
+// Conversions of tensors to kernel arguments: element types, rows, fresh outputs.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -51,7 +51,7 @@ inline void check_slots(const int32_t* slots, int64_t requests, int64_t count) {
                       ", and there are ", count, " slots");
 }
 
-// What int32 slots name the adapters of `rows` rows by; as many requests as there are slots.
+// int32 adapter slots of `rows` rows; as many requests as there are slots.
 inline const int32_t* slots_over(const at::Tensor& slots, int64_t rows) {
   TORCH_CHECK(slots.scalar_type() == at::kInt && slots.is_contiguous() && slots.numel() > 0 &&
                   rows % slots.numel() == 0,

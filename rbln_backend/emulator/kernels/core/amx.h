@@ -4,7 +4,7 @@
 // The build says whether there are any: RBLN_AMX for the instructions, which need Linux's permission
 // (targets.py asks for it), RBLN_AMX_EMULATED for the same in plain C++, which only tests use.
 //
-// What a product of bf16 rounds is defined by the instruction (Intel's manual, TDPBF16PS): per
+// The instruction defines the rounding of bf16 products (Intel's manual, TDPBF16PS): per
 // element of C two sums begin at zero, one over the even and one over the odd depths, each step fused
 // and rounded to nearest even; both are added, and the result to C. Denormals count as zero, in and
 // out. Storing C and going on from it changes no bit. Products of bytes are exact.
@@ -47,7 +47,7 @@ inline __attribute__((always_inline)) void unroll(const F& f) {
   }(std::make_integer_sequence<int, N>{});
 }
 
-// What LDTILECFG reads.
+// Operand of LDTILECFG.
 struct alignas(64) Configuration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};

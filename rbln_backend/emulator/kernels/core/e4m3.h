@@ -14,7 +14,7 @@ struct e4m3 {
   uint8_t bits;
 };
 
-// What a number is read as, times this, is the number: scales make it good.
+// A number is its decoded value times this; scales include the factor.
 inline constexpr float kE4m3Unit = 256.0f;
 
 inline float e4m3_to_float(uint8_t bits) {

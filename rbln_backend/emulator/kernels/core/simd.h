@@ -34,7 +34,7 @@ inline constexpr int kLanes = 8;
 inline constexpr int kLanes = 4;
 #endif
 
-// Whether the CPU multiplies bf16 pairs (dot_pairs), and looks bytes up in tables of 128, as all but
+// True if the CPU multiplies bf16 pairs (dot_pairs) and looks bytes up in tables of 128, as all but
 // Cooper Lake do that multiply them.
 #if defined(RBLN_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define RBLN_BF16_DOT 1
@@ -43,7 +43,7 @@ inline constexpr bool kMultipliesPairs = true;
 inline constexpr bool kMultipliesPairs = false;
 #endif
 
-// Whether it converts half precision.
+// True if it converts half precision.
 #if defined(RBLN_AVX512) || defined(__F16C__)
 inline constexpr bool kWidensHalves = true;
 #else

@@ -18,7 +18,7 @@ constexpr int kSpins = 4000;
 constexpr uint64_t kCountBits = 24;
 constexpr uint64_t kCountMask = (uint64_t{1} << kCountBits) - 1;
 
-// Whether this thread is running an item: what it calls then is serial.
+// True if this thread is running an item: nested calls are then serial.
 thread_local bool inside = false;
 
 // A ticket holds a generation, the number of items and the next unclaimed item. Whoever advances

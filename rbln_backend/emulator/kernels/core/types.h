@@ -1,4 +1,4 @@
-// What every kernel's plain-pointer interface is made of: element types, and the width of a panel.
+// Types of the kernels' plain-pointer interfaces: element types, and the width of a panel.
 //
 // Strides are in elements and the innermost dimension is always contiguous. Nothing outside of
 // bindings/ depends on torch, so the kernels compile in seconds.

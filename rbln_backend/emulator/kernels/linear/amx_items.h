@@ -1,4 +1,4 @@
-// What a product of bf16 by tiles is cut into: some groups of rows against a few panels of columns.
+// Work items of a bf16 product by tiles: some groups of rows against a few panels of columns.
 #pragma once
 
 #include "core/amx.h"

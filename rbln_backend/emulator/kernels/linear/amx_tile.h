@@ -1,4 +1,4 @@
-// What the products of bf16 by tiles have in common: activations as A's tiles, and the inner loop.
+// Shared parts of bf16 products by tiles: activations as A's tiles, and the inner loop.
 #pragma once
 
 #include "core/amx.h"
@@ -39,7 +39,7 @@ inline void arrange_group(const LinearArgs& args, const TileActivations& to, int
   }
 }
 
-// What is fetched while a group is multiplied: `bytes` per step of each panel, whole lines.
+// Prefetch during a group's product: `bytes` per step of each panel, whole lines.
 template <int P>
 struct Fetch {
   const char* address[P];

@@ -144,7 +144,7 @@ void linear_heads(const LinearArgs& first, int64_t heads, int64_t x_elements,
                   int64_t packed_elements) {
   const int64_t size = first.dtype == Dtype::f32 ? 4 : 2;
   const int threads = team_size(heads * first.rows * first.depth * first.columns, kSerialWork);
-  // What a thread does of one head is serial.
+  // Work of one thread on one head is serial.
   parallel_for(heads, 1, threads, [&](int64_t head) {
     LinearArgs args = first;
     args.x = static_cast<const char*>(first.x) + head * x_elements * size;

@@ -1,4 +1,4 @@
-// What the linear kernels have in common besides their products: memory for activations, and what
+// Shared parts of the linear kernels besides their products: memory for activations, and what
 // becomes of finished sums.
 #pragma once
 

@@ -23,7 +23,7 @@ inline constexpr int kTilePanels = kTileColumns / int(kPanel);
 // Few rows leave registers free for twice the columns: enough chains to keep the units busy.
 constexpr bool is_narrow_group(int rows) { return 2 * rows <= kMaxTileRows; }
 
-// How an element type is multiplied. `kStep` depth rows lie together in a panel, in `kElements`, and
+// Product rules of an element type. `kStep` depth rows lie together in a panel, in `kElements`, and
 // are multiplied in `kProducts` products, each by one word of activations per row, into sums of Vec.
 template <class T>
 struct Layout {
@@ -75,7 +75,7 @@ struct HalvesLayout {
 template <>
 struct Layout<bf16> : std::conditional_t<kMultipliesPairs, PairLayout, HalvesLayout> {};
 
-// What a tile prefetches: `step` bytes per layout step, from one address per panel.
+// Prefetch of a tile: `step` bytes per layout step, from one address per panel.
 template <int P>
 struct Ahead {
   const char* address[P];

@@ -130,7 +130,7 @@ void check_ids(const MoeArgs& args) {
   }
 }
 
-// What one expert computes, row by row; kept between calls.
+// Buffers of one expert, row by row; reused between calls.
 template <class T>
 struct Scratch {
   std::vector<T> gathered, gate_up, hidden, output;

@@ -53,8 +53,8 @@ struct MoeArgs {
 void moe(const MoeArgs& args);
 
 // The same, with weights [rows, experts] in place of weights and ids (null; top_k is not read): a
-// row goes to the experts with a weight that is not zero, of those that counts [experts] does not
-// say nobody chose.
+// row goes to the experts with a weight that is not zero; experts with counts [experts] of 0 are
+// skipped.
 void moe_masked(const MoeArgs& args, const int32_t* counts);
 
 }  // namespace rbln

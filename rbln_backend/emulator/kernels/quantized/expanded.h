@@ -20,7 +20,7 @@ namespace rbln {
 // Weights of e4m3 or of blocks.
 void expanded_linear(const QuantizedLinearArgs& args);
 
-// Whether activations of type T are multiplied in pairs.
+// True if activations of type T are multiplied in pairs.
 template <class T>
 inline constexpr bool kInPairs = kMultipliesPairs && std::is_same_v<T, bf16>;
 

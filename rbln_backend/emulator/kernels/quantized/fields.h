@@ -1,4 +1,4 @@
-// What a word's fields become on their way into a product, by format.
+// Expansion of a word's fields into factors of a product, by format.
 //
 // A decoder names kBits and kCount, the fields of a word; kChunk; kOffset, what its numbers are
 // stored plus; kUnit, what its numbers are to be multiplied by; and

@@ -74,7 +74,7 @@ struct Item {
     return std::min(at, (args.plain.columns + kPanel - 1) / kPanel - 1);
   }
 
-  // What chunks [begin, end) of the item's panels from `nth` to `past` are multiplied with.
+  // Scales of the chunks [begin, end) of the item's panels from `nth` to `past`.
   void read_groups(int nth, int past, int64_t begin, int64_t end,
                    Group<Tile, kItemPanels>* groups) const {
     const int64_t first_row = begin / chunks_per_scale;

@@ -5,7 +5,7 @@
 
 namespace rbln {
 
-// What a field of a word stands for. Of int4 and int8 an unsigned number less 2^(bits - 1), or less
+// Value of a field of a word. Of int4 and int8 an unsigned number less 2^(bits - 1), or less
 // the zero point of its group and column; e4m3 and e2m1 are the floats of the Open Compute Project
 // (e4m3fn: no infinities; its NaN is read as 480). blocks4 and blocks8 are integers in groups of 16
 // or 32 depths that may have a least value each: see blocks.h.

@@ -123,7 +123,7 @@ struct ShortTile {
     return bit_cast<float>((first & 0xffff) | int32_t(uint32_t(second) << 16));
   }
 
-  // What the sums start from is one more product of pairs: minus the total of up to 64 numbers is
+  // The sums start from one more product of pairs: minus the total of up to 64 numbers is
   // taken as its lower 7 bits and the others, and the offset once as it is and once times 2^7.
   static float head(int32_t total) { return pair(-total & 0x7f, -total >> 7); }
   static Vec offsets(VecI numbers) { return numbers | numbers << (16 + 7); }
@@ -143,7 +143,7 @@ struct ShortTile {
   }
 };
 
-// What chunks that share a scale are multiplied with, of kPanels panels.
+// Scales of chunks that share one, of kPanels panels.
 template <class Tile, int kPanels>
 struct Group {
   alignas(64) float scales[kPanels * kPanel];

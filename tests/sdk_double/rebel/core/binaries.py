@@ -23,15 +23,15 @@ IN_MEMORY: dict[str, bytes] = {}
 
 def key_of(code: str, inputs: Sequence[Input], options: Mapping[str, Any]) -> str:
     """A name for the binary of this graph for this NPU; a host without one makes the same."""
-    told = {key: options[key] for key in _OPTIONS if key in options}
-    told["mode"] = [mode for mode in options.get("mode", ()) if mode != _MODES_THAT_COMPILE_ALIKE]
+    chosen = {key: options[key] for key in _OPTIONS if key in options}
+    chosen["mode"] = [mode for mode in options.get("mode", ()) if mode != _MODES_THAT_COMPILE_ALIKE]
     described = [{**given.describe(), "device": None} for given in inputs]
-    text = json.dumps([code, described, told, target_name()], sort_keys=True, default=str)
+    text = json.dumps([code, described, chosen, target_name()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def find(key: str, options: Mapping[str, Any]) -> bool:
-    """Whether a binary is there; rule ``cache`` on whose it is."""
+    """Return True if a binary exists; rule ``cache`` checks its owner."""
     binary = IN_MEMORY.get(key)
     if binary is None and (path := _path(key, options)) is not None and path.is_file():
         binary = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What the inputs of a graph are: weights, KV, or what a step brings."""
+"""Kinds of graph inputs: weights, KV caches and step inputs."""
 
 from __future__ import annotations
 

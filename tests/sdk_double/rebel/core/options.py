@@ -45,15 +45,15 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as the log has them."""
-    told: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for key, value in sorted(options.items()):
         if isinstance(value, CompileContext):
-            told[key] = {
+            described[key] = {
                 "use_weight_sharing": value.use_weight_sharing,
                 "use_global_ctx": value.use_global_ctx,
             }
         elif key == "_runtime_holder":
-            told[key] = "list"
+            described[key] = "list"
         else:
-            told[key] = value
-    return told
+            described[key] = value
+    return described

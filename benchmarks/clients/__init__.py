@@ -1,0 +1,1 @@
+"""Clients of servers, as processes."""

@@ -1,0 +1,1 @@
+"""Comparisons by records: all sides, quantized forms, one file."""

@@ -1,0 +1,176 @@
+"""Compares this project with what one would use instead, all sides alternating in one run.
+
+``python -m benchmarks compare --save`` measures the machine's limits, decode steps and prefill in
+process, then starts, load over HTTP and memory, for every model, and writes one report with the
+targets. See benchmarks/README.md. Invariant: every figure of a report comes from one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.compare.http import COLD, PART, SWEEP, HttpComparison
+from benchmarks.compare.plans import plan_for
+from benchmarks.compare.report import markdown
+from benchmarks.compare.steps import PART as STEPS
+from benchmarks.compare.steps import Subject, measure_steps
+from benchmarks.engines.peers import PYTHON, gguf_of, peers_python
+from benchmarks.engines.sides import server_sides, step_sides
+from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
+from benchmarks.models.text_checkpoint import text_checkpoint
+from benchmarks.runner.command import RESULTS, say
+from benchmarks.runner.limits import ModelWork
+from benchmarks.runner.logged_run import header_of, measure_logged, stem_of
+from benchmarks.runner.records import Failure, Log, ModelRecord
+
+PARTS = (STEPS, COLD, PART, SWEEP)
+DEFAULT_SIDES = ("ours", "vllm-cpu", "llama.cpp", "transformers")
+# vLLM's own CPU backend is compared end to end; its steps cost minutes and are in no target.
+DEFAULT_STEP_SIDES = ("ours", "llama.cpp", "transformers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
+    if args.report is not None:
+        _report(Log.read(args.report), args)
+        return 0
+    try:
+        measure_logged(
+            "compare",
+            words,
+            lambda log, command: _measure(log, args, command),
+            lambda log: _report(log, args),
+        )
+    except ValueError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
+    sides = list(server_sides())
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["15m", "160m", "1.2b"],
+        metavar="SIZE",
+        help=f"of {', '.join(SHAPES)}, Llamas alone (default: 15m 160m 1.2b)",
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument(
+        "--side", nargs="+", choices=sides, default=DEFAULT_SIDES, help="over HTTP; ours is always"
+    )
+    parser.add_argument(
+        "--step-side", nargs="+", choices=sides, default=DEFAULT_STEP_SIDES, help="in process"
+    )
+    parser.add_argument("--quick", action="store_true", help="one round and small time budgets")
+    parser.add_argument(
+        "--save", action="store_true", help="write report, numbers and plot to benchmarks/results/"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="JSONL", help="measure nothing; report an earlier run"
+    )
+    return parser
+
+
+def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
+    say("peers' environment")
+    try:
+        peers_python()
+    except subprocess.CalledProcessError as error:
+        # The other sides can be compared without it.
+        log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
+    stepped = {name: s for name, s in step_sides().items() if name in ("ours", *args.step_side)}
+    served = {name: s for name, s in server_sides().items() if name in ("ours", *args.side)}
+    log.add(
+        header_of(
+            command,
+            {f"{name}, in process": step.side.note for name, step in stepped.items()}
+            | {f"{name}, over HTTP": server.note for name, server in served.items()},
+        )
+    )
+    subjects = [_subject(name, quick=args.quick) for name in args.model]
+    minutes = sum(subject.plan.minutes.get(part, 0.0) for subject in subjects for part in args.part)
+    say(f"about {minutes:.0f} minutes on an idle 2-core machine without bfloat16 instructions")
+    for subject in subjects:
+        with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
+            log.add(
+                ModelRecord(
+                    model=subject.name,
+                    path=str(subject.text_model),
+                    parameters=subject.checkpoint.parameters,
+                    work=asdict(subject.work),
+                )
+            )
+            began = time.monotonic()
+            if STEPS in args.part:
+                say(f"{subject.name}: steps in process")
+                measure_steps(log, subject, list(stepped.values()), Path(folder))
+            comparison = HttpComparison(
+                log,
+                subject,
+                list(served.values()),
+                Path(folder),
+                own_caches=COLD in args.part,
+            )
+            if COLD in args.part:
+                say(f"{subject.name}: cold starts")
+                comparison.cold_starts()
+            if PART in args.part:
+                say(f"{subject.name}: load over HTTP")
+                comparison.load()
+                comparison.warm_starts(subject.plan.warm_starts - 1)
+            if SWEEP in args.part and subject.plan.sweep:
+                say(f"{subject.name}: sweep of ours")
+                comparison.sweep(served["ours"])
+            say(f"{subject.name} took {(time.monotonic() - began) / 60:.1f} minutes")
+
+
+def _subject(name: str, *, quick: bool) -> Subject:
+    say(f"checkpoint {name}")
+    checkpoint = find_checkpoint(name)
+    text_model = text_checkpoint(checkpoint.path)
+    plan = plan_for(checkpoint.parameters)
+    try:
+        gguf = gguf_of(text_model)
+    except (OSError, subprocess.CalledProcessError) as error:
+        # llama.cpp's own complaint about this name will say that it failed.
+        say(f"no GGUF of {name}: {error}")
+        gguf = text_model / "missing.gguf"
+    return Subject(
+        checkpoint=checkpoint,
+        text_model=text_model,
+        gguf=gguf,
+        work=ModelWork.of(text_model),
+        plan=plan.quick() if quick else plan,
+    )
+
+
+def _report(log: Log, args: argparse.Namespace) -> None:
+    report = markdown(log)
+    print(report)
+    if not args.save:
+        return
+    stem = stem_of(log, "compare")
+    RESULTS.mkdir(exist_ok=True)
+    plot = RESULTS / f"{stem}.png"
+    raw = RESULTS / f"{stem}.jsonl"
+    raw.write_bytes(log.path.read_bytes())
+    subprocess.run(
+        [str(PYTHON), "-m", "benchmarks.compare.plot", str(raw), str(plot)],
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    picture = f"\n![{stem}]({plot.name})\n" if plot.exists() else ""
+    (RESULTS / f"{stem}.md").write_text(report + picture, encoding="utf-8")
+    say(f"written: {RESULTS / stem}.md, .jsonl and .png")

@@ -1,0 +1,1 @@
+"""Engines and servers of the compared sides, as processes."""

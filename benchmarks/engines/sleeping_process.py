@@ -1,0 +1,41 @@
+"""A child process in its own session that sleeps, with all below it, while it is not measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+
+class SleepingProcess(ABC):
+    """Stopped (SIGSTOP) outside ``awake``; ends when the ``with`` block does."""
+
+    _process: subprocess.Popen[bytes]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Continue the processes inside the ``with`` block."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the process and all below it, asleep or not."""

@@ -1,0 +1,1 @@
+"""Checkpoints to measure with, built once."""

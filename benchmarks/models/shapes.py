@@ -1,0 +1,244 @@
+"""Checkpoints to measure with: built once from a fixed seed and kept in the user's cache.
+
+Invariant: a folder in the cache is complete, and its name contains the hash of what built it. The
+weights are random but scaled, so that activations and next-token logits have ordinary sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CACHE_ROOT = Path.home() / ".cache" / "rbln-serve" / "bench"
+SEED = 0
+LOGIT_STD = 4.0
+BYTES_PER_WEIGHT = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Classes of transformers. Gemma adds one to norm weights, and multiplies embeddings."""
+
+    config_class: str
+    model_class: str
+    is_gemma: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A family and the fields of its configuration."""
+
+    family: Family
+    fields: dict[str, Any]
+
+
+_LLAMA = Family(config_class="LlamaConfig", model_class="LlamaForCausalLM")
+_MISTRAL = Family(config_class="MistralConfig", model_class="MistralForCausalLM")
+_GEMMA3 = Family(config_class="Gemma3TextConfig", model_class="Gemma3ForCausalLM", is_gemma=True)
+_GPT_OSS = Family(config_class="GptOssConfig", model_class="GptOssForCausalLM")
+_15M: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 288,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+}
+_160M: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+_WINDOW = 512
+
+
+def _windowed(fields: dict[str, Any]) -> Shape:
+    return Shape(family=_MISTRAL, fields={**fields, "sliding_window": _WINDOW})
+
+
+def _hybrid(fields: dict[str, Any]) -> Shape:
+    pairs = fields["num_hidden_layers"] // 2
+    particular = {
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * pairs,
+        "query_pre_attn_scalar": fields["head_dim"],
+        # Tied, its multiplied embeddings would make each random token follow itself.
+        "tie_word_embeddings": False,
+    }
+    return Shape(family=_GEMMA3, fields={**fields, **particular})
+
+
+# The sizes of well-known models: stories-15M with heads of 32, so that every engine has kernels
+# for them, llama-160m, and Llama 3.2 1B. The window is as long as Gemma-3's.
+SHAPES: dict[str, Shape] = {
+    "15m": Shape(family=_LLAMA, fields=_15M),
+    "15m-hybrid": _hybrid(_15M),
+    "15m-window": _windowed(_15M),
+    "160m": Shape(family=_LLAMA, fields=_160M),
+    "160m-hybrid": _hybrid(_160M),
+    "160m-window": _windowed(_160M),
+    "1.2b": Shape(
+        family=_LLAMA,
+        fields={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # gpt-oss-20b with fewer, narrower layers: its experts are nine tenths of it.
+    "gpt-oss-0.9b": Shape(
+        family=_GPT_OSS,
+        fields={
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk and what a decode step has to read of it.
+
+    `step_weight_bytes` counts, in bfloat16, every weight but the input embedding, of which a step
+    reads only a few rows; a tied embedding is read whole, as the LM head.
+    """
+
+    name: str
+    path: Path
+    parameters: int
+    step_weight_bytes: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def find_checkpoint(name: str) -> Checkpoint:
+    """Return the checkpoint of a name in SHAPES, built if need be, or of the folder `name`.
+
+    Raises ValueError if `name` is neither.
+    """
+    if name in SHAPES:
+        return _describe(name, _build_once(name))
+    path = Path(name)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"--model {name}: neither a folder with a config.json nor one of {', '.join(SHAPES)}"
+        )
+    return _describe(path.resolve().name, path.resolve())
+
+
+def _describe(name: str, path: Path) -> Checkpoint:
+    from safetensors import safe_open
+
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    sizes: dict[str, int] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118 - not a dict: it has no iterator
+                sizes[tensor] = math.prod(tensors.get_slice(tensor).get_shape())
+    if not sizes:
+        raise ValueError(f"--model {path}: the folder has no *.safetensors files")
+    embedding = sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0
+    return Checkpoint(
+        name=name,
+        path=path,
+        parameters=sum(sizes.values()),
+        step_weight_bytes=(sum(sizes.values()) - embedding) * BYTES_PER_WEIGHT,
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+    )
+
+
+def _build_once(name: str) -> Path:
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    place = CACHE_ROOT / f"{name}-{digest}"
+    return built_once(place, lambda folder: _build(folder, SHAPES[name]))
+
+
+def built_once(place: Path, build: Callable[[Path], None]) -> Path:
+    """Return the folder `place`, filled by `build` under another name if it does not exist."""
+    if place.exists():
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix="building-", dir=place.parent))
+    try:
+        build(building)
+        building.rename(place)
+    except OSError:
+        # Another process was first; its copy is the same.
+        if not place.exists():
+            raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return place
+
+
+def _build(path: Path, shape: Shape) -> None:
+    import torch
+    import transformers
+
+    config = getattr(transformers, shape.family.config_class)(
+        **shape.fields, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    # Made without storage first: the library's own initialisation of 1.2B weights takes minutes.
+    with torch.device("meta"):
+        model = getattr(transformers, shape.family.model_class)(config)
+    model.bfloat16()
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            scale = _gemma_scale if shape.family.is_gemma else _scale
+            mean, std = scale(name, parameter.shape[-1], config.tie_word_embeddings)
+            parameter.normal_(mean, std, generator=generator)
+    model.save_pretrained(path)
+
+
+def _scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
+    """Return (mean, standard deviation) of the parameter called `name`."""
+    unit = fan_in**-0.5
+    if name.endswith("norm.weight"):
+        return 1.0, 0.2
+    if name == "model.embed_tokens.weight":
+        return 0.0, LOGIT_STD * unit if tied else 1.0
+    if name == "lm_head.weight":
+        return 0.0, LOGIT_STD * unit
+    # Attention scores with some spread, so that attention chooses.
+    return 0.0, unit * (2**0.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0)
+
+
+def _gemma_scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
+    """As `_scale`, of a Gemma: it multiplies embeddings by the root of their width."""
+    mean, std = _scale(name, fan_in, tied)
+    if name == "model.embed_tokens.weight":
+        return mean, std * fan_in**-0.5
+    return (mean - 1.0, std) if name.endswith("norm.weight") else (mean, std)

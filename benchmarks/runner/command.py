@@ -1,0 +1,191 @@
+"""Shared parts of the measuring commands: arguments, progress on standard error, results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from benchmarks.engines.engine_process import EngineProcessError
+from benchmarks.models.shapes import SHAPES
+from benchmarks.runner.machine import Machine, describe_machine
+
+RESULTS = Path(__file__).parents[1] / "results"
+# Threads of one engine wait for each other many times a step, so a little company costs much.
+DISTURBED_CORES = 0.1
+
+
+class MeasuredRun(Protocol):
+    """Header fields of a command's run."""
+
+    @property
+    def started(self) -> str: ...
+
+    @property
+    def machine(self) -> Machine: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """Header of a run's record; `load_before` is the load average."""
+
+    started: str
+    command: str
+    machine: Machine
+    load_before: float
+
+
+def begin(command: str) -> dict[str, Any]:
+    """Return the fields of a `RunHeader` for a run that begins now."""
+    return {
+        "started": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+RunT = TypeVar("RunT", bound=MeasuredRun)
+T = TypeVar("T")
+
+
+def raw_numbers(run: Any) -> str:
+    """Return all that a run measured, from which every figure of its report can be derived."""
+    return json.dumps(asdict(run), indent=1, default=str) + "\n"
+
+
+def spread(values: Sequence[float], digits: int = 2, *, share: bool = False) -> str:
+    """Return the median and, of more than one value, the lowest and highest."""
+    if not values:
+        return "–"
+    shape = "{:.0%}" if share else f"{{:.{digits}f}}"
+    middle, low, high = (
+        shape.format(value) for value in (statistics.median(values), min(values), max(values))
+    )
+    return middle if len(values) == 1 else f"{middle} [{low}, {high}]"
+
+
+@dataclass(frozen=True)
+class Command(Generic[RunT]):
+    """``python -m benchmarks <name>``: measure, print the report, save it on request."""
+
+    name: str
+    parser: argparse.ArgumentParser
+    measure: Callable[[argparse.Namespace, str], RunT]
+    """Takes the arguments and the command line; raises ValueError or EngineProcessError."""
+    markdown: Callable[[RunT], str]
+    to_json: Callable[[RunT], str] = raw_numbers
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the command line; returns the exit status."""
+        words = sys.argv[1:] if argv is None else list(argv)
+        self.parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="also write the raw numbers here"
+        )
+        self.parser.add_argument(
+            "--save", action="store_true", help="write a dated report under benchmarks/results/"
+        )
+        args = self.parser.parse_args(words)
+        # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            run = self.measure(args, shlex.join(["python", "-m", "benchmarks", self.name, *words]))
+        except (ValueError, EngineProcessError) as error:
+            print(f"{self.name}: {error}", file=sys.stderr)
+            return 1
+        report = self.markdown(run)
+        print(report)
+        if args.json is not None:
+            args.json.write_text(self.to_json(run), encoding="utf-8")
+        if args.save:
+            save(self.name, run.started, run.machine, report, self.to_json(run))
+        return 0
+
+
+def add_model_and_batch(parser: argparse.ArgumentParser, model: str) -> None:
+    """Add `--model`, one of `SHAPES` or a folder, and `--batch`, sizes of decode batches."""
+    parser.add_argument(
+        "--model",
+        default=model,
+        metavar="SIZE|PATH",
+        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: {model})",
+    )
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
+
+
+def positive(text: str) -> int:
+    """Parse an argument that counts something; raises ArgumentTypeError below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
+    return value
+
+
+def say(text: str) -> None:
+    """Print a line of progress with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def save(name: str, started: str, machine: Machine, report: str, raw: str) -> None:
+    """Write a report and its raw numbers under benchmarks/results/; `started` is an ISO time."""
+    stem = f"{started[:10]}-{machine.slug}-{name}"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
+    (RESULTS / f"{stem}.json").write_text(raw, encoding="utf-8")
+    say(f"written: {RESULTS / stem}.md and .json")
+
+
+def machine_lines(machine: Machine, load_before: float) -> list[str]:
+    """Return the lines of a report that say what it was measured on."""
+    lscpu = ", ".join(f"{name} {value}" for name, value in machine.lscpu.items())
+    versions = ", ".join(f"{name} {value}" for name, value in machine.versions.items())
+    return [
+        f"- CPU: {lscpu}; {machine.cores} cores usable; of the instruction sets that matter: "
+        f"{' '.join(machine.flags)}.",
+        f"- Memory {machine.memory_bytes / 2**30:.0f} GiB; Linux {machine.kernel}; "
+        f"load average before the run {load_before:.2f}.",
+        f"- {versions}.",
+    ]
+
+
+def heading(title: str, run: RunHeader) -> list[str]:
+    """Return the first lines of a report: title, command and machine."""
+    return [
+        f"# {title}, {run.started}",
+        "",
+        f"`{run.command}`",
+        "",
+        *machine_lines(run.machine, run.load_before),
+    ]
+
+
+def rotated(items: Sequence[T], number: int) -> list[T]:
+    """Return `items` from place `number` on: the first one changes, so that none follows rest."""
+    turn = number % max(1, len(items))
+    return [*items[turn:], *items[:turn]]
+
+
+def disturbance(other_busy_cores: list[float]) -> str:
+    """Return what a report says of other processes, by the cores they kept busy per sample."""
+    disturbed = sum(cores > DISTURBED_CORES for cores in other_busy_cores)
+    text = (
+        "While a side was measured, other processes kept "
+        f"{statistics.median(other_busy_cores):.2f} cores busy (median; at most "
+        f"{max(other_busy_cores):.2f})."
+    )
+    if not disturbed:
+        return text
+    return (
+        f"**Disturbed**: in {disturbed} of {len(other_busy_cores)} samples other processes kept "
+        f"more than {DISTURBED_CORES} cores busy, so the times are not a measurement. {text}"
+    )

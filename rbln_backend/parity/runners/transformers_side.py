@@ -1,0 +1,99 @@
+"""A side that is Hugging Face transformers in float32: independent of vLLM and of us."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+
+from rbln_backend.parity.job import Answer, Job, Layers, SideResult
+from rbln_backend.parity.runners.layers import tapped
+from rbln_backend.parity.runners.plain_weights import plain_checkpoint
+from rbln_backend.parity.runners.profile import profiled
+from rbln_backend.reporting.child_process import Report
+
+
+def run(job: Job, report: Report) -> SideResult:
+    """Generate greedily; along the reference's tokens where there are any."""
+    from transformers import AutoTokenizer
+
+    report("model", 0, 1)
+    trust = bool(job.engine_args.get("trust_remote_code"))
+    model = _load(job, trust)
+    tokenizer: Any = AutoTokenizer.from_pretrained(job.model, trust_remote_code=trust)
+    report("model", 1, 1)
+    started, answers = time.perf_counter(), []
+    with profiled(job):
+        for index, text in enumerate(job.prompts):
+            forced = None if job.forced is None else job.forced[index]
+            answers.append(_answer(model, tokenizer, text, job, forced))
+            report("generate", index + 1, len(job.prompts))
+    return SideResult(
+        answers=tuple(answers),
+        seconds=time.perf_counter() - started,
+        layers=None if job.probe is None else _probe(model, job.probe[0]),
+        about={
+            "transformers": version("transformers"),
+            "dtype": "float32",
+            "vocab_size": model.config.get_text_config().vocab_size,
+        },
+    )
+
+
+def _load(job: Job, trust: bool) -> Any:
+    """The model in float32, its packed weights unpacked and the adapter added to them."""
+    from transformers import AutoModelForCausalLM
+
+    # transformers' own functions are not typed throughout.
+    load: Any = AutoModelForCausalLM.from_pretrained
+    options = {"dtype": torch.float32, "trust_remote_code": trust, "output_loading_info": True}
+    with plain_checkpoint(job.model, job.lora) as path:
+        model, found = load(path, **options)
+    if missing := sorted(found["missing_keys"]):
+        # It draws them at random, which would be the reference then.
+        raise ValueError(
+            f"transformers finds no weights for {missing[0]} and {len(missing) - 1} more in "
+            f"{job.model}: it does not know how they are packed"
+        )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _answer(
+    model: Any, tokenizer: Any, text: str, job: Job, forced: Sequence[int] | None
+) -> Answer:
+    prompt = torch.tensor([tokenizer(text).input_ids])
+    free = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=job.max_tokens,
+        min_new_tokens=job.max_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    count = prompt.shape[1]
+    token_ids = free[0, count:]
+    along = token_ids if forced is None else torch.tensor(list(forced))
+    logits = model(torch.cat([prompt[0], along])[None, :-1]).logits[0, count - 1 :]
+    wanted = logits.shape[-1] if job.num_logprobs < 0 else job.num_logprobs
+    best = logits.float().log_softmax(-1).topk(min(wanted, logits.shape[-1]), dim=-1)
+    return Answer(
+        prompt_ids=prompt[0].numpy(),
+        token_ids=token_ids.numpy(),
+        text=tokenizer.decode(token_ids),
+        top_ids=best.indices.numpy(),
+        logprobs=best.values.numpy(),
+    )
+
+
+@torch.inference_mode()
+def _probe(model: Any, token_ids: Sequence[int]) -> Layers:
+    taken: list[torch.Tensor] = []
+    with tapped(model, lambda state: taken.append(state[0].clone())) as names:
+        model(torch.tensor([list(token_ids)]))
+    return Layers(names=tuple(names), states=np.stack([state.numpy() for state in taken]))

@@ -1,1 +1,0 @@
-"""What runs in the process of a side: an engine or transformers, and looks into their layers."""

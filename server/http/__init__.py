@@ -1,0 +1,1 @@
+"""The HTTP layer: listener, TLS, connection limits, authentication, middlewares and streams."""

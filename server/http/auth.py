@@ -1,0 +1,293 @@
+"""Authentication by API keys and admin keys, and the exception for programs on this host.
+
+Only digests of keys are stored. Invariants: a request is authorized by its head alone, before its
+body is read; every configured key is compared in constant time; a key file that cannot be read
+completely, or holds no key, changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+from starlette.types import Scope as AsgiScope
+
+from server.errors import AuthenticationError, PermissionDeniedError
+from server.host.file_watch import FileWatch
+from server.host.regular_files import read_regular
+from server.host.tasks import background_task, in_thread
+from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
+from server.settings import ServerSettings, SettingsError
+from server.storage.owners import NO_KEY, owner_of_digest
+from server.tiers.tier import EVERY_TIER, Tier, Tiers, tiers_of
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
+_LIMITED = re.compile(rf"({_NAME.pattern})\[([a-z+]+)\]")
+"""A name and the service tiers that its key may use, such as `nightly[flex]`."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
+_DIGEST = "sha256:"
+_HEX = re.compile(r"[0-9a-f]{64}")
+_BEARER = b"bearer "
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+_MAX_CANDIDATES = 3
+"""A request sends its key in one header; a client may send it in all three."""
+_MAX_FILE_BYTES = 1024 * 1024
+_CHANGES = (Scope.ADAPTERS, Scope.ADMIN)
+_UNGUARDED = (
+    "This needs an admin key (--admin-key). Without one it is open to programs on the server's own "
+    "host alone, not through a proxy, and where --host is a loopback address; "
+    "--allow-unguarded-changes opens more."
+)
+_LOCAL = ("127.", "::1", "::ffff:127.")
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin", b"sec-fetch-site")
+"""Prefixes of headers that show that a proxy or a page in a browser sent the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key: its name in metrics and logs, its SHA-256, its tiers and the owner of its data."""
+
+    name: str
+    digest: bytes
+    owner: str
+    tiers: Tiers = EVERY_TIER
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The authenticated caller of a request.
+
+    `key` is the key's name or None; `owner` is the owner of the data that the request stores;
+    `tiers` are the allowed service tiers.
+    """
+
+    key: str | None
+    is_admin: bool
+    tiers: Tiers = EVERY_TIER
+    owner: str = NO_KEY
+
+
+class KeyRing:
+    """The keys of one kind: those of the settings, and those of a file that is reloaded."""
+
+    def __init__(
+        self, kind: str, secrets: Sequence[SecretStr], file: Path | None, salt: bytes
+    ) -> None:
+        """Parse keys; unnamed ones are called `kind-N`, and `salt` hashes their owners.
+
+        Raises `SettingsError` when the file is invalid.
+        """
+        self._given = [
+            _key(secret.get_secret_value(), kind, number, salt)
+            for number, secret in enumerate(secrets, 1)
+        ]
+        self._file = file
+        self._watch = FileWatch([file] if file is not None else [])
+        self._keys = [*self._given, *self._read_file()]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, digests: Iterable[bytes]) -> Key | None:
+        """Return the key that has one of the digests, or None."""
+        found: Key | None = None
+        for digest in digests:
+            for key in self._keys:
+                if hmac.compare_digest(key.digest, digest):
+                    found = key
+        return found
+
+    def name_of(self, owner: str) -> str | None:
+        """Return the name of the key with this owner, or None."""
+        return next((key.name for key in self._keys if key.owner == owner), None)
+
+    def owners(self) -> dict[str, str]:
+        """Return owners by key name; the first key wins where two have one name."""
+        return {key.name: key.owner for key in reversed(self._keys)}
+
+    async def follow(self) -> None:
+        """Reload the key file whenever it changes; never returns."""
+        if self._file is not None:
+            await self._watch.follow(self._reload)
+
+    async def _reload(self) -> None:
+        try:
+            self._keys = [*self._given, *await in_thread(self._read_file)]
+        except SettingsError as error:
+            logger.error("Kept the previous keys: %s", error)
+        else:
+            logger.info("Reloaded %s: %d keys", self._file, len(self._keys))
+
+    def _read_file(self) -> list[Key]:
+        if self._file is None:
+            return []
+        try:
+            text = read_regular(self._file, _MAX_FILE_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"key file {self._file} cannot be read: {error}") from None
+        lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+        keys = [
+            _key_of_line(self._file, number, line)
+            for number, line in lines
+            if line and not line.startswith("#")
+        ]
+        if not keys:
+            raise SettingsError(f"key file {self._file} holds no key; remove the flag to have none")
+        return keys
+
+
+class Access:
+    """Authorizes requests by their head."""
+
+    def __init__(self, settings: ServerSettings, salt: bytes = b"") -> None:
+        """Load the keys; `salt` hashes owners. Raises `SettingsError` for an invalid key file."""
+        self._api = KeyRing("api", settings.api_key, settings.api_key_file, salt)
+        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file, salt)
+        self._open_metrics = settings.open_metrics
+        self._unguarded = settings.allow_unguarded_changes
+        self._listens_locally = settings.listens_locally
+
+    @asynccontextmanager
+    async def following_files(self) -> AsyncIterator[None]:
+        """Reload changed key files while the block runs."""
+        async with background_task(self._api.follow()), background_task(self._admin.follow()):
+            yield
+
+    def admit(self, route: Route, scope: AsgiScope) -> Caller:
+        """Return the caller of a request.
+
+        Raises `AuthenticationError` for a missing or unknown key, `PermissionDeniedError` for a key
+        or a client address that may not use the route.
+        """
+        needed = scope_of(route, scope["method"])
+        if needed in NEVER_GUARDED:
+            return Caller(None, is_admin=False)
+        digests = [hashlib.sha256(key).digest() for key in _sent_keys(scope["headers"])]
+        if (admin := self._admin.find(digests)) is not None:
+            return Caller(admin.name, is_admin=True, tiers=admin.tiers, owner=admin.owner)
+        api, local = self._api.find(digests), _is_local(scope)
+        trusted = not self._admin and self._listens_locally and local
+        caller = Caller(None, trusted)
+        if api is not None:
+            caller = Caller(api.name, trusted, api.tiers, api.owner)
+        if api is None and self._requires_key(needed):
+            raise _unauthenticated(bool(digests))
+        if needed in _CHANGES and not caller.is_admin:
+            if self._admin:
+                raise PermissionDeniedError("This needs an admin key.")
+            if not self._unguarded or (needed is Scope.ADMIN and not local):
+                raise PermissionDeniedError(_UNGUARDED)
+        return caller
+
+    def name_of(self, owner: str) -> str | None:
+        """Return the key name that metrics show for an owner, None for the owner without a key."""
+        if owner == NO_KEY:
+            return None
+        found = self._api.name_of(owner) or self._admin.name_of(owner)
+        # The owner of a named key is its name, which contains no colon.
+        return found or ("removed" if ":" in owner else owner)
+
+    def owners(self) -> dict[str, str]:
+        """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2`, ...."""
+        return self._admin.owners() | self._api.owners()
+
+    def _requires_key(self, needed: Scope) -> bool:
+        if needed in _CHANGES and self._admin:
+            return True
+        if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
+            return False
+        return bool(self._api)
+
+
+def _unauthenticated(sent: bool) -> AuthenticationError:
+    message = (
+        "The API key is not valid."
+        if sent
+        else "An API key is needed: send it as `Authorization: Bearer KEY`."
+    )
+    return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
+
+
+def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
+    """Parse `KEY` or `name=KEY`; base64 that ends in `=` is a key without a name."""
+    text = text.strip()
+    name, equals, rest = text.partition("=")
+    named = _named(name)
+    if equals and not rest.startswith("=") and named is not None and not _is_base64(text):
+        where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
+        if not rest:
+            raise SettingsError(f"{where}: the key of the name {name!r} is empty")
+        return _named_key(where, named, _digest(rest))
+    digest = _digest(text)
+    return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest))
+
+
+def _is_base64(text: str) -> bool:
+    """Return whether text that ends in one `=` is a base64 key, not a name without a key."""
+    return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
+
+
+def _key_of_line(file: Path, number: int, line: str) -> Key:
+    name, _, rest = line.partition("=")
+    named = _named(name)
+    if not rest or named is None:
+        raise SettingsError(
+            f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
+            "the name of letters, digits and `._-`, optionally followed by tiers such as `[flex]`"
+        )
+    if rest.startswith(_DIGEST) and not _HEX.fullmatch(rest.removeprefix(_DIGEST).lower()):
+        raise SettingsError(f"key file {file}, line {number}: sha256: must have 64 hex digits")
+    return _named_key(f"key file {file}, line {number}", named, _digest(rest))
+
+
+def _named(text: str) -> tuple[str, str | None] | None:
+    """Return a key's name and the tiers after it, None if `text` is not a name."""
+    if _NAME.fullmatch(text):
+        return text, None
+    found = _LIMITED.fullmatch(text)
+    return None if found is None else (found[1], found[2])
+
+
+def _named_key(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
+    name, tiers = named
+    try:
+        return Key(name, digest, name, EVERY_TIER if tiers is None else tiers_of(tiers))
+    except ValueError:
+        known = ", ".join(tier.value for tier in Tier)
+        raise SettingsError(
+            f"{where}: the tiers of {name!r} must be of {known}, joined by `+`, got {tiers!r}"
+        ) from None
+
+
+def _digest(key: str) -> bytes:
+    if key.startswith(_DIGEST) and _HEX.fullmatch(key.removeprefix(_DIGEST).lower()):
+        return bytes.fromhex(key.removeprefix(_DIGEST))
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """Return the keys in a request's headers."""
+    keys: list[bytes] = []
+    for name, value in headers:
+        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            keys.append(value[len(_BEARER) :].strip())
+        elif name in _KEY_HEADERS:
+            keys.append(value.strip())
+    return [key for key in keys if key][:_MAX_CANDIDATES]
+
+
+def _is_local(scope: AsgiScope) -> bool:
+    """Return whether the client address is loopback and no header shows a proxy or a browser."""
+    client = scope.get("client")
+    if client is None or not str(client[0]).startswith(_LOCAL):
+        return False
+    return not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])

@@ -1,0 +1,361 @@
+"""A client connection: uvicorn's HTTP/1.1 protocol with limits and JSON error responses.
+
+Bytes and time are bounded where no request limit applies: before and inside a request head,
+between the chunks of a body, and after a response that was sent before the body was complete.
+Invariants: an error response never interrupts another response; after an error response no further
+input is parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from server.errors import (
+    HeadersTooLargeError,
+    HeaderTimeoutError,
+    InvalidHttpError,
+    ServerError,
+    WebSocketError,
+)
+from server.http.connections import Connections, ConnectionSlot
+from server.http.error_responses import raw_error_response
+from server.http.http10 import Http10Connection
+from server.http.transport import LingeringTransport
+from server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+_MAX_PIPELINED = 32
+"""Requests that a client may send before an earlier one is answered."""
+_HEADER_OVERHEAD = len(b": \r\n")
+
+
+class _OldVersionError(Exception):
+    """The current request uses HTTP/1.0."""
+
+
+class _UpgradeError(Exception):
+    """The current request offers an upgrade to an unsupported protocol."""
+
+
+class Connection(HttpToolsProtocol):
+    """One HTTP/1.1 connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        app_state: dict[str, Any],
+        settings: ServerSettings,
+        connections: Connections,
+    ) -> None:
+        super().__init__(config, state, app_state)
+        self._settings = settings
+        self._connections = connections
+        self._slot: ConnectionSlot
+        self._wire: asyncio.Transport
+        self._out: LingeringTransport
+        # The request that is answered now, of several pipelined ones.
+        self._served: RequestResponseCycle | None = None
+        # The error to send after the responses to earlier requests.
+        self._refusal: ServerError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._in_head = False
+        self._in_body = False
+        # The chunks of the current head; None if the head began inside a chunk.
+        self._head: list[bytes] | None = []
+        # Bytes since the parser's last event: an upper bound of its buffer.
+        self._buffered = 0
+        # Bytes of a body received after its response.
+        self._unwanted = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the header timeout, or refuse the connection if there are too many."""
+        super().connection_made(transport)
+        self._slot = self._connections.enter(self.client)
+        self._wire = transport
+        self._out = LingeringTransport(transport, self._settings, self._slot, self._peer_sends)
+        self.transport = self._out
+        if self._slot.refusal is None:
+            self._start_timer(self._settings.header_timeout_s, self._on_header_timeout)
+        elif self._slot.reports:
+            self._answer(self._slot.refusal)
+        else:
+            self._out.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release the connection's slot and cancel its request."""
+        super().connection_lost(exc)
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if self._served is not None:
+            _end(self._served)
+        self._out.lost()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes; drop them if the connection is closing."""
+        if self._out.leaving:
+            self._out.drop(len(data))
+            return
+        if self._refusal is not None:
+            self._out.pause_reading()
+            return
+        if self._in_body:
+            if self._is_unwanted(data):
+                return
+        elif not self._in_head:
+            self._head = [data]
+        elif self._head is not None:
+            self._head.append(data)
+        self._buffered += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(error)
+        else:
+            if self._buffered:
+                self._check()
+
+    def pause_writing(self) -> None:
+        """Pause the application until the client reads, bounded by the write timeout."""
+        super().pause_writing()
+        self._out.watch_writing()
+
+    def resume_writing(self) -> None:
+        """Resume the application."""
+        super().resume_writing()
+        self._out.stop_watching()
+
+    def shutdown(self) -> None:
+        """Close the connection after the current response; the process is about to exit."""
+        if self._out.leaving or self._answered():
+            self._out.abort()
+        else:
+            super().shutdown()
+
+    # Parser callbacks.
+
+    def on_message_begin(self) -> None:
+        """Start a request."""
+        self._unset_keepalive_if_required()
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Start serving the request; raises if its head is invalid."""
+        self._in_head = False
+        if self._timer is not None:
+            self._stop_timer()
+        self._check_head()
+        super().on_headers_complete()
+        self._in_body = True
+        self._head = None
+        self._buffered = 0
+        # Trailers must not reach the request's headers; its scope keeps the old list.
+        self.headers = []
+
+    def on_body(self, body: bytes) -> None:
+        """Forward a chunk of the body."""
+        self._buffered = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Record that the request is complete."""
+        super().on_message_complete()
+        self._in_body = False
+        self._buffered = self._unwanted = 0
+        if self._timer is not None:
+            self._stop_timer()
+
+    # Response callbacks.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Continue with input received during the response."""
+        super().on_response_complete()
+        if not (self._in_head or self._in_body or self._refusal):
+            return
+        if self._out.is_closing() or self._busy():
+            return
+        if self._refusal is not None:
+            self._answer(self._refusal)
+        elif self._in_body:
+            self._start_timer(self._settings.linger_s, self._abandon_body)
+        else:
+            self._watch_head()
+
+    # States.
+
+    def _busy(self) -> bool:
+        """Return whether a response is in progress."""
+        served = self._served
+        return served is not None and not (served.response_complete or served.disconnected)
+
+    def _answered(self) -> bool:
+        """Return whether the response is complete but the request body is not."""
+        return self._in_body and self.cycle.response_complete
+
+    def _peer_sends(self) -> bool:
+        return self._in_body
+
+    # Limits.
+
+    def _check(self) -> None:
+        """Bound the size and the time of the parser's buffer."""
+        if self._buffered > self._settings.max_header_bytes:
+            self._refuse(self._too_large())
+        else:
+            self._watch_head()
+
+    def _is_unwanted(self, data: bytes) -> bool:
+        """Count body bytes after the response; close and return True above `linger_bytes`."""
+        if self.cycle.response_complete:
+            self._unwanted += len(data)
+            if self._unwanted > self._settings.linger_bytes:
+                self._abandon_body()
+                return True
+        return False
+
+    def _check_head(self) -> None:
+        """Raise if a complete head is invalid or needs another parser."""
+        if self._buffered > self._settings.max_header_bytes or self._head is None:
+            size = len(self.url) + sum(len(n) + len(v) + _HEADER_OVERHEAD for n, v in self.headers)
+            if size > self._settings.max_header_bytes:
+                raise self._too_large()
+        hosts = [name for name, _ in self.headers].count(b"host")
+        version = self.parser.get_http_version()
+        if self.parser.should_upgrade():
+            raise self._upgrade()
+        if version == "1.0":
+            raise _OldVersionError
+        if version != "1.1":
+            raise InvalidHttpError(f"version: must be HTTP/1.1, got HTTP/{version}.")
+        if hosts != 1:
+            raise InvalidHttpError(f"Host: must occur once, got {hosts} headers.")
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise InvalidHttpError(
+                f"More than {_MAX_PIPELINED} pipelined requests wait for a response."
+            )
+
+    def _upgrade(self) -> Exception:
+        if self._get_upgrade() == b"websocket":
+            return WebSocketError("WebSockets are not supported; streams are server-sent events.")
+        return _UpgradeError()
+
+    def _too_large(self) -> ServerError:
+        return HeadersTooLargeError(
+            "The request's line and headers are larger than the limit of "
+            f"{self._settings.max_header_bytes} bytes (--max-header-bytes)."
+        )
+
+    def _watch_head(self) -> None:
+        """Start the header timeout for a head that is partly received."""
+        if self._in_head and self._timer is None and not self._busy():
+            self._unset_keepalive_if_required()
+            self._start_timer(self._settings.header_timeout_s, self._on_header_timeout)
+
+    def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, expired)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_header_timeout(self) -> None:
+        error = HeaderTimeoutError(
+            "The request's headers did not arrive within "
+            f"{self._settings.header_timeout_s:g} s (--header-timeout-s)."
+        )
+        if self._in_head:
+            self._refuse(error)
+        else:
+            # No request was begun, so no response is due.
+            self._out.cut(error.code)
+
+    def _abandon_body(self) -> None:
+        """Close the connection although the rest of a body is missing."""
+        self._out.cut("unread_body")
+
+    # Ends.
+
+    def _fail(self, error: httptools.HttpParserError) -> None:
+        """Handle a parser error by the exception that caused it."""
+        cause = error.__context__
+        if isinstance(cause, ServerError):
+            self._refuse(cause)
+        elif isinstance(cause, _OldVersionError) and self._head and not self._busy():
+            self._switch_to_http10(b"".join(self._head))
+        elif isinstance(cause, _UpgradeError) and self._head:
+            self._decline_upgrade(b"".join(self._head))
+        elif cause is None:
+            self._refuse(InvalidHttpError(f"The request is not valid HTTP: {error}."))
+        else:
+            self._refuse(InvalidHttpError("The request is not valid HTTP or is not supported."))
+
+    def _switch_to_http10(self, data: bytes) -> None:
+        """Replace this protocol by h11, which handles HTTP/1.0 without chunked encoding."""
+        self.connections.discard(self)
+        older = Http10Connection(
+            self.config, self.server_state, self.app_state, self._settings, self._slot
+        )
+        older.connection_made(self._wire)
+        self._wire.set_protocol(older)
+        older.data_received(data)
+
+    def _decline_upgrade(self, data: bytes) -> None:
+        """Parse the request again without its Upgrade header, after which httptools stops."""
+        head, end, rest = data.partition(b"\r\n\r\n")
+        lines = head.split(b"\r\n")
+        kept = [line for line in lines if not line.lower().startswith(b"upgrade:")]
+        if len(kept) == len(lines):
+            self._refuse(InvalidHttpError("CONNECT tunnels are not supported."))
+            return
+        self.parser = httptools.HttpRequestParser(self)
+        self._buffered = 0
+        self.data_received(b"\r\n".join(kept) + end + rest)
+
+    def _refuse(self, error: ServerError) -> None:
+        """Send an error after the responses that are due, then close the connection."""
+        self._stop_timer()
+        if self._in_body and self.cycle.response_started:
+            # The body is invalid, but its response has begun.
+            self._out.cut(error.code)
+            return
+        if self._in_body and self.cycle is self._served:
+            _end(self.cycle)
+        elif self._in_body:
+            # A pipelined request whose body will not be completed.
+            self.pipeline.popleft()
+        if self._busy():
+            self._refusal = error
+            self._out.pause_reading()
+        else:
+            self._answer(error)
+
+    def _answer(self, error: ServerError) -> None:
+        """Write the error response; further input is dropped."""
+        logger.debug("connection of %s refused: %s", self.client, error.message)
+        self._unset_keepalive_if_required()
+        if error is not self._slot.refusal:
+            self._slot.count(error.code)
+        self._out.write(raw_error_response(error, self.server_state.default_headers))
+        self._out.linger()
+
+
+def _end(cycle: RequestResponseCycle) -> None:
+    """Signal a disconnect to a request's handler."""
+    cycle.disconnected = True
+    cycle.message_event.set()

@@ -1,0 +1,75 @@
+"""Uvicorn's server on `server.http.connection`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from server.http.connection import Connection
+from server.http.connections import Connections
+from server.http.tls import Tls
+from server.settings import ServerSettings
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn without signal handlers: the service decides when to stop."""
+
+    def __init__(
+        self, config: uvicorn.Config, settings: ServerSettings, connections: Connections
+    ) -> None:
+        super().__init__(config)
+        self._settings = settings
+        self._connections = connections
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Install no signal handlers."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, then listen on bound `sockets`."""
+        await super().startup(sockets=[])
+        loop = asyncio.get_running_loop()
+        tls = self.config.ssl
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._connection,
+                sock=listener,
+                backlog=self.config.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self._settings.header_timeout_s,
+                ssl_shutdown_timeout=None if tls is None else self._settings.linger_s,
+            )
+            self.servers.append(server)
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            self._settings,
+            self._connections,
+        )
+
+
+def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvicorn.Config:
+    """Return uvicorn's configuration without its logging and access log."""
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        # The client is the peer of the socket; proxy headers are not trusted.
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_s,
+        # The drain is over by then; remaining requests are cancelled.
+        timeout_graceful_shutdown=1,
+        # The head is complete and checked before h11 parses it.
+        h11_max_incomplete_event_size=2 * settings.max_header_bytes,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
+    )

@@ -1,0 +1,164 @@
+"""The OpenAPI document of our routes and of the endpoints of the served model.
+
+A route declares its body, responses and errors; `DescribedRoute` adds the security schemes and
+errors that all routes of its scope share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from server import errors
+from server.errors import ErrorEnvelope, ServerError
+from server.frontend import WireSchemas
+from server.request.body import JSON_TYPE
+from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
+from server.wire.endpoint import Endpoint, JsonObject
+
+BODY_FAILURES = (
+    *(errors.InvalidJsonError, errors.InvalidTypeError, errors.InvalidValueError),
+    *(errors.MissingFieldError, errors.UnknownFieldError, errors.UnsupportedOperationError),
+    *(errors.MediaTypeError, errors.BodyTooLargeError, errors.BodyTimeoutError),
+)
+"""Errors of every request with a body."""
+_GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFailedError)
+_INFERENCE_FAILURES = (
+    *BODY_FAILURES,
+    *(errors.UnsupportedFieldError, errors.ContextLengthError, errors.InvalidSchemaError),
+    errors.PermissionDeniedError,
+    *(errors.InvalidGrammarError, errors.ModelNotFoundError, errors.OverloadedError),
+    *(errors.NotTriedError, errors.QueueTimeoutError, errors.DeadlineError),
+    *_GATE_FAILURES,
+)
+_REFERENCE = "#/components/schemas/{model}"
+_RETRY = {
+    "Retry-After": {
+        "description": "Seconds until a retry may succeed; `retry-after-ms` has milliseconds.",
+        "schema": {"type": "string"},
+    }
+}
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_SECURITY: JsonObject = {"security": [*({name: []} for name in _KEYS), {}]}
+_SUMMARIES: Mapping[Endpoint, str] = {
+    Endpoint.CHAT: "Answer a conversation.",
+    Endpoint.COMPLETION: "Continue a text.",
+    Endpoint.RESPONSES: "Answer as OpenAI's Responses API does; stored with --data-dir.",
+    Endpoint.INPUT_TOKENS: "Count the tokens of the prompt that a response would have.",
+    Endpoint.COMPACT: "Return a shorter conversation that can be continued.",
+    Endpoint.MESSAGES: "Answer as Anthropic's Messages API does.",
+    Endpoint.COUNT_TOKENS: "Count the tokens of a conversation, Anthropic's form.",
+    Endpoint.TOKENIZE: "Turn a text or a conversation into token ids.",
+    Endpoint.DETOKENIZE: "Turn token ids into text.",
+}
+
+
+def failing(*failures: type[ServerError]) -> dict[int | str, dict[str, Any]]:
+    """Return FastAPI's `responses` for the errors of a route."""
+    codes: dict[int | str, list[str]] = {}
+    for failure in failures:
+        codes.setdefault(failure.status, []).append(f"`{failure.code}`")
+    schema = {"$ref": _REFERENCE.format(model=ErrorEnvelope.__name__)}
+    return {
+        status: {"description": ", ".join(names), "content": {JSON_TYPE: {"schema": schema}}}
+        | ({"headers": _RETRY} if status in (429, 503) else {})
+        for status, names in codes.items()
+    }
+
+
+def taking(schema: JsonObject, *, required: bool = True) -> dict[str, Any]:
+    """Return FastAPI's `openapi_extra` for a route that reads its JSON body itself."""
+    return {"requestBody": {"required": required, "content": {JSON_TYPE: {"schema": schema}}}}
+
+
+class DescribedRoute(APIRoute):
+    """A route of one method, documented by its handler's docstring, its types and its scope."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        route, (method,) = route_of(path), options["methods"]
+        scope = scope_of(route, method)
+        common: list[type[ServerError]] = [errors.InternalError]
+        if scope not in NEVER_GUARDED:
+            common.append(errors.AuthenticationError)
+            options["openapi_extra"] = (options.get("openapi_extra") or {}) | _SECURITY
+        if scope in (Scope.ADMIN, Scope.ADAPTERS):
+            common.append(errors.PermissionDeniedError)
+        if route.gated:
+            common += _GATE_FAILURES
+        options["responses"] = failing(*common) | (options.get("responses") or {})
+        options["operation_id"] = f"{method.lower()}{route.template}"
+        super().__init__(path, endpoint, **options)
+        self.summary, self.description = self.summary or self.description, ""
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        """Match `HEAD` requests as `GET`."""
+        return super().matches(_as_get(scope))
+
+    async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Answer a request; the connection omits the body of a `HEAD` response."""
+        await super().handle(_as_get(scope), receive, send)
+
+
+def _as_get(scope: AsgiScope) -> AsgiScope:
+    return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
+
+
+def openapi_document(
+    routes: Sequence[BaseRoute], engine: WireSchemas, version: str, root_path: str
+) -> JsonObject:
+    """Return the document of `routes` and of the engine's endpoints."""
+    document = get_openapi(
+        title="rbln-serve",
+        version=version,
+        servers=[{"url": root_path or "/"}],
+        routes=[*routes, *(_inference(endpoint, engine) for endpoint in engine.requests)],
+    )
+    for path in document["paths"].values():
+        for operation in path.values():
+            # The handlers check parameters and raise our errors.
+            operation["responses"].pop("422", None)
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    document["components"]["schemas"] = {**schemas, **_error_schemas(), **engine.definitions}
+    document["components"]["securitySchemes"] = _KEYS
+    return document
+
+
+def _error_schemas() -> dict[str, JsonObject]:
+    wanted: Any = [("error", "serialization", TypeAdapter(ErrorEnvelope))]
+    _, document = TypeAdapter.json_schemas(wanted, ref_template=_REFERENCE)
+    found: dict[str, JsonObject] = document["$defs"]
+    return found
+
+
+def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
+    """Return a route for the document only; the served one exists before the engine does."""
+    content: JsonObject = {JSON_TYPE: {"schema": engine.answers[endpoint]}}
+    if endpoint in engine.streaming:
+        content["text/event-stream"] = {}
+    stored = (errors.StorageFullError,) if endpoint is Endpoint.RESPONSES else ()
+    return DescribedRoute(
+        endpoint.value,
+        _undefined,
+        methods=["POST"],
+        summary=_SUMMARIES.get(endpoint, "For models that pool."),
+        response_class=Response,
+        response_description="The answer.",
+        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *stored)},
+        openapi_extra=taking(engine.requests[endpoint]),
+    )
+
+
+def _undefined() -> None: ...

@@ -1,0 +1,198 @@
+"""Server-sent events, and work that is cancelled when the client disconnects.
+
+Invariants: a disconnect cancels the work within one iteration of the event loop, so that the
+engine aborts the request; an error before the first content frame raises, so that it gets its own
+status; an error later raises as well, and `server.http.error_responses` ends the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.request.body import ClientGoneError
+from server.request.deadline import Deadline
+from server.request.record import RequestRecord
+
+T = TypeVar("T")
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Turns off response buffering in nginx.
+    (b"x-accel-buffering", b"no"),
+]
+COMMENT = ": keep-alive\n\n"
+PING = 'event: ping\ndata: {"type": "ping"}\n\n'
+"""The keep-alive frame of Anthropic's API, where the others send a comment."""
+_END = {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+class StreamEndedError(Exception):
+    """The generator ended while a task waited for its next frame."""
+
+
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, T], deadline: Deadline | None = None
+) -> T:
+    """Run `work`; cancel it and raise `ClientGoneError` if the client disconnects first.
+
+    The request's body must have been read: the next message is a disconnect. Raises
+    `DeadlineError` when the deadline expires first.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_gone(receive))
+    try:
+        seconds = None if deadline is None else deadline.remaining_s
+        first = asyncio.FIRST_COMPLETED
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=first)
+        if task.done():
+            return task.result()
+        if gone.done() or deadline is None:
+            raise ClientGoneError
+        raise deadline.error()
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.wait({task, gone})
+        if not task.cancelled():
+            # Marks the exception of cancelled work as retrieved.
+            task.exception()
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def commit(
+    frames: AsyncGenerator[str, None], is_prelude: Callable[[str], bool], timeout_s: float
+) -> HeldStream:
+    """Wait for the first frame that is not prelude, then return the whole stream.
+
+    Raises the generator's exceptions until then. After `timeout_s` seconds it returns the stream
+    anyway, so that a request that waits in the queue gets its headers.
+    """
+    held: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    pending: asyncio.Task[str] | None = None
+    try:
+        while True:
+            pending = asyncio.ensure_future(_next(frames))
+            await asyncio.wait({pending}, timeout=max(0.0, deadline - time.monotonic()))
+            if not pending.done():
+                break
+            done, pending = pending, None
+            held.append(done.result())
+            if not is_prelude(held[-1]):
+                break
+    except StreamEndedError:
+        pass
+    except BaseException:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
+        await frames.aclose()
+        raise
+    return HeldStream(held, pending, frames)
+
+
+async def _next(frames: AsyncGenerator[str, None]) -> str:
+    try:
+        return await anext(frames)
+    except StopAsyncIteration:
+        # A task cannot raise StopAsyncIteration.
+        raise StreamEndedError from None
+
+
+class HeldStream:
+    """The buffered first frames, then the rest of the source."""
+
+    def __init__(
+        self, held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
+    ) -> None:
+        self._held = held
+        self._pending = pending
+        self._frames = frames
+
+    def __aiter__(self) -> HeldStream:
+        """Return the stream itself: it can be read once."""
+        return self
+
+    async def __anext__(self) -> str:
+        """Return the next frame."""
+        if self._held:
+            return self._held.pop(0)
+        if self._pending is None:
+            return await anext(self._frames)
+        try:
+            return await self._pending
+        except StreamEndedError:
+            raise StopAsyncIteration from None
+        finally:
+            self._pending = None
+
+    async def aclose(self) -> None:
+        """Close the source."""
+        if self._pending is not None:
+            # A generator cannot be closed while a task runs it.
+            self._pending.cancel()
+            await asyncio.wait({self._pending})
+        await self._frames.aclose()
+
+
+class SseResponse(Response):
+    """A response that sends SSE frames as they are produced."""
+
+    def __init__(
+        self,
+        frames: HeldStream,
+        record: RequestRecord,
+        keep_alive_s: float = 0.0,
+        beat: str = COMMENT,
+    ) -> None:
+        """Send the frame `beat` after `keep_alive_s` seconds without a frame; 0: never."""
+        super().__init__()
+        self._frames = frames
+        self._record = record
+        self._keep_alive_s = keep_alive_s
+        self._beat = beat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; a disconnect closes its source."""
+        async with aclosing(self._frames):
+            try:
+                await until_disconnect(receive, self._pump(send), self._record.deadline)
+            except ClientGoneError:
+                self._record.outcome = "aborted"
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        comments = asyncio.ensure_future(self._keep_alive(send)) if self._keep_alive_s else None
+        try:
+            async for frame in self._frames:
+                self._record.sent_frames += 1
+                await send(_chunk(frame))
+        finally:
+            if comments is not None:
+                comments.cancel()
+                await asyncio.wait({comments})
+        await send(_END)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a keep-alive frame whenever half a period passed without a frame."""
+        while True:
+            before = self._record.sent_frames
+            await asyncio.sleep(self._keep_alive_s / 2)
+            if self._record.sent_frames == before:
+                await send(_chunk(self._beat))
+
+
+def _chunk(frame: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": frame.encode(), "more_body": True}

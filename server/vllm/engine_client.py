@@ -1,0 +1,187 @@
+"""vLLM's engine client with this server's checks, options and meters for each request.
+
+vLLM's classes derive grammars from tools, so that the final grammar of a request is known only in
+`add_request`. vLLM would validate it on the event loop; here the grammar gate compiles it in
+another process, and a schema is replaced by the grammar that it was rewritten to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from vllm.exceptions import GenerationError, MaxQueuedTokensError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.request import get_structured_output_key
+
+from server.errors import ContextLengthError, ServerError
+from server.request.record import RequestRecord, record_var
+from server.structured_outputs.constraint import Constraint, Kind, job_key
+from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
+from server.tiers.tier import Tier
+from server.vllm.drafts.options import predicted_tokens, prediction_counts, set_draft_options
+from server.vllm.errors import BacklogError
+from server.vllm.sampling.exclusions import check_exclusions
+from server.vllm.sampling.logprob_bounds import check_logprobs
+
+if TYPE_CHECKING:
+    from server.structured_outputs.gate import GrammarGate
+
+_TAGGED_SCHEMA = '"json_schema": '
+"""Text before each schema in a structural tag."""
+_MAX_SHARES = 4
+"""Upper bound of the compile time of the grammar of all tools, in multiples of one schema's: other
+requests wait for the same process."""
+
+
+class EngineClient(AsyncLLM):
+    """AsyncLLM that checks, schedules and meters the engine's requests of each HTTP request."""
+
+    grammars: GrammarGate | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Without it, vLLM validates no grammar itself.
+        self.input_processor.structured_outputs_config = None  # type: ignore[assignment]
+        self._flex: list[RequestState] = []
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> RequestOutputCollector:
+        """Add a request to the engine as AsyncLLM does, in the class of its service tier.
+
+        Raises `ContextLengthError` for a prompt that leaves no room to answer, `InvalidValueError`
+        for too many logprobs and for constraints that exclude each other, and what the gate raises.
+        """
+        record = record_var.get()
+        predicted: list[int] = []
+        if isinstance(params, SamplingParams):
+            self._check_length(prompt)
+            check_logprobs(params, prompt, self.model_config.get_vocab_size())
+            check_exclusions(params, self.renderer.tokenizer)
+            if self.grammars is not None and params.structured_outputs is not None:
+                await self._settle_grammar(params, self.grammars, record)
+            if self.vllm_config.speculative_config is not None:
+                text = "" if record is None else record.drafts.prediction
+                predicted = await predicted_tokens(self, text)
+                set_draft_options(params, record, prompt, predicted)
+        if record is None:
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        if record.trace_headers is not None:
+            kwargs["trace_headers"] = record.trace_headers
+        if record.tier is not None and record.tier.engine_priority is not None:
+            kwargs["priority"] = record.tier.engine_priority
+        collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+        self._add_meters(record, self._states(request_id, collector), predicted)
+        return collector
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as AsyncLLM does; raises `GenerationError` for an output that is an error.
+
+        vLLM's streams check for it only after their first frame, when the status is sent.
+        """
+        async with aclosing(super().generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                if any(answer.finish_reason == "error" for answer in output.outputs):
+                    raise GenerationError
+                yield output
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Reject a request beyond a limit as AsyncLLM does; `BacklogError` has the numbers."""
+        try:
+            super().check_admission(n, request_id)
+        except MaxQueuedTokensError as error:
+            limit = self.scheduler_config.max_num_queued_tokens
+            raise BacklogError(self.get_num_queued_tokens(), limit) from error
+
+    def get_num_queued_tokens(self) -> int:
+        """Return the waiting prompt tokens of the request's class: flex, or all others."""
+        self._flex = [state for state in self._flex if state.is_prefilling]
+        flex_tokens = sum(state.prompt_len for state in self._flex)
+        record = record_var.get()
+        if record is not None and record.tier is Tier.FLEX:
+            return flex_tokens
+        return super().get_num_queued_tokens() - flex_tokens
+
+    def _check_length(self, prompt: Any) -> None:
+        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        most = self.model_config.max_model_len - 1
+        if tokens is not None and len(tokens) > most:
+            raise ContextLengthError(
+                f"The prompt has {len(tokens)} tokens; at most {most} leave room for an answer."
+            )
+
+    async def _settle_grammar(
+        self, params: SamplingParams, grammars: GrammarGate, record: RequestRecord | None
+    ) -> None:
+        """Replace a schema by its grammar; the gate compiles constraints without a verdict yet."""
+        assert params.structured_outputs is not None
+        option, text = get_structured_output_key(params.structured_outputs)
+        if option is StructuredOutputOptions.JSON_OBJECT:
+            kind, text = Kind.JSON, ANY_OBJECT
+        else:
+            kind = Kind[option.name]
+            if record is not None:
+                record.guided_by(TOOLS)
+        # vLLM puts the schemas of all tools that may be called into one grammar.
+        shares = min(max(1, text.count(_TAGGED_SCHEMA)), _MAX_SHARES)
+        job = [Constraint(kind, text, "tools", exact=False, derived=True, shares=shares)]
+        known = {} if record is None else record.grammars
+        try:
+            key = job_key(job)
+            grammar = known[key] if key in known else await grammars.check_job(job)
+        except ServerError as error:
+            if record is not None:
+                record.failure = error
+            raise
+        if grammar is not None:
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+
+    def _add_meters(
+        self, record: RequestRecord, states: list[RequestState], predicted: list[int]
+    ) -> None:
+        """Add meters that are read once the HTTP request ends; a token costs nothing."""
+        if record.tier is Tier.FLEX:
+            self._flex += states
+        record.meters.append(lambda: _used_tokens(states))
+        record.prefix_meter = lambda: _prefix_tokens(states)
+        if predicted:
+            record.prediction_meter = lambda: prediction_counts(predicted, states)
+
+    def _states(self, request_id: str, collector: RequestOutputCollector) -> list[RequestState]:
+        """Return the states of the request just added: one for each of its answers."""
+        # Requests of other clients may have the same id, but none has the same collector.
+        processor = self.output_processor
+        found = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
+        return [state for state in found if state is not None and state.queue is collector]
+
+
+def _used_tokens(states: list[RequestState]) -> tuple[int, int]:
+    """Return prompt and completion tokens; the answers of one request share their prompt."""
+    completion = sum(
+        state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None
+    )
+    return (states[0].prompt_len if states else 0), completion
+
+
+def _prefix_tokens(states: list[RequestState]) -> tuple[int, int]:
+    """Return prompt tokens read from and written to the prefix cache, once they are known."""
+    if not states:
+        return 0, 0
+    return states[0].num_cached_tokens, states[0].num_cache_creation_tokens
+
+
+def leave_tags_to_the_gate() -> None:
+    """Keep vLLM's request models from parsing structural tags on the event loop; idempotent."""
+    from vllm.entrypoints.generate.base import protocol
+
+    protocol.validate_structural_tag_payload = _accept_any_tag
+
+
+def _accept_any_tag(payload: object, *, parameter: str) -> None:
+    """Replace vLLM's validation: the gate validates structural tags."""

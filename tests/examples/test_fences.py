@@ -1,0 +1,179 @@
+"""The commands of README and docs/ work as they are typed.
+
+A block of ``sh`` or ``python`` runs against a server of the default model, unless its fence says
+``no-run: REASON``; then only its programs, targets and flags are checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.architecture.source_tree import ROOT
+from tests.examples.fences import Fence, commands, fences
+from tests.server.real_server import RealServer
+
+_MODEL = ROOT / "build" / "default-model"
+_ADAPTER = ROOT / "default_model" / "checkpoint" / "adapter"
+_RUNNING = [fence for fence in fences("sh", "python") if fence.no_run is None]
+_SHELL = fences("sh")
+# The first words of a command of two words, and whether it takes vLLM's flags, too.
+_NESTED = {"cache"}
+_WITH_VLLM_FLAGS = {"serve", "check", "compile", "batch", "cache inspect", "tune"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server of the default model with a store, an adapter slot and drafts."""
+    folder = tmp_path_factory.mktemp("server")
+    flags = (
+        *("--served-model-name", "default-model", "--max-model-len", "1024"),
+        *("--max-num-batched-tokens", "256", "--data-dir", str(folder / "data")),
+        *("--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"pirate={_ADAPTER}"),
+        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+    )
+    with RealServer(_MODEL, folder, *flags) as running:
+        running.until_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pooling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server of embeddings, for the blocks that name port 8001."""
+    folder = tmp_path_factory.mktemp("pooling")
+    flags = ("--served-model-name", "default-model", "--runner", "pooling")
+    with RealServer(_MODEL, folder, *flags) as running:
+        running.until_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the repository; what commands write stays in it."""
+    root = tmp_path_factory.mktemp("repository")
+    for path in ROOT.iterdir():
+        (root / path.name).symlink_to(path)
+    return root
+
+
+def _in_place(fence: Fence, request: pytest.FixtureRequest) -> str:
+    """Return the block with the addresses of the running servers."""
+    text = fence.text
+    for placeholders, name in (
+        (("localhost:8000", "INSTANCE"), "server"),
+        (("localhost:8001",), "pooling_server"),
+    ):
+        if any(word in text for word in placeholders):
+            address = request.getfixturevalue(name).url.removeprefix("http://")
+            text = re.sub("|".join(placeholders), address, text)
+    return text
+
+
+def _run(fence: Fence, text: str, folder: Path) -> None:
+    shell = ["bash", "-euo", "pipefail", "-c", text]
+    command = shell if fence.language == "sh" else [sys.executable, "-c", text]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{fence}\n{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert not re.search(r'"error": ?\{', done.stdout), f"{fence}\n{text}\n{done.stdout[-2000:]}"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("fence", _RUNNING, ids=str)
+def test_block_runs(fence: Fence, folder: Path, request: pytest.FixtureRequest) -> None:
+    _run(fence, _in_place(fence, request), folder)
+
+
+@pytest.mark.parametrize("fence", fences("json", "yaml"), ids=str)
+def test_data_parses(fence: Fence) -> None:
+    json.loads(fence.text) if fence.language == "json" else yaml.safe_load(fence.text)
+
+
+def test_every_block_has_a_known_language() -> None:
+    known = {"sh", "python", "json", "yaml", "promql", "ini", ""}
+    text = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/**/*.md"))
+    assert set(re.findall(r"^ *```(\w+)", text, re.MULTILINE)) <= known
+
+
+@pytest.mark.parametrize("fence", fences(""), ids=str)
+def test_a_block_without_language_is_no_command(fence: Fence) -> None:
+    programs = ("rbln-serve", "make", "curl", "docker", "pip", "python", "helm", "kubectl", ".venv")
+    assert not re.match(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(programs)}) ", fence.text) or (
+        fence.text.startswith("rbln-serve cache: error:")
+    )
+
+
+@pytest.mark.parametrize("fence", _SHELL, ids=str)
+def test_targets_and_programs_of_a_shell_block_exist(fence: Fence) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(fence):
+        program = words[0].removeprefix(".venv/bin/")
+        if program == "make":
+            named = {word for word in words[1:] if re.fullmatch(r"[a-z]+", word)}
+            assert named and named <= targets, words
+        elif program == "python" and words[1] == "-m":
+            assert find_spec(words[2]) is not None, words
+        elif program == "python":
+            assert (ROOT / words[1]).is_file(), words
+
+
+@pytest.mark.slow
+def test_flags_of_our_commands_exist() -> None:
+    unknown = []
+    for fence in _SHELL:
+        for words in commands(fence):
+            program = words[0].removeprefix(".venv/bin/")
+            if program not in ("rbln-serve", "rbln-parity"):
+                continue
+            given = [word.partition("=")[0] for word in words if word.startswith("--")]
+            if program == "rbln-parity":
+                known = _help("-m", "rbln_backend.parity.command")
+            else:
+                name = " ".join(words[1 : 3 if words[1] in _NESTED else 2])
+                known = _help("-m", "server", *name.split())
+                known |= (
+                    _help("-m", "server", "serve", all_flags=True)
+                    if (name in _WITH_VLLM_FLAGS)
+                    else set()
+                )
+            unknown += [f"{fence}: {words[1]} {flag}" for flag in given if flag not in known]
+    assert unknown == []
+
+
+@cache
+def _help(*command: str, all_flags: bool = False) -> frozenset[str] | set[str]:
+    """Return the flags that a command's help names."""
+    done = subprocess.run(
+        [sys.executable, *command, "--help=all" if all_flags else "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, (command, done.stderr)
+    return frozenset(re.findall(r"--[a-z][\w-]*", done.stdout))

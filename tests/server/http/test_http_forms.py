@@ -1,0 +1,239 @@
+"""What HTTP clients may say and how: versions, framing, pipelining, and errors of the parser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.server.http.wire import CHAT, connected, get, post
+from tests.server.scripted import running
+
+STREAM = {"do": "answer", "stream": True}
+FRAMES = b"data: first\n\ndata: [DONE]\n\n"
+LIVE = get("/livez")
+
+
+async def test_a_stream_of_http_1_0_is_not_chunked_and_ends_with_the_connection(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(post({"do": "wait", "stream": True}, b"connection: close", version=b"1.0"))
+        status, headers = await wire.head()
+        assert (status, headers["connection"]) == (200, "close")
+        assert "transfer-encoding" not in headers and "content-length" not in headers
+        # It is a stream: the first frame comes while the second is waited for.
+        assert await wire.reader.readexactly(13) == FRAMES[:13]
+        service.frontend.go_on.set()
+        assert await wire.closed() == FRAMES[13:]
+    assert service.frontend.ended == ["stream finished"]
+
+
+async def test_http_1_0_in_pieces_without_host_and_errors_of_it(tmp_path: Path) -> None:
+    async with running(tmp_path, max_body_bytes=1024) as service:
+        for request, status, code in [
+            (post({"do": "answer"}, version=b"1.0"), 200, None),
+            (get("/livez", b"connection: keep-alive", version=b"1.0"), 200, None),
+            (b"GET /livez HTTP/1.0\r\n\r\n", 200, None),
+            (get("/nope", version=b"1.0"), 404, "route_not_found"),
+            (post(b"x" * 2000, version=b"1.0"), 413, "body_too_large"),
+        ]:
+            async with connected(service.port) as wire:
+                for cut in range(0, len(request), 40):
+                    await wire.send(request[cut : cut + 40])
+                    await asyncio.sleep(0)
+                answer = await wire.answer()
+                assert (answer.status, answer.headers["connection"]) == (status, "close")
+                assert code is None or answer.code == code
+                assert await wire.closed() == b""
+        assert await service.metric("rbln_http_connections") == 1
+
+
+async def test_a_client_of_http_1_0_that_leaves_aborts(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        async with connected(service.port) as wire:
+            await wire.send(post({"do": "wait", "stream": True}, version=b"1.0"))
+            await wire.head()
+        async with asyncio.timeout(5):
+            while service.frontend.ended != ["stream aborted"]:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (b"GET /livez HTTP/1.1\r\n\r\n", "Host: must occur once, got 0"),
+        (b"GET /livez HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", "Host: must occur once, got 2"),
+        (b"GET /livez HTTP/2.0\r\nhost: a\r\n\r\n", "HTTP/2.0"),
+        (b"GET /livez HTTP/0.9\r\nhost: a\r\n\r\n", "HTTP/0.9"),
+        (b"nonsense\r\n\r\n", "not valid HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "not valid HTTP"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\na\x00b: c\r\n\r\n", "not valid HTTP"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\na: b\x00c\r\n\r\n", "not valid HTTP"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\n folded: c\r\n\r\n", "not valid HTTP"),
+        (b"GET /l\x00ivez HTTP/1.1\r\nhost: x\r\n\r\n", "not valid HTTP"),
+        (b"GET http://[::1/livez HTTP/1.1\r\nhost: x\r\n\r\n", "HTTP"),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", "tunnels"),
+        (post(b"{}", b"content-length: 3"), "not valid HTTP"),
+        (post(b"{}", b"transfer-encoding: chunked"), "not valid HTTP"),
+    ],
+)
+async def test_what_is_no_request_gets_an_envelope_and_the_end(
+    tmp_path: Path, request_: bytes, words: str
+) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(request_)
+        answer = await wire.answer()
+        assert (answer.status, answer.code) == (400, "invalid_http")
+        assert words in json.loads(answer.body)["error"]["message"]
+        assert answer.headers["connection"] == "close"
+        assert await wire.closed(1.0) == b""
+        refused = 'rbln_http_connection_refusals_total{reason="invalid_http"}'
+        assert await service.metric(refused) == 1
+
+
+async def test_a_websocket_is_refused_in_an_envelope(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        offer = (b"connection: Upgrade", b"upgrade: websocket", b"sec-websocket-version: 13")
+        await wire.send(get("/v1/realtime", *offer))
+        answer = await wire.answer()
+        assert (answer.status, answer.code) == (400, "websocket_unsupported")
+
+
+async def test_an_offer_of_http_2_is_declined_and_the_request_served(tmp_path: Path) -> None:
+    """As Java's client makes it, with a body that the parser would skip."""
+    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk")
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        for _ in range(2):
+            request = post(STREAM, *offer)
+            await wire.send(request[:30])
+            await asyncio.sleep(0.01)
+            await wire.send(request[30:])
+            answer = await wire.answer()
+            assert (answer.status, answer.body) == (200, FRAMES)
+        await wire.send(LIVE + get("/livez", *offer))
+        assert (await wire.answer()).status == 200
+        # Behind another request there is no telling where it began.
+        assert (await wire.answer()).code == "invalid_http"
+
+
+async def test_requests_one_behind_the_other_are_answered_in_order(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(post(STREAM) + LIVE + post({"do": "refuse"}) + LIVE[:20])
+        assert (await wire.answer()).body == FRAMES
+        assert (await wire.answer()).status == 200
+        assert (await wire.answer()).code == "context_length_exceeded"
+        await wire.send(LIVE[20:])
+        assert (await wire.answer()).status == 200
+        assert await service.metric("rbln_http_connections") == 2
+
+
+async def test_answers_that_are_due_come_before_a_refusal(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(post({"do": "wait", "stream": True}) + LIVE + b"nonsense\r\n\r\n")
+        await wire.head()
+        service.frontend.go_on.set()
+        assert await wire._chunks() == FRAMES
+        assert (await wire.answer()).status == 200
+        assert (await wire.answer()).code == "invalid_http"
+        assert await wire.closed(1.0) == b""
+
+
+async def test_no_more_than_some_requests_wait_on_a_connection(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(post({"do": "wait"}))
+        while await service.metric("rbln_serve_in_flight_requests") < 1:
+            await asyncio.sleep(0.01)
+        await wire.send(LIVE * 1000)
+        await asyncio.sleep(0.1)
+        service.frontend.go_on.set()
+        codes = [(await wire.answer()).status for _ in range(1 + 32 + 1)]
+        assert codes == [200] * 33 + [400]
+        assert await wire.closed(5.0) == b""
+
+
+async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as service:
+        async with connected(service.port) as wire:
+            await wire.send(post({"do": "wait"}) + LIVE)
+            while await service.metric("rbln_serve_in_flight_requests") < 1:
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while service.frontend.ended != ["answer aborted"]:
+                await asyncio.sleep(0.01)
+
+
+async def test_bodies_in_chunks_and_bodies_that_are_announced(tmp_path: Path) -> None:
+    chunked = (
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n" % CHAT.encode()
+    )
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(chunked + b'\r\n4;x=y\r\n{"do\r\n')
+        await asyncio.sleep(0.01)
+        await wire.send(b'b\r\n":"answer"}\r\n\r\n'[:-2] + b"0\r\nx-late: 1\r\n\r\n" + LIVE)
+        assert json.loads((await wire.answer()).body) == {"ok": True}
+        assert "x-late" not in service.frontend.headers
+        assert (await wire.answer()).status == 200
+        # All at once, so that the fields behind the body are here before the handler runs.
+        await wire.send(chunked + b'\r\nf\r\n{"do":"answer"}\r\n0\r\nx-late: 1\r\n\r\n')
+        assert (await wire.answer()).status == 200
+        assert "x-late" not in service.frontend.headers
+        await wire.send(chunked + b"expect: 100-continue\r\n\r\n")
+        assert await wire.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await wire.send(b'f\r\n{"do":"answer"}\r\n0\r\n\r\n')
+        assert (await wire.answer()).status == 200
+        # Its own body is wrong, and the handler waits for it.
+        await wire.send(chunked + b"\r\nfrog\r\n")
+        assert (await wire.answer()).code == "invalid_http"
+        assert await wire.closed(1.0) == b""
+        assert await service.metric("rbln_serve_in_flight_requests") == 0
+
+
+async def test_a_line_end_too_many_does_no_harm(tmp_path: Path) -> None:
+    async with running(tmp_path, header_timeout_s=0.3) as service, connected(service.port) as wire:
+        await wire.send(post({"do": "answer"}) + b"\r\n")
+        assert (await wire.answer()).status == 200
+        await wire.send(b"\r\n")
+        await asyncio.sleep(0.6)
+        await wire.send(LIVE)
+        assert (await wire.answer()).status == 200
+
+
+async def test_head_is_get_without_a_body(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        await service.until_ready()
+        client = service.client
+        for path in ("/livez", "/readyz", "/v1/models", "/metrics", "/v1/server_info", "/"):
+            whole, head = await client.get(path), await client.head(path)
+            assert (head.status_code, head.content) == (whole.status_code, b""), path
+            assert head.headers["content-type"] == whole.headers["content-type"]
+            assert head.headers.get("content-length", "0") != "0"
+        missing = await client.head("/v1/models/none")
+        assert (missing.status_code, missing.content) == (404, b"")
+        refused = await client.head(CHAT)
+        assert refused.status_code == 405
+        other = await client.put("/v1/models")
+        assert set(other.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "x" * 3000])
+async def test_bodies_are_not_decompressed(tmp_path: Path, encoding: str) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        await service.until_ready()
+        headers = {"content-encoding": encoding, "content-type": "application/json"}
+        for path in (CHAT, "/v1/files", "/admin/drain"):
+            answer = await service.client.post(path, content=b"\x1f\x8b", headers=headers)
+            assert answer.status_code == 415, path
+            error = answer.json()["error"]
+            assert error["code"] == "unsupported_content_encoding"
+            assert "Content-Encoding" in error["message"] and len(error["message"]) < 300
+            assert answer.headers["accept-encoding"] == "identity"
+        body = json.dumps({"do": "answer"}).encode()
+        plain = headers | {"content-encoding": "identity"}
+        answer = await service.client.post(CHAT, content=body, headers=plain)
+        assert answer.status_code == 200

@@ -1,0 +1,341 @@
+"""What a connection may cost: sizes, times, numbers, bodies nobody wants, answers nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.http.connections import client_of
+from tests.server.certificates import make_authority
+from tests.server.http.wire import CHAT, connected, get, post
+from tests.server.scripted import Running, running
+
+LIVE = get("/livez")
+BIG = b"x" * 65536
+
+
+def refusals(reason: str) -> str:
+    return f'rbln_http_connection_refusals_total{{reason="{reason}"}}'
+
+
+@asynccontextmanager
+async def served(
+    tmp_path: Path, tls: bool, **settings: Any
+) -> AsyncIterator[tuple[Running, ssl.SSLContext | None]]:
+    """The service, with or without TLS, and what a client of it has."""
+    if not tls:
+        async with running(tmp_path, **settings) as service:
+            yield service, None
+        return
+    authority = make_authority(tmp_path)
+    cert, key = authority.sign(tmp_path / "a")
+    context = ssl.create_default_context(cafile=str(authority.file))
+    files = {"ssl_certfile": cert, "ssl_keyfile": key}
+    async with running(tmp_path, client_context=context, **files, **settings) as service:
+        yield service, context
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /livez HTTP/1.1\r\nhost: x\r\na: ",
+        b"GET /",
+        b"GET /livez HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20,
+        # Behind a body, where there is no end to the fields, either.
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n0\r\na: " % CHAT.encode(),
+    ],
+)
+async def test_endless_headers_end_and_cost_little(tmp_path: Path, start: bytes, tls: bool) -> None:
+    async with served(tmp_path, tls) as (service, context):
+        async with connected(service.port, context) as wire:
+            before = resident_bytes()
+            await wire.send(start)
+            reading = asyncio.create_task(wire.answer())
+            sent = await wire.send_until_cut(BIG)
+            answer = await reading
+            assert (answer.status, answer.code) == (431, "headers_too_large")
+            # What was taken, and what lies in the kernel's buffers.
+            assert sent < 40 * 1024 * 1024
+            assert resident_bytes() - before < 20 * 1024 * 1024
+        assert await service.metric(refusals("headers_too_large")) == 1
+
+
+async def test_the_limit_of_headers_is_exact(tmp_path: Path) -> None:
+    fixed = len(b"/livez" + b"host: x\r\n" + b"a: \r\n")
+    async with running(tmp_path, max_header_bytes=2048) as service:
+        async with connected(service.port) as wire:
+            for _ in range(2):
+                await wire.send(get("/livez", b"a: " + b"b" * (2048 - fixed)))
+                assert (await wire.answer()).status == 200
+            await wire.send(get("/livez", b"a: " + b"b" * (2049 - fixed)))
+            assert (await wire.answer()).code == "headers_too_large"
+        async with connected(service.port) as wire:
+            # A body counts for nothing there, in whatever pieces it comes.
+            await wire.send(post(json.dumps({"do": "answer", "x": "y" * 9000}).encode()))
+            assert (await wire.answer()).status == 200
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_half_a_head_is_not_waited_for(tmp_path: Path, tls: bool) -> None:
+    async with served(tmp_path, tls, header_timeout_s=0.4) as (service, context):
+        async with connected(service.port, context) as silent:
+            started = time.monotonic()
+            assert await silent.closed() == b""
+            assert 0.3 < time.monotonic() - started < 2.0
+        for prepared in (b"", LIVE):
+            async with connected(service.port, context) as wire:
+                if prepared:
+                    await wire.send(prepared)
+                    await wire.answer()
+                    # Between requests another limit holds.
+                    await asyncio.sleep(0.8)
+                started = time.monotonic()
+                for byte in LIVE[:12]:
+                    await wire.send(bytes([byte]))
+                    await asyncio.sleep(0.1)
+                    if wire.reader._buffer:  # type: ignore[attr-defined]
+                        break
+                answer = await wire.answer()
+                assert (answer.status, answer.code) == (408, "header_timeout")
+                assert 0.3 < time.monotonic() - started < 2.0
+                assert await wire.closed(5.0) == b""
+        assert await service.metric(refusals("header_timeout")) == 3
+
+
+async def test_the_next_head_is_timed_from_the_end_of_the_answer(tmp_path: Path) -> None:
+    async with running(tmp_path, header_timeout_s=0.4) as service, connected(service.port) as wire:
+        await wire.send(post({"do": "wait"}) + LIVE[:8])
+        await asyncio.sleep(0.1)
+        await wire.send(LIVE[8:10])
+        await asyncio.sleep(0.7)
+        service.frontend.go_on.set()
+        assert (await wire.answer()).status == 200
+        await wire.send(LIVE[10:] + LIVE[:10])
+        assert (await wire.answer()).status == 200
+        assert (await wire.answer()).code == "header_timeout"
+
+
+async def test_an_idle_connection_is_closed_without_a_word(tmp_path: Path) -> None:
+    async with running(tmp_path, keep_alive_s=1) as service, connected(service.port) as wire:
+        await wire.send(LIVE)
+        await wire.answer()
+        assert await wire.closed(3.0) == b""
+
+
+async def test_many_half_sent_heads_keep_nobody_out(tmp_path: Path) -> None:
+    async with running(tmp_path, header_timeout_s=2.0) as service, AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(connected(service.port)) for _ in range(500)]
+        for wire in slow:
+            await wire.send(LIVE[:20])
+        assert await service.metric("rbln_http_connections") == 501
+        assert (await service.client.post(CHAT, json={"do": "answer"})).status_code == 200
+        codes = await asyncio.gather(*(wire.answer() for wire in slow))
+        assert {answer.code for answer in codes} == {"header_timeout"}
+        async with asyncio.timeout(5):
+            while await service.metric("rbln_http_connections") > 1:
+                await asyncio.sleep(0.05)
+        assert await service.metric(refusals("header_timeout")) == 500
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("close", [False, True])
+async def test_an_endless_body_after_the_answer_is_not_read(
+    tmp_path: Path, tls: bool, close: bool
+) -> None:
+    more = [b"connection: close"] * close
+    limits = {"max_body_bytes": 1024, "linger_bytes": 4 * 1024 * 1024}
+    async with served(tmp_path, tls, **limits) as (service, context):
+        async with connected(service.port, context) as wire:
+            await wire.send(post(b"x" * 2000, *more).replace(b": 2000", b": 999999999999"))
+            assert (await wire.answer()).code == "body_too_large"
+            started = time.monotonic()
+            # The kernel's buffers take some of it.
+            assert await wire.send_until_cut(BIG) < 24 * 1024 * 1024
+            assert time.monotonic() - started < 4.0
+        assert close or await service.metric(refusals("unread_body")) == 1
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("close", [False, True])
+async def test_a_body_that_is_not_sent_after_the_answer_is_not_waited_for(
+    tmp_path: Path, tls: bool, close: bool
+) -> None:
+    async with (
+        served(tmp_path, tls, linger_s=0.4, api_key=("k",)) as (service, context),
+        connected(service.port, context) as wire,
+    ):
+        await wire.send(post(b"x" * 2000, *[b"connection: close"] * close)[:-1000])
+        assert (await wire.answer()).code == "invalid_api_key"
+        started = time.monotonic()
+        # With a FIN already, where that can be told apart from the end.
+        await wire.closed()
+        await wire.send_until_cut(b"x", 3.0)
+        assert time.monotonic() - started < 2.0
+
+
+async def test_an_answer_reaches_a_client_that_sends_all_of_its_body_first(tmp_path: Path) -> None:
+    async with running(tmp_path, max_body_bytes=1024) as service:
+        for version in (b"1.1", b"1.0"):
+            for more in ([], [b"connection: close"]):
+                async with connected(service.port) as wire:
+                    await wire.send(post(b"x" * 8_000_000, *more, version=version))
+                    assert (await wire.answer()).code == "body_too_large"
+
+
+async def test_what_is_left_of_a_body_is_no_request(tmp_path: Path) -> None:
+    late = b"DELETE /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+    async with running(tmp_path, body_timeout_s=0.3, linger_s=1.0) as service:
+        async with connected(service.port) as wire:
+            await wire.send(post(b" " * len(late))[: -len(late)])
+            assert (await wire.answer()).code == "body_timeout"
+            await wire.send(late + get("/version"))
+            assert await wire.closed(5.0) == b""
+        async with connected(service.port) as wire:
+            # The same with an answer that keeps the connection: the body ends, then a request.
+            await wire.send(get("/nope", b"content-length: %d" % len(late)))
+            assert (await wire.answer()).status == 404
+            await wire.send(late + LIVE)
+            assert (await wire.answer()).status == 200
+        page = (await service.client.get("/metrics")).text
+        assert 'method="DELETE"' not in page and 'route="/version"' not in page
+
+
+async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
+    async with running(tmp_path, write_timeout_s=0.5) as service:
+        frontend = service.frontend
+
+        async def flood(do: str) -> AsyncIterator[str]:
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield f"data: {'x' * 60000}\n\n"
+            finally:
+                frontend.ended.append("flood aborted")
+
+        frontend._stream = flood  # type: ignore[method-assign, assignment]
+        for version in (b"1.1", b"1.0"):
+            frontend.ended.clear()
+            async with connected(service.port) as wire:
+                wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                await wire.send(post({"do": "x", "stream": True}, version=version))
+                started = time.monotonic()
+                async with asyncio.timeout(8):
+                    while not frontend.ended:
+                        await asyncio.sleep(0.02)
+                assert time.monotonic() - started > 0.4
+        assert await service.metric(refusals("write_timeout")) == 2
+        assert await service.metric("rbln_http_connections") == 1
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_connections_are_limited_in_all_and_by_client(tmp_path: Path, tls: bool) -> None:
+    for limit, status, code in [
+        ({"max_connections": 3, "max_connections_per_client": 9}, 503, "too_many_connections"),
+        ({"max_connections_per_client": 3}, 429, "too_many_client_connections"),
+    ]:
+        folder = tmp_path / code
+        folder.mkdir()
+        async with served(folder, tls, **limit) as (service, context):
+            async with AsyncExitStack() as stack:
+                # The test's own client has one of them.
+                places = [
+                    await stack.enter_async_context(connected(service.port, context))
+                    for _ in range(2)
+                ]
+                for wire in places:
+                    await wire.send(LIVE)
+                    assert (await wire.answer()).status == 200
+                async with connected(service.port, context) as wire:
+                    await wire.send(LIVE)
+                    answer = await wire.answer()
+                    assert (answer.status, answer.code) == (status, code)
+                    assert answer.headers["retry-after"] == "1"
+                assert await service.metric("rbln_http_connections") == 3
+                assert await service.metric(refusals(code)) == 1
+            async with asyncio.timeout(5):
+                while await service.metric("rbln_http_connections") > 1:
+                    await asyncio.sleep(0.02)
+            async with connected(service.port, context) as wire:
+                await wire.send(LIVE)
+                assert (await wire.answer()).status == 200
+
+
+async def test_of_very_many_too_many_most_are_only_closed(tmp_path: Path) -> None:
+    async with running(tmp_path, max_connections=1) as service, AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(connected(service.port)) for _ in range(100)]
+        said = await asyncio.gather(*(wire.closed() for wire in wires))
+        assert sum(b"too_many_connections" in words for words in said) == 64
+        assert said.count(b"") == 36
+        assert await service.metric(refusals("too_many_connections")) == 100
+
+
+def test_a_client_is_an_address_or_a_network() -> None:
+    assert client_of("10.0.0.1") == client_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_of("2001:db8::1") == client_of("2001:db8::2:3") == "2001:db8::/64"
+    assert client_of("2001:db8:0:1::1") != client_of("2001:db8::1")
+    assert client_of("fe80::1%eth0") == "fe80::/64"
+
+
+async def test_a_handshake_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    async with served(tmp_path, True, header_timeout_s=0.5) as (service, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        async with asyncio.timeout(3):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_the_end_waits_for_no_rest_of_a_body(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        running(tmp_path, linger_s=30.0) as service,
+        connected(service.port) as kept,
+        connected(service.port) as closing,
+    ):
+        await kept.send(get("/nope", b"content-length: 100"))
+        await closing.send(get("/nope", b"content-length: 100", b"connection: close"))
+        for wire in (kept, closing):
+            assert (await wire.answer()).status == 404
+        service.signal()
+        assert await service.exit_code == 0
+        assert "timeout graceful shutdown exceeded" not in caplog.text
+
+
+async def test_an_answer_of_a_drain_ends_its_connection(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        await service.client.post("/admin/drain")
+        async with connected(service.port) as wire:
+            await wire.send(post({"do": "answer"})[:-3])
+            answer = await wire.answer()
+            assert (answer.code, answer.headers["connection"]) == ("draining", "close")
+            await wire.send(b'er"}')
+            assert await wire.closed(1.0) == b""
+
+
+def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:
+    import resource
+
+    from server.http.connections import _connection_limit
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        assert _connection_limit(1000) == 1000
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1256, hard)
+        assert _connection_limit(hard) == hard - 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

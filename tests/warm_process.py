@@ -1,0 +1,281 @@
+"""`rbln-serve` in forks of a process that has already imported vLLM.
+
+Imports are 20 of the 21 CPU seconds that a server with a tiny model takes to start, half of them
+in the HTTP process and half in its fork server. Here one process imports for all commands of a
+test run. Each command line still is a process of its own, with its own arguments, environment,
+folder, streams, exit status and fork server.
+
+What modules read while they are imported, such as VLLM_PLUGINS, is the first process's: a test of
+that starts its own process instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+_PRELOADED = (
+    *("server.commands.cli", "server.commands.check", "server.engine.config", "server.vllm.flags"),
+    *("server.service", "server.engine.launch", "server.vllm.frontend"),
+    *("vllm.config", "vllm.model_executor.models.llama", "vllm.model_executor.model_loader"),
+    *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
+    *("vllm.v1.executor.multiproc_executor", "rbln_backend.worker.worker"),
+    "rbln_backend.worker.check.model_inspection",
+)
+_SET_BEFORE_IMPORTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # As `rbln-serve` sets it without --log-level.
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_MESSAGE_BYTES = 1 << 20
+_READY = b"ready"
+
+
+class ForkedProcess:
+    """The part of `subprocess.Popen` that tests use, for a process that is not a child."""
+
+    def __init__(self, statuses: socket.socket) -> None:
+        """`statuses` sends the process id, and the exit status once there is one."""
+        self._statuses = statuses
+        statuses.settimeout(60)
+        self.pid = int(statuses.recv(_MESSAGE_BYTES))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, None while the process runs."""
+        return self._read(0.0)
+
+    def wait(self, timeout: float) -> int:
+        """Return the exit status. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        status = self._read(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read(self, timeout: float) -> int | None:
+        if self.returncode is None:
+            self._statuses.settimeout(timeout)
+            try:
+                message = self._statuses.recv(_MESSAGE_BYTES)
+            except (BlockingIOError, TimeoutError):
+                return None
+            assert message, "the process that waits for the command has ended"
+            self.returncode = int(message)
+            self._statuses.close()
+        return self.returncode
+
+
+class WarmProcess:
+    """The process that has imported; it ends when `close` is called or the caller ends."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """`environ` is what modules see when they are imported."""
+        self.environ = dict(environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=self.environ,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        # A busy machine takes a minute.
+        self._socket.settimeout(300)
+        assert self._socket.recv(_MESSAGE_BYTES) == _READY, "the imports have failed"
+
+    def close(self) -> None:
+        """End it."""
+        self._socket.close()
+        self._process.wait(60)
+
+    def start(
+        self,
+        *args: str,
+        environ: Mapping[str, str],
+        output: IO[Any],
+        errors: IO[Any],
+        address_space: int | None = None,
+    ) -> ForkedProcess:
+        """Start `rbln-serve args`; `address_space` is a limit in bytes."""
+        command = {
+            "args": args,
+            "environ": dict(environ),
+            "folder": str(Path.cwd()),
+            "address_space": address_space,
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            descriptors = [output.fileno(), errors.fileno(), theirs.fileno()]
+            socket.send_fds(self._socket, [json.dumps(command).encode()], descriptors)
+        return ForkedProcess(ours)
+
+    def run(
+        self, *args: str, environ: Mapping[str, str], address_space: int | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, which may take five minutes, as `subprocess.run` does."""
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            started = self.start(
+                *args, environ=environ, output=output, errors=errors, address_space=address_space
+            )
+            status = started.wait(300)
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(args, status, output.read(), errors.read())
+
+
+@cache
+def warm_process() -> WarmProcess:
+    """Return the one of this test process, which ends with it."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
+    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS})
+    atexit.register(warm.close)
+    return warm
+
+
+def _next_command(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a command in the process that is to run it; None in the first one, at the end."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+        if not message:
+            return None
+        if os.fork() == 0:
+            connection.close()
+            statuses = socket.socket(fileno=descriptors.pop())
+            pid = os.fork()
+            if pid == 0:
+                statuses.close()
+                return json.loads(message), descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            statuses.send(str(pid).encode())
+            _, status = os.waitpid(pid, 0)
+            with suppress(BrokenPipeError):
+                statuses.send(str(os.waitstatus_to_exitcode(status)).encode())
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _run(command: dict[str, Any], output: int, errors: int) -> int:
+    from server.commands.cli import main
+
+    for descriptor, number in ((output, 1), (errors, 2)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(command["environ"])
+    time.tzset()
+    os.chdir(command["folder"])
+    sys.argv = ["rbln-serve", *command["args"]]
+    if command["address_space"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (command["address_space"],) * 2)
+    try:
+        return _status(main())
+    except SystemExit as end:
+        return _status(end.code)
+    except Exception:  # noqa: BLE001 - shown as the interpreter shows it
+        traceback.print_exc()
+        return 1
+
+
+def _status(code: Any) -> int:
+    """Return the exit status that the interpreter makes of a SystemExit's code."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _fork_fork_servers() -> None:
+    """Let `multiprocessing` fork its fork server from this process instead of executing Python.
+
+    The modules that it preloads are then imported already; what they do when they are executed,
+    as `server.engine.preload` does, still happens in the fork server.
+    """
+    from multiprocessing import util
+
+    execute = util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def start(path: bytes, args: Sequence[Any], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in args[-1]:
+            return int(execute(path, args, descriptors))
+        pid = os.fork()
+        if pid == 0:
+            _close_all_but({0, 1, 2, *descriptors})
+            status = 1
+            try:
+                exec(args[-1], {})  # noqa: S102 - the line that Python would execute
+                status = 0
+            finally:
+                os._exit(status)
+        return pid
+
+    util.spawnv_passfds = start  # type: ignore[attr-defined]
+
+
+def _close_all_but(kept: set[int]) -> None:
+    # The folder's own descriptor is among them, so they are listed first.
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in kept:
+            with suppress(OSError):
+                os.close(int(path.name))
+
+
+def _serve() -> None:
+    from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
+
+    import setproctitle
+
+    from server.host.importing import without_garbage_collection
+    from server.vllm.importing import import_vllm
+    from tests.model_classes import inspect_here
+
+    # It finds the place of the title by the environment, which commands replace.
+    setproctitle.getproctitle()
+    with without_garbage_collection():
+        import_vllm()
+        for name in _PRELOADED:
+            import_module(name)
+    inspect_here()
+    _fork_fork_servers()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.send(_READY)
+    found = _next_command(connection)
+    if found is None:
+        return
+    command, (output, errors) = found
+    status = _run(command, output, errors)
+    # What the interpreter does at its end, without the seconds it takes to free all modules.
+    _exit_function()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()
