@@ -1,1 +1,1 @@
-"""Grammars that guide an answer: the pinned backend, and the trial of one before it is used."""
+"""Grammar backend for structured outputs, and the trial of a grammar before its use."""

@@ -1,7 +1,7 @@
-"""The grammar backend: vLLM's over xgrammar, and llguidance for schemas, out of the kernels' way.
+"""Grammar backend: xgrammar, and llguidance for rewritten schemas, compiled at low priority.
 
-The engine and the HTTP server's trial processes use the same class, so that what passed a trial
-compiles to the same grammar in the engine.
+The engine and the HTTP server's trial processes use the same class, so that a grammar that passed
+its trial compiles to the same grammar in the engine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from rbln_backend.grammar.lark import LarkCompiler
 
 MARK = "%llguidance"
-"""How a grammar for llguidance begins; its own mark."""
+"""Prefix of a grammar in llguidance's dialect."""
 _NICENESS = 10
-# Control characters that a kind of grammar may have; free text around tags has tabs.
+# Allowed control characters by kind of grammar; free text around tags may have tabs.
 _CONTROLS = {
     StructuredOutputOptions.JSON: b"\n",
     StructuredOutputOptions.JSON_OBJECT: b"\n",
@@ -46,7 +46,7 @@ class CleanGrammar(XgrammarGrammar):
     """A grammar of JSON, without the control characters that JSON forbids."""
 
     legal: Tensor = field(kw_only=True)
-    """A bit per token ([V/32] int32), clear for those that are never allowed."""
+    """A bit per token ([V/32] int32), clear for forbidden tokens."""
 
     def fill_bitmask(self, bitmask: Tensor, idx: int) -> None:
         """Write the mask of the next token into row ``idx`` of ``bitmask`` ([rows, V/32])."""
@@ -55,16 +55,16 @@ class CleanGrammar(XgrammarGrammar):
 
 
 class PinnedXgrammar(XgrammarBackend):
-    """Upstream's backend with other manners.
+    """xgrammar backend with bounded whitespace, low-priority compiles and an llguidance dialect.
 
-    It is made at the first compile, in the thread that compiles. Compiles use one thread of low
-    priority each, for the cores belong to the kernels. Whitespace in JSON is bounded. A choice or
-    a Lark grammar is taken as it is, whether upstream's validation has rewritten it or not. A
-    grammar in llguidance's dialect, as the server rewrites JSON schemas to, goes to llguidance.
+    The compiler is made at the first compile, in the compiling thread. Each compile uses one
+    thread of low priority. Choices and Lark grammars are accepted with or without the rewriting by
+    vLLM's validation. Grammars in llguidance's dialect, such as rewritten JSON schemas, go to
+    llguidance.
     """
 
     in_trial = False
-    """Whether its grammars are only tried, and so may cost less."""
+    """True in a trial process, where masks have tighter limits."""
 
     def __post_init__(self) -> None:
         self._making = threading.Lock()
@@ -73,7 +73,7 @@ class PinnedXgrammar(XgrammarBackend):
         self._lark: LarkCompiler | None = None
 
     def make(self) -> None:
-        """Read the vocabulary, unless that was done. Safe between threads."""
+        """Read the vocabulary once. Thread-safe."""
         with self._making:
             if self._made:
                 return
@@ -93,7 +93,7 @@ class PinnedXgrammar(XgrammarBackend):
         grammar_spec: str,
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
-        """Compile one grammar; called in a thread that does nothing else."""
+        """Compile one grammar; called in a compile thread, whose priority it lowers."""
         _lower_priority()
         if request_type is StructuredOutputOptions.GRAMMAR and grammar_spec.startswith(MARK):
             return self._lark_compiler().compile(
@@ -121,7 +121,7 @@ class PinnedXgrammar(XgrammarBackend):
         )
 
     def _compile_regex(self, pattern: str, stop: set[int] | None) -> XgrammarGrammar:
-        """Compile without upstream's timer, for it looks at the clock; the trial counts work."""
+        """Compile without vLLM's time limit, which depends on the load; the trial limits work."""
         from xgrammar import GrammarMatcher
 
         compiled = self.compiler.compile_regex(pattern)
@@ -141,7 +141,7 @@ class PinnedXgrammar(XgrammarBackend):
             return self._lark
 
     def forget(self) -> None:
-        """Drop the compiled grammars that are kept for the next request."""
+        """Clear the cache of compiled grammars."""
         if self._made:
             self.compiler.clear_cache()
 
@@ -159,7 +159,7 @@ def pinned_backend(vllm_config: VllmConfig) -> PinnedXgrammar:
 
 
 def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> None:
-    """Give the engine's manager this backend, before its first request would choose one."""
+    """Set this backend on the engine's manager, before its first request chooses one."""
     model = vllm_config.model_config
     if not model.skip_tokenizer_init:
         manager.backend = PinnedXgrammar(
@@ -168,7 +168,7 @@ def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> No
 
 
 def _lower_priority() -> None:
-    """Lower this thread's; Linux has one for each thread."""
+    """Lower the priority of this thread; Linux has one for each thread."""
     thread = threading.get_native_id()
     if os.getpriority(os.PRIO_PROCESS, thread) < _NICENESS:
         os.setpriority(os.PRIO_PROCESS, thread, _NICENESS)

@@ -1,4 +1,6 @@
-"""xgrammar's compiler, and which tokens its JSON may hold. Imported at the first compile."""
+"""xgrammar's compiler with bounded whitespace, and the mask of its tokens for JSON.
+
+Imported at the first compile."""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import numpy.typing as npt
 import xgrammar
 
 MAX_WHITESPACE = 32
-"""Longest run of whitespace between two parts of JSON: enough to indent 8 levels by 4, and no
-model fills its context with blanks."""
+"""Longest run of whitespace between two parts of JSON: indents 8 levels by 4, and keeps models from
+filling their context with blanks."""
 
 
 class BoundedCompiler(xgrammar.GrammarCompiler):
@@ -45,7 +47,7 @@ def _bound(value: Any) -> None:
 
 
 def bounded_compiler(info: xgrammar.TokenizerInfo, cache_bytes: int) -> BoundedCompiler:
-    """Return a compiler that starts no threads and keeps `cache_bytes` of grammars."""
+    """Return a compiler that starts no threads and caches `cache_bytes` of grammars."""
     return BoundedCompiler(info, max_threads=1, cache_limit_bytes=cache_bytes)
 
 

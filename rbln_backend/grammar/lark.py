@@ -1,8 +1,8 @@
 """Grammars in llguidance's dialect of Lark: compiled as they are walked, with their work counted.
 
-A compile costs what the grammar's text costs, whatever the vocabulary: a string of at most 50,000
-characters takes a millisecond. What a mask may cost is counted in steps of the lexer and the
-parser, not in seconds, so that a machine's load changes no verdict.
+Compile time does not depend on the vocabulary: `maxLength: 50000` takes a millisecond. The limit
+of a mask is in steps of the lexer and the parser, not in seconds, so that a machine's load changes
+no verdict.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _TRIAL_LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000,
     verbose_errors=False,
 )
-"""A trial walks a few ways of many, and so has less."""
+"""Tighter than the engine's, because a trial walks few of a grammar's paths."""
 _TOO_MUCH_WORK = ("too many", "max is")
 """Parts of llguidance's errors about its limits; their stop reason is InternalError alone."""
 
 
 class LarkGrammar(StructuredOutputGrammar):
-    """One grammar on its way; `stop` are the tokens that may end the answer.
+    """State of one grammar; `stop` are the tokens that may end the answer.
 
     Where a mask takes more work than it may, the answer goes on byte by byte: the grammar that
     `again` compiles is brought to the same place, and from there on the mask has tokens of one byte
@@ -164,7 +164,7 @@ class LarkGrammar(StructuredOutputGrammar):
         return all(self._matcher.consume_token(token) for token in self._taken)
 
     def is_terminated(self) -> bool:
-        """Whether a stop token was accepted."""
+        """Return True after a stop token."""
         return self._ended
 
     def reset(self) -> None:

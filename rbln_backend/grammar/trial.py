@@ -1,7 +1,7 @@
-"""Compiles a grammar as the engine would and walks a few tokens through it.
+"""Compiles a grammar as the engine does and walks a few tokens through it.
 
-A grammar can compile and still be unusable: no token may be allowed, or each mask may take so long
-that every running request waits for it. The walks find both. They run in a process of their own.
+A compiled grammar can still be unusable: it may allow no token, or its masks may be so slow that
+they delay every running request. The walks find both. They run in a separate process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PATTERN = re.compile(r'(%json \{.*"pattern": .*\})$', re.MULTILINE)
 
 
 class GrammarTrial:
-    """Tries grammars for one model; not safe between threads."""
+    """Tries grammars for one model; not thread-safe."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._backend = pinned_backend(vllm_config)
@@ -53,24 +53,24 @@ class GrammarTrial:
     def __call__(self, kind: str, text: str) -> list[str]:
         """Try one grammar; `kind` names a `StructuredOutputOptions`.
 
-        Returns what the backend warned of: parts of the grammar that it left out. Raises
+        Returns the backend's warnings: parts of the grammar that it ignores. Raises
         ValueError or RuntimeError with the reason when the grammar cannot be used, TimeoutError
         when its masks took too long.
         """
-        with _told() as told:
+        with _native_stderr() as warnings:
             option = StructuredOutputOptions[kind.upper()]
             grammar = self._backend.compile_grammar(option, text, self._stop)
             self._walk_in_time(grammar)
             if isinstance(grammar, LarkGrammar):
                 self._walk_patterns(text)
-        if told:
-            # Warnings come with a compile, not with what is kept of one. Parts of grammars that
-            # have none are kept, since most schemas share them.
+        if warnings:
+            # Only a compile warns, not a cache hit. Grammars without warnings stay cached, because
+            # most schemas share parts.
             self._backend.forget()
-        return told
+        return warnings
 
     def _walk_patterns(self, text: str) -> None:
-        """Walk through each pattern of a grammar, which one path may never meet."""
+        """Walk through each pattern of a grammar, since one path may miss some."""
         patterns = dict.fromkeys(_PATTERN.findall(text))
         steps = _PATTERN_STEPS // max(1, len(patterns))
         steps = min(_MOST_PATTERN_STEPS, max(_LEAST_PATTERN_STEPS, steps))
@@ -94,7 +94,7 @@ class GrammarTrial:
         return None
 
     def _walk(self, grammar: StructuredOutputGrammar, steps: int) -> None:
-        """Follow paths of random tokens, always the same for a grammar."""
+        """Follow a path of random tokens with a fixed seed."""
         choose = random.Random(0)
         walked_s = 0.0
         for step in range(steps):
@@ -120,7 +120,7 @@ class GrammarTrial:
                 raise ValueError(f"it refuses a token that it allowed, after {step} tokens")
 
     def _allowed(self) -> npt.NDArray[np.intp]:
-        """Ids of the tokens that the mask allows."""
+        """Return the ids of the allowed tokens, shape [allowed]."""
         bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
         return np.flatnonzero(bits[: self._backend.vocab_size])
 
@@ -138,7 +138,7 @@ def _check_time(step: int, mask_s: float, walked_s: float) -> None:
             f"the masks of its first {step + 1} tokens take {walked_s:.2f} s of processor time, "
             f"and those of {_STEPS} may take {_MAX_WALK_S:g} s"
         )
-    # Masks grow, and every running request waits for each.
+    # Masks get slower along the path, and each delays every running request.
     limit = _MAX_LAST_MASK_S if step == _STEPS - 1 else _MAX_MASK_S
     if step and mask_s > limit:
         raise TimeoutError(
@@ -148,8 +148,8 @@ def _check_time(step: int, mask_s: float, walked_s: float) -> None:
 
 
 @contextmanager
-def _told() -> Iterator[list[str]]:
-    """Collect the lines that native code writes to the process's stderr meanwhile."""
+def _native_stderr() -> Iterator[list[str]]:
+    """Collect the lines that native code writes to stderr inside the block."""
     lines: list[str] = []
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""A layer whose results adapters change: which part of an adapter is its, and where that lies."""
+"""Layers that adapters change, with the slots that hold their part of each adapter."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Adapted(Protocol):
     """One layer with the slots of all adapters."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What graphs read, by a name within the layer."""
+        """Return the tensors that graphs read, by name in the layer; shapes as in ``SlotStack``."""
         ...
 
     def image(self, adapter: LoRAModel) -> Any:
-        """This rank's part of an adapter as ``write`` takes it; None: it changes nothing here.
+        """Return this rank's part of an adapter for ``write``; None if it has none.
 
         Calls no kernel, so that another thread may do it while graphs run. Raises ``AdapterError``
         for a part that does not fit together.
@@ -38,7 +38,7 @@ class OfOneStack:
     _stack: SlotStack
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """As ``Adapted``."""
+        """See ``Adapted``; shapes as in ``SlotStack``."""
         return self._stack.tensors()
 
     def write(self, slot: int, image: LayerImage | None) -> None:

@@ -1,7 +1,7 @@
-"""What an adapter_config.json may ask for; plain data.
+"""Validation of an adapter_config.json.
 
-vLLM reads rank, alpha and rsLoRA from it and passes over the rest, so that an adapter which means
-more than that would be applied wrongly without a word.
+vLLM reads rank, alpha and rsLoRA and ignores the rest. An adapter that depends on other fields
+would therefore be applied wrongly without an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a PEFT directory to what the slots hold: checked, read and packed in any thread."""
+"""Checks, reads and packs adapters in PEFT's format. Safe in any thread."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """An adapter that only has to be copied into a slot."""
+class PackedAdapter:
+    """An adapter that is ready to be copied into a slot."""
 
     lora_int_id: int
     name: str
@@ -48,7 +48,7 @@ class AdapterReader(WorkerLoRAManager):
         """The wrapped layers."""
         return self._adapter_manager
 
-    def read(self, request: LoRARequest) -> Adapter:
+    def read(self, request: LoRARequest) -> PackedAdapter:
         """Check and read an adapter; raises ``AdapterError`` naming what does not fit."""
         try:
             self._check(request)
@@ -60,7 +60,7 @@ class AdapterReader(WorkerLoRAManager):
             raise AdapterError(
                 f"adapter {request.lora_name!r} cannot be read from {request.lora_path}: {error}"
             ) from error
-        return Adapter(request.lora_int_id, request.lora_name, images)
+        return PackedAdapter(request.lora_int_id, request.lora_name, images)
 
     def _check(self, request: LoRARequest) -> None:
         folder = Path(request.lora_path)
@@ -75,7 +75,7 @@ class AdapterReader(WorkerLoRAManager):
         self._check_weights(folder / WEIGHTS_FILE, config["r"])
 
     def _check_weights(self, path: Path, rank: int) -> None:
-        """The names and shapes of all matrices, by the file's header."""
+        """Check names and shapes of all matrices, read from the file's header."""
         pairs: dict[str, set[bool]] = {}
         for tensor, module, is_a, shape in self._matrices(path):
             wanted = self._target(tensor, module).misfit(shape, rank, is_a=is_a)
@@ -90,7 +90,7 @@ class AdapterReader(WorkerLoRAManager):
                 raise AdapterError(f"{module} has no {missing}")
 
     def _matrices(self, path: Path) -> Iterator[tuple[str, str, bool, list[int]]]:
-        """Per tensor its name, its module, whether it is A, and its shape."""
+        """Yield name, module, True for lora_A, and shape of each tensor."""
         mapper: Any = getattr(self.layers.model, "hf_to_vllm_mapper", None)
         renaming = mapper.get_rename_mapper() if mapper is not None else None
         with safe_open(path, framework="pt") as file:
@@ -105,7 +105,7 @@ class AdapterReader(WorkerLoRAManager):
                 yield name, module, is_a, file.get_slice(name).get_shape()
 
     def _check_copy(self, name: str, shape: list[int], renaming: Any) -> None:
-        """PEFT writes a copy of the served LM head beside its adapter; it has the head's size."""
+        """Check the shape of the LM head's copy that PEFT writes beside its adapter."""
         pair = name.replace(".base_layer.weight", ".lora_B.weight")
         module, _ = parse_fine_tuned_lora_name(pair, renaming)
         (head,) = self._target(name, module).shapes
@@ -120,7 +120,7 @@ class AdapterReader(WorkerLoRAManager):
         return target
 
     def _why_not(self, module: str) -> str:
-        """Why ``module``, which is not among the targets, cannot be adapted."""
+        """Return the reason why ``module``, which is no target, cannot be adapted."""
         suffixes = sorted({name.rpartition(".")[2] for name in self.layers.targets})
         known = ", ".join(suffixes)
         if any(

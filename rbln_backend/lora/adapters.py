@@ -1,4 +1,4 @@
-"""The adapters of one rank: what the worker answers for, and what a step reads."""
+"""The adapters of one rank, for the worker's calls and for steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Adapters:
         *,
         on_change: Callable[[int], None] | None = None,
     ) -> None:
-        """``on_change`` hears how many slots are taken whenever an adapter comes or goes.
+        """``on_change`` gets the number of used slots after each change.
 
         Raises ``UnsupportedModelError`` for a model without a layer to adapt.
         """
@@ -49,15 +49,15 @@ class Adapters:
         return self._reader.layers.num_bytes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The weights that graphs read, by name."""
+        """Return the weights that graphs read, by name; shapes as in ``SlotStack``."""
         return self._reader.layers.tensors()
 
     def targets(self) -> dict[str, Target]:
-        """What an adapter may change, by the name of the module."""
+        """Return the adaptable layers by module name."""
         return self._reader.layers.targets
 
     def read_by(self, inputs: Mapping[str, Tensor]) -> None:
-        """Let what is captured next read its slots from ``inputs``, those of one graph."""
+        """Make the next captured graph read its slots, int32 [B], from its ``inputs``."""
         for wrapper in self._reader.layers.punica_wrapper_mapping.values():
             assert isinstance(wrapper, RblnPunicaWrapper)
             if INPUT_NAME in inputs:
@@ -72,7 +72,7 @@ class Adapters:
         self._staging.begin(_as_request(request))
 
     def staged(self, lora_int_id: int) -> tuple[State, str]:
-        """ "reading", "ready" or "failed" and the reason; ``AdapterError`` for a stranger."""
+        """Return the state and the reason of a failure; ``AdapterError`` for an unknown id."""
         return self._staging.state(lora_int_id)
 
     def add(self, request: object) -> bool:
@@ -88,17 +88,17 @@ class Adapters:
         return True
 
     def remove(self, lora_int_id: int) -> bool:
-        """Free an adapter's slot, or forget it where it was only staged; whether it was known.
+        """Free an adapter's slot or its staged copy; return whether it was known.
 
-        Nothing is checked: whoever removes it sees to it that no request needs it any more.
+        The caller makes sure that no request uses it.
         """
         was_staged = self._staging.drop(lora_int_id)
         was_there = self._slots.release(lora_int_id)
-        self._tell()
+        self._report_change()
         return was_there or was_staged
 
     def pin(self, lora_int_id: int) -> bool:
-        """Let an adapter stay until it is removed; raises ``AdapterError`` if it is in no slot."""
+        """Keep an adapter until it is removed; raises ``AdapterError`` if it is in no slot."""
         if lora_int_id not in self._slots:
             raise AdapterError(f"adapter {lora_int_id} is not loaded")
         self._slots.keep(lora_int_id)
@@ -139,7 +139,7 @@ class Adapters:
         number = request.lora_int_id
         is_new = number not in self._slots
         if is_new:
-            # First, so that what was staged stays so where there is no room.
+            # First, so that a staged adapter stays staged if no slot is free.
             self._slots.reserve(number, self._in_use(), passing=passing)
         try:
             adapter = self._staging.take(request)
@@ -148,10 +148,10 @@ class Adapters:
                 self._slots.release(number)
             raise
         finally:
-            self._tell()
+            self._report_change()
         self._reader.layers.write(self._slots[number], adapter.images)
 
-    def _tell(self) -> None:
+    def _report_change(self) -> None:
         if self._on_change is not None:
             self._on_change(len(self._slots))
 

@@ -35,7 +35,7 @@ _RENAMED = {"block_sparse_moe": "mlp"}
 
 
 class Projections(NamedTuple):
-    """What an adapter does to one expert."""
+    """Matrices of an adapter for one expert."""
 
     first: list[Matrices]
     """Gate and up, by slice."""
@@ -44,7 +44,7 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What slots for a layer's experts are made from, on one rank."""
+    """Sizes of a layer's experts on one rank, from which slots are made."""
 
     count: int
     hidden: int
@@ -96,7 +96,7 @@ class ExpertLayer:
         ]
 
     def targets(self) -> dict[str, Target]:
-        """What adapters may name: the experts of all ranks."""
+        """Return the module names that adapters may use, for the experts of all ranks."""
         first, second = Shape(self.sizes.hidden, self._inner), Shape(self._inner, self.sizes.hidden)
         found = {
             name: Target((second if matrix == _DOWN else first,))
@@ -106,9 +106,9 @@ class ExpertLayer:
         return found | dict.fromkeys(self._stacks, stacked)
 
     def matrices(self, adapter: LoRAModel) -> list[Projections] | None:
-        """What an adapter has for each expert of this rank; None if nothing for any of them.
+        """Return an adapter's matrices for each expert of this rank; None if it has none.
 
-        Raises ``AdapterError`` for a file from which it cannot be told.
+        Raises ``AdapterError`` for a file that is ambiguous.
         """
         stacks = self._find_stacks(adapter)
         single = {
@@ -187,13 +187,13 @@ def adaptable_experts(model: nn.Module) -> list[tuple[str, MoERunner]]:
 
 
 def expert_names(model: nn.Module) -> dict[str, Matrix]:
-    """All that checkpoints may call an expert's matrix, from the layer's parent on."""
+    """Return an expert's matrix by each of its checkpoint names, from the layer's parent on."""
     mapping = get_moe_expert_mapping(model)
     return {name.rstrip("."): (number, matrix) for _, name, number, matrix in mapping}
 
 
 def _module_names(name: str) -> list[str]:
-    """What adapters may call the layer's module."""
+    """Return the names of the layer's module in adapters."""
     block, _, last = name.rpartition(".")
     parent, _, own = block.rpartition(".")
     return [name] + ([f"{parent}.{_RENAMED[own]}.{last}"] if own in _RENAMED else [])

@@ -90,7 +90,7 @@ class AdaptedExperts:
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """As ``Adapted``."""
+        """See ``Adapted``; shapes as in ``SlotStack``."""
         first = {f"b13.{index}": stack for index, stack in enumerate(self._first.b)}
         return {"a13": self._first.a, **first, "a2": self._second.a, "b2": self._second.b[0]}
 
@@ -108,15 +108,15 @@ class AdaptedExperts:
         self._second.write(slot, None if image is None else image.second)
 
     def arguments(self) -> tuple[Any, ...]:
-        """What the ops for experts are told of adapters."""
+        """Return the adapters' arguments of the ops for experts."""
         b1, b3 = (*self._first.b, None)[:2]
         parts = (self._first.a, b1, b3, self._second.a, self._second.b[0])
         return (self._source.slots, *parts, self._first.like.rank)
 
     def add_first(self, gate_up: Tensor, x: Tensor, number: int) -> None:
-        """Add to what the first projection of expert ``number`` makes of x."""
+        """Add the adapters' part to the first projection of an expert; x is [rows, hidden]."""
         self._first.add(gate_up, x, self._source.slots, number)
 
     def add_second(self, out: Tensor, inner: Tensor, number: int) -> None:
-        """Add to what the second one makes of ``inner``."""
+        """Add the adapters' part to the second projection; ``inner`` is [rows, inner]."""
         self._second.add(out, inner, self._source.slots, number)

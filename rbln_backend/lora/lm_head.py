@@ -55,7 +55,7 @@ class AdaptedHead(OfOneStack):
         )
 
     def targets(self) -> dict[str, Target]:
-        """What adapters may name."""
+        """Return the layer's name in adapters with its shapes."""
         return {self._name: Target.linear(self._head.embedding_dim, self._head.org_vocab_size)}
 
     def image(self, adapter: LoRAModel) -> LayerImage | None:

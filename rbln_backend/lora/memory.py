@@ -1,4 +1,4 @@
-"""What the slots of all adapters take, reckoned from a model's shapes."""
+"""Memory that the slots of all adapters take, computed from the model's shapes."""
 
 from __future__ import annotations
 

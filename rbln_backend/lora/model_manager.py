@@ -49,7 +49,7 @@ class RblnLoraModelManager(LoRAModelManager):
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every stack by a name that another process finds it under."""
+        """Return all stacks by their name in every process; shapes as in ``SlotStack``."""
         return {
             f"{name}.{part}": tensor
             for name, layer in self.layers.items()
@@ -151,10 +151,10 @@ class RblnLoraModelManager(LoRAModelManager):
 
 
 def _of_every_stage(mine: dict[str, Target]) -> dict[str, Target]:
-    """The targets of all pipeline stages; every rank calls it at the same point of its start."""
+    """Return the targets of all pipeline stages; a collective call of all ranks."""
     stages = groups().get("pp")
     if stages is None:
         return mine
-    told = [mine] * len(stages.ranks)
-    dist.all_gather_object(told, mine, group=stages.host_group)
-    return {name: target for targets in told for name, target in targets.items()}
+    gathered = [mine] * len(stages.ranks)
+    dist.all_gather_object(gathered, mine, group=stages.host_group)
+    return {name: target for targets in gathered for name, target in targets.items()}

@@ -1,4 +1,4 @@
-"""What vLLM's LoRA layers call to add the adapters' part: one op of the emulated device."""
+"""Wrapper that vLLM's LoRA layers call to add the adapters' part as one op."""
 
 from __future__ import annotations
 

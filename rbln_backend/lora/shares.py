@@ -1,7 +1,7 @@
-"""What one rank of several needs of an adapter's matrices, and how large they are as a whole.
+"""The part of an adapter's matrices that one rank needs, and their sizes over all ranks.
 
 Adapters are split as the layers that they change: B by outputs where the layer's outputs are, A by
-inputs where its inputs are. Key heads that several ranks have are in all their parts.
+inputs where its inputs are. Replicated key heads are in the part of each rank that has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WholeLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: BaseLinearLayerWithLoRA) -> WholeLayer:
-        """The layer that ``layer`` adapts."""
+        """Return the sizes of the layer that ``layer`` adapts."""
         outputs = _outputs(layer.base_layer)
         return cls(layer.base_layer.input_size, outputs if layer.n_slices > 1 else (sum(outputs),))
 
@@ -48,7 +48,7 @@ def _outputs(layer: LinearBase) -> tuple[int, ...]:
 
 
 def share(layer: BaseLinearLayerWithLoRA, a: Matrices, b: Matrices) -> tuple[Matrices, Matrices]:
-    """This rank's part of whole matrices, [r, inputs] and [outputs, r] per slice of ``layer``."""
+    """Return this rank's part of [r, inputs] and [outputs, r], per slice of ``layer``."""
     if layer.n_slices > 1:
         return layer.slice_lora_a(a), layer.slice_lora_b(b)
     (lower,), (upper,) = a, b

@@ -43,7 +43,7 @@ class SlotStack:
         return cls(a, tuple(b), rank, inputs, tuple(outputs))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What graphs read, by name."""
+        """Return the tensors that graphs read, by name: shapes [slots, ...packed matrix]."""
         return {"a": self.a} | {f"b{index}": stack for index, stack in enumerate(self.b)}
 
     def image(self, a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> LayerImage:

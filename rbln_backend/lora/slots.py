@@ -1,4 +1,4 @@
-"""Which adapter lies in which slot. Pure bookkeeping: no weights, no files."""
+"""Assignment of adapters to slots. Handles no weights and no files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ NO_ADAPTER = -1
 class Slots:
     """``max_loras`` slots.
 
-    An adapter that somebody added stays until it is removed. One that a request brought along, as
-    offline engines have it, makes room for another once no request in a batch uses it; the one
-    unused for the longest time goes first.
+    An adapter that was added stays until it is removed. One that came with a request, as in offline
+    engines, is evicted once no request in a batch uses it, the least recently used first.
     """
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
         self._count = count
         self._slot_of: dict[int, int] = {}
-        # Those that requests brought along; the least recently used first.
+        # Adapters that came with requests; the least recently used first.
         self._passing: dict[int, None] = {}
 
     def __contains__(self, lora_int_id: int) -> bool:
@@ -53,7 +52,7 @@ class Slots:
         return slot
 
     def keep(self, lora_int_id: int) -> None:
-        """Let an adapter stay until it is removed."""
+        """Keep an adapter until it is removed."""
         self._passing.pop(lora_int_id, None)
 
     def touch(self, lora_int_id: int) -> None:

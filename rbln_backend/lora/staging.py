@@ -1,4 +1,4 @@
-"""Adapters on their way into memory: read in a thread of their own while graphs run."""
+"""Reads adapters into memory in a background thread while graphs run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import suppress
 from typing import Literal
 
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_reader import Adapter, AdapterReader
+from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter
 from rbln_backend.vllm_compat.lora import LoRARequest
 
 State = Literal["reading", "ready", "failed"]
 
-# The engine and its kernels come first where there are few cores.
+# Below the engine and its kernels, for machines with few cores.
 _NICENESS = 10
 
 
@@ -23,19 +23,19 @@ class Staging:
 
     def __init__(self, reader: AdapterReader) -> None:
         self._reader = reader
-        self._futures: dict[int, Future[Adapter]] = {}
+        self._futures: dict[int, Future[PackedAdapter]] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def begin(self, request: LoRARequest) -> None:
-        """Start reading; what was staged under the same id is forgotten."""
+        """Start reading; discards an adapter that was staged under the same id."""
         if self._pool is None:
             # Not before: the capture of graphs forks this process.
-            self._pool = ThreadPoolExecutor(1, "lora-reader", initializer=_be_nice)
+            self._pool = ThreadPoolExecutor(1, "lora-reader", initializer=_lower_priority)
         self.drop(request.lora_int_id)
         self._futures[request.lora_int_id] = self._pool.submit(self._reader.read, request)
 
     def state(self, lora_int_id: int) -> tuple[State, str]:
-        """How far an adapter is, and why it failed. Raises ``AdapterError`` for a stranger."""
+        """Return the state and the reason of a failure; ``AdapterError`` for an unknown id."""
         future = self._futures.get(lora_int_id)
         if future is None:
             raise AdapterError(f"no adapter with id {lora_int_id} is staged")
@@ -44,25 +44,25 @@ class Staging:
         error = future.exception()
         return ("failed", str(error)) if error is not None else ("ready", "")
 
-    def take(self, request: LoRARequest) -> Adapter:
-        """The adapter, read now unless it was staged; raises ``AdapterError``."""
+    def take(self, request: LoRARequest) -> PackedAdapter:
+        """Return the adapter, read now unless it was staged; raises ``AdapterError``."""
         future = self._futures.pop(request.lora_int_id, None)
         return self._reader.read(request) if future is None else future.result()
 
     def drop(self, lora_int_id: int) -> bool:
-        """Forget a staged adapter; whether there was one."""
+        """Discard a staged adapter; return whether there was one."""
         future = self._futures.pop(lora_int_id, None)
         if future is not None:
             future.cancel()
         return future is not None
 
     def close(self) -> None:
-        """Stop; an adapter that is being read is finished in vain."""
+        """Stop; a read in progress ends without effect."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     with suppress(OSError):
         # Linux keeps a niceness per thread.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -37,7 +37,7 @@ class Target(NamedTuple):
 
     @classmethod
     def from_lists(cls, shapes: Iterable[Iterable[int]], experts: int) -> Target:
-        """One that came as lists."""
+        """Return a target from shapes as lists, as they come from JSON."""
         return cls(tuple(Shape(*shape) for shape in shapes), experts)
 
     def pairs(self, rank: int) -> list[Pair]:

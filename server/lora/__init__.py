@@ -1,1 +1,1 @@
-"""LoRA adapters: which are loaded, who uses them, what may be loaded. Knows no engine."""
+"""LoRA adapters: validation, registry and use counts. Independent of the engine."""

@@ -1,4 +1,4 @@
-"""One LoRA adapter as the server knows it: where it lies, its state, who uses it."""
+"""State of one LoRA adapter: its path, slot and number of running requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing_extensions import TypedDict
 
 
 class State(enum.StrEnum):
-    """What an adapter is good for; the value is what clients see."""
+    """Life cycle of an adapter; the value is sent to clients."""
 
     LOADING = "loading"
-    """It is checked, read and copied into a slot; requests do not find it yet."""
+    """It is checked, read and copied into a slot; requests cannot name it yet."""
     READY = "ready"
     DRAINING = "draining"
-    """Nobody finds it any more; its slot is freed after the last request that did."""
+    """New requests cannot name it; its slot is freed after the last running request."""
     FAILED = "failed"
     """It could not be loaded at start, or the engine could not drop it; `error` says why."""
 
 
 class AdapterObject(TypedDict):
-    """What clients see of an adapter; see `Adapter`."""
+    """JSON object of an adapter in answers; see `Adapter`."""
 
     object: Literal["lora_adapter"]
     name: str
@@ -42,8 +42,8 @@ class AdapterObject(TypedDict):
 class Adapter:
     """One load of an adapter; a name that is loaded again is another one, with another `id`.
 
-    `source` is the path as it was asked for, `path` the real one once it was checked.
-    `loaded_at` is Unix time in seconds. `base` names the model it belongs to, when told.
+    `source` is the path as the request wrote it, `path` the resolved one after the check.
+    `loaded_at` is Unix time in seconds. `base` is the base model that the operator named, if any.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Adapter:
     """Set once the engine has dropped it, or failed to."""
 
     def to_dict(self) -> AdapterObject:
-        """Return what clients see."""
+        """Return the JSON object of the adapter."""
         return {
             "object": "lora_adapter",
             "name": self.name,

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoadAdapterBody(BaseModel):
-    """What `/v1/load_lora_adapter` takes."""
+    """Body of `/v1/load_lora_adapter`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -21,7 +21,7 @@ class LoadAdapterBody(BaseModel):
 
 
 class UnloadAdapterBody(BaseModel):
-    """What `/v1/unload_lora_adapter` takes."""
+    """Body of `/v1/unload_lora_adapter`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,8 +1,7 @@
-"""Whether an adapter fits the served model, decided before the engine hears of it.
+"""Validation of an adapter against the served model, before the engine reads it.
 
-Everything that would be ignored or fail later is refused here by name: what PEFT can do beyond
-plain LoRA, another base model, a rank above the limit, layers that the model does not have or that
-adapters cannot change, shapes and types of tensors.
+Rejects PEFT features beyond plain LoRA, another base model, a rank above the limit, unknown layers,
+and tensors of a wrong shape or type.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.*\blm_head)\.base_layer
 _LAYER = re.compile(r"(?:^|\.)(?P<layer>\w+\.\d+\..+)")
 _DTYPES = ("F32", "BF16", "F16")
 _MAX_REASON = 300
-# Far beyond any that is trained with; infinity or nonsense would make every token nonsense.
+# Far above trained values. A larger one, such as infinity, would corrupt every token.
 _MAX_ALPHA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What adapters have to fit: the model's names, the layers they may change, the largest rank.
+    """Constraints that the served model sets: its names, adaptable layers and largest rank.
 
     Names are `short_name`s, layers go by their `layer_path`.
     """
@@ -43,7 +42,7 @@ class BaseModel:
 
     @classmethod
     def of(cls, names: Iterable[str], targets: Mapping[str, Target], max_rank: int) -> BaseModel:
-        """Make one from names as people write them and module paths as the engine has them."""
+        """Return the constraints for model names and the engine's module paths."""
         layers = {layer_path(module): shape for module, shape in targets.items()}
         return cls(frozenset(map(short_name, names)), layers, max_rank)
 
@@ -73,7 +72,7 @@ def layer_path(module: str) -> str:
 def check_fit(folder: AdapterFolder, base: BaseModel, *, any_base: bool = False) -> int:
     """Return the adapter's rank. Raises `InvalidAdapterError` naming file, field and limit.
 
-    With `any_base` the adapter may name any model as its base: an operator has told which it is.
+    With `any_base` the adapter may name any base model, because the operator has named it.
     """
     _check_config(folder.config, base.max_rank)
     if not any_base:
@@ -87,8 +86,8 @@ def _check_config(config: JsonObject, max_rank: int) -> None:
     try:
         check_config(config, max_rank)
     except AdapterError as error:
-        told = str(error)
-        clipped = told if len(told) <= _MAX_REASON else f"{told[:_MAX_REASON]}..."
+        reason = str(error)
+        clipped = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
         raise refusal(f"{CONFIG_FILE}: {clipped}") from None
     if not 0 < abs(config["lora_alpha"]) <= _MAX_ALPHA:
         alpha = describe(config["lora_alpha"])
@@ -96,12 +95,12 @@ def _check_config(config: JsonObject, max_rank: int) -> None:
 
 
 def _check_base(config: JsonObject, names: frozenset[str]) -> None:
-    told = config.get("base_model_name_or_path")
-    if told is None or told == "" or ANY_BASE in names:
+    named = config.get("base_model_name_or_path")
+    if named is None or named == "" or ANY_BASE in names:
         return
-    if not isinstance(told, str) or short_name(told) not in names:
+    if not isinstance(named, str) or short_name(named) not in names:
         raise refusal(
-            f"{CONFIG_FILE}: base_model_name_or_path is {describe(told)}, and the served model is "
+            f"{CONFIG_FILE}: base_model_name_or_path is {describe(named)}, and the served model is "
             f"{' or '.join(map(repr, sorted(names)))}; --lora-base-names allows further names"
         )
 
@@ -126,7 +125,7 @@ def _check_tensors(
         module, side = found["module"], found["side"]
         layer = targets.get(layer_path(module))
         if layer is None:
-            raise refusal(f"{WEIGHTS_FILE}: {_stranger(module, targets)}")
+            raise refusal(f"{WEIGHTS_FILE}: {_unknown_module(module, targets)}")
         _check_tensor(name, info, layer.misfit(info.shape, rank, is_a=side == "A"))
         sides.setdefault(module, set()).add(side)
     for module, present in sides.items():
@@ -155,7 +154,7 @@ def _check_tensor(name: str, info: TensorInfo, wanted: str | None) -> None:
         )
 
 
-def _stranger(module: str, targets: Mapping[str, Target]) -> str:
+def _unknown_module(module: str, targets: Mapping[str, Target]) -> str:
     kinds = sorted({path.rpartition(".")[2] for path in targets})
     known = ", ".join(kinds) or "none"
     kind = module.rpartition(".")[2]

@@ -1,8 +1,8 @@
-"""An adapter's folder as PEFT writes it, read without trusting it.
+"""Reads an adapter folder in PEFT's format as untrusted input.
 
-Invariants: with a root, no file outside of it is opened, whatever links say, and the answer does
-not tell what lies there; only regular files of bounded size are read. Weights stay on the disk:
-their file's header names every tensor with its type and shape.
+Invariants: with a root, no file outside of it is opened, links included, and errors reveal nothing
+about such files. Only regular files of bounded size are read. Of the weights only the header is
+read: it names every tensor with its type and shape.
 """
 
 from __future__ import annotations
@@ -39,43 +39,45 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A folder that was read: its real path, PEFT's configuration, the tensors by name."""
+    """Contents of a folder: its resolved path, PEFT's configuration, the tensors by name."""
 
     path: Path
     config: JsonObject
     tensors: Mapping[str, TensorInfo]
 
 
-def read_folder(asked: str, root: Path | None) -> AdapterFolder:
+def read_folder(given: str, root: Path | None) -> AdapterFolder:
     """Read an adapter's folder; a relative path starts at `root`, and all must lie below it.
 
-    Without a root any folder may be read: an operator named it. Raises `InvalidAdapterError`.
+    Without a root any folder may be read; only operators can name one.
+
+    Raises `InvalidAdapterError`.
     """
     top = None if root is None else root.resolve()
-    folder = _real(asked, top)
+    folder = _real(given, top)
     config = _read_config(_regular_file(folder, CONFIG_FILE, top))
     return AdapterFolder(folder, config, _read_header(_regular_file(folder, WEIGHTS_FILE, top)))
 
 
 def refusal(reason: str) -> InvalidAdapterError:
-    """Return the error for an adapter that cannot be taken; `reason` is a clause."""
+    """Return the error for a rejected adapter; `reason` is a clause."""
     return InvalidAdapterError(f"The adapter cannot be loaded: {reason}.", param=_PARAM)
 
 
-def _real(asked: str, top: Path | None) -> Path:
-    if not asked or len(asked) > MAX_PATH_CHARS or "\0" in asked:
+def _real(given: str, top: Path | None) -> Path:
+    if not given or len(given) > MAX_PATH_CHARS or "\0" in given:
         raise refusal(f"a path must have 1 to {MAX_PATH_CHARS} characters and no NUL")
-    path = Path(asked).expanduser() if top is None else top / asked
-    stranger = refusal(f"{describe(asked, 200)} is not a directory")
+    path = Path(given).expanduser() if top is None else top / given
+    not_a_directory = refusal(f"{describe(given, 200)} is not a directory")
     try:
         real = path.resolve()
         if top is not None and not real.is_relative_to(top):
-            raise refusal(f"{describe(asked, 200)} does not lie below --lora-root")
+            raise refusal(f"{describe(given, 200)} does not lie below --lora-root")
         if not real.is_dir():
-            raise stranger
+            raise not_a_directory
     except (OSError, RuntimeError):
         # Too long for the file system, or links in a circle.
-        raise stranger from None
+        raise not_a_directory from None
     return real
 
 
@@ -86,7 +88,7 @@ def _regular_file(folder: Path, name: str, top: Path | None) -> Path:
         raise refusal(f"{name} cannot be read") from None
     if top is not None and not path.is_relative_to(top):
         raise refusal(f"{name} is a link to a file that does not lie below --lora-root")
-    # A pipe would be waited for, and a device has no end.
+    # Reading a pipe would block, and a device has no end.
     if path.is_file():
         return path
     pickled = [other for other in _PICKLED if (folder / other).exists()]

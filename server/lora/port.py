@@ -13,7 +13,7 @@ __all__ = ["AdapterPort", "EngineAdapter", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class EngineAdapter:
-    """An adapter as the engine is told of it; `id` is never used for another."""
+    """An adapter as sent to the engine; `id` is never reused."""
 
     name: str
     id: int
@@ -21,10 +21,10 @@ class EngineAdapter:
 
 
 class AdapterPort(Protocol):
-    """What the registry asks of the engine. Every failure is a `ServerError`."""
+    """Engine operations that the registry uses. Every failure is a `ServerError`."""
 
     async def targets(self) -> Mapping[str, Target]:
-        """Return what adapters may change, by its module path."""
+        """Return the adaptable layers by module path."""
         ...
 
     async def stage(self, adapter: EngineAdapter) -> None:

@@ -164,7 +164,7 @@ class AdapterRegistry:
     def _leaving_as(self, name: str) -> Adapter | None:
         adapter = next((gone for gone in self._leaving if gone.name == name), None)
         if adapter is not None and adapter.state is State.FAILED:
-            # The engine could not drop it; it is asked again.
+            # The engine could not drop it; try again.
             adapter.state, adapter.error = State.DRAINING, None
             adapter.gone.clear()
             self._start(self._drop(adapter))
@@ -193,7 +193,7 @@ class AdapterRegistry:
             )
 
     async def _begin(self, adapter: Adapter, work: Coroutine[Any, Any, None]) -> None:
-        """Load in a task of its own: half a load would leave a slot that nobody frees."""
+        """Load in a separate task, so that a cancelled request does not leak a slot."""
         task = self._start(work)
         self._loading[adapter.name] = (adapter, task)
         await asyncio.shield(task)
@@ -239,11 +239,11 @@ class AdapterRegistry:
         self._in_slots.add(adapter)
 
     async def _into_engine(self, adapter: Adapter) -> None:
-        told = EngineAdapter(adapter.name, adapter.id, adapter.path)
+        sent = EngineAdapter(adapter.name, adapter.id, adapter.path)
         try:
-            await self._port.stage(told)
+            await self._port.stage(sent)
             await self._until_staged(adapter)
-            await self._port.add(told)
+            await self._port.add(sent)
             adapter.slot = (await self._port.slots()).get(adapter.id)
         except BaseException:
             await self._give_up(adapter)
@@ -255,7 +255,7 @@ class AdapterRegistry:
         while time.monotonic() < deadline:
             state, message = await self._port.staged(adapter.id)
             if state == "failed":
-                # Whoever asked knows the adapter by its path as he wrote it.
+                # Clients see the path that they sent, not the resolved one.
                 raise refusal(message.rstrip(".").replace(adapter.path, adapter.source))
             if state == "ready":
                 return
@@ -280,7 +280,7 @@ class AdapterRegistry:
 
     def _leave(self, adapter: Adapter) -> None:
         if adapter.state is State.FAILED:
-            # It never came in.
+            # It was never in a slot.
             adapter.gone.set()
             return
         adapter.state = State.DRAINING
@@ -302,7 +302,7 @@ class AdapterRegistry:
             adapter.gone.set()
 
     def _stuck(self, adapter: Adapter, error: ServerError) -> None:
-        """Keep in sight what the engine did not drop: it holds a slot until it is unloaded."""
+        """List an adapter that the engine did not drop; it holds a slot until it is unloaded."""
         logger.error("the engine could not drop the adapter %r: %s", adapter.name, error)
         adapter.state, adapter.error = State.FAILED, error.message
         self._leaving.append(adapter)
@@ -330,7 +330,7 @@ class AdapterRegistry:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Whoever waited for it was told; this marks the error as seen when nobody did.
+            # Mark the error as retrieved; a waiting request gets it all the same.
             task.exception()
 
 

@@ -1,6 +1,6 @@
-"""The file that remembers over a restart which adapters were loaded over HTTP.
+"""File with the adapters that were loaded over HTTP, read after a restart.
 
-Invariant: it holds the old list or the new one, also after a power cut; readers never see a part.
+Invariant: it holds the old list or the new one, also after a power cut, never a part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """One adapter: the name that requests use, and the path as it was asked for."""
+    """One adapter: the name that requests use, and the path as the request wrote it."""
 
     name: str
     path: str
@@ -49,7 +49,7 @@ class StateFile:
         return folder.is_dir() and os.access(folder, os.W_OK)
 
     def read(self) -> list[Remembered]:
-        """Return what was remembered; a damaged file is put aside, and nothing was."""
+        """Return the stored adapters; a damaged file is renamed, and the result is empty."""
         try:
             content = json.loads(read_regular(self.path, _MAX_BYTES))
             if content["version"] != VERSION:

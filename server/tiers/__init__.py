@@ -1,1 +1,1 @@
-"""Who comes first: service tiers, which of them a key may use, what a request asks for."""
+"""Service tiers: parsing, and the tiers that an API key may use."""

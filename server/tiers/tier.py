@@ -1,4 +1,4 @@
-"""Service tiers: classes of the engine's scheduler, by the names that clients have for them."""
+"""Service tiers: priority classes of the engine's scheduler, by OpenAI's and Anthropic's names."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ ANTHROPIC_WORDS = (AUTO, _STANDARD)
 
 
 class Tier(enum.Enum):
-    """One class; the value is OpenAI's name of it."""
+    """Service tier; the value is OpenAI's name."""
 
     DEFAULT = "default"
-    """In the order in which requests come."""
+    """Served in order of arrival."""
     FLEX = "flex"
-    """What others leave: rows that would be padding, and steps without work."""
+    """Served in rows that would be padding, and in idle steps."""
     PRIORITY = "priority"
-    """Admitted before all others that wait."""
+    """Admitted before all other waiting requests."""
 
     @property
     def anthropic(self) -> str:
-        """Anthropic's name of it."""
+        """Anthropic's name of the tier."""
         return {"default": "standard", "flex": "batch", "priority": "priority"}[self.value]
 
     @property
     def engine_priority(self) -> int | None:
-        """The engine's priority of its requests, None where that is the request's own."""
+        """Scheduler priority; None to use the request's own."""
         return _PRIORITIES.get(self)
 
 
 _PRIORITIES = {Tier.FLEX: BACKGROUND_PRIORITY, Tier.PRIORITY: FIRST_PRIORITY}
 
 Tiers = Sequence[Tier]
-"""What somebody may use; the first is what he gets without a word, and for `auto`."""
+"""Tiers that a key may use; the first is the default, and `auto`."""
 EVERY_TIER: Tiers = tuple(Tier)
 
 
@@ -50,27 +50,28 @@ def tiers_of(text: str) -> Tiers:
 
 
 def take_tier(endpoint: Endpoint, body: JsonObject) -> str | None:
-    """Take off `body` the tier that it asks for, by OpenAI's name. Raises `InvalidValueError`."""
-    asked = body.pop(FIELD, None)
+    """Remove the tier from `body` and return OpenAI's name of it. Raises `InvalidValueError`."""
+    requested = body.pop(FIELD, None)
     words = ANTHROPIC_WORDS if endpoint.anthropic else OPENAI_WORDS
-    if asked is None:
+    if requested is None:
         return None
-    if asked not in words:
+    if requested not in words:
         known = ", ".join(repr(word) for word in words)
         raise InvalidValueError(
-            f"'{FIELD}' must be one of {known}, got {describe(asked)}.", param=FIELD
+            f"'{FIELD}' must be one of {known}, got {describe(requested)}.", param=FIELD
         )
-    return Tier.DEFAULT.value if asked == _STANDARD else str(asked)
+    return Tier.DEFAULT.value if requested == _STANDARD else str(requested)
 
 
-def granted(asked: str | None, allowed: Tiers) -> Tier:
-    """Return the tier that a request gets. Raises `PermissionDeniedError` for one it may not."""
-    if asked in (None, AUTO):
+def granted(requested: str | None, allowed: Tiers) -> Tier:
+    """Return the tier of a request. Raises `PermissionDeniedError` for one that is not allowed."""
+    if requested in (None, AUTO):
         return allowed[0]
-    tier = Tier(asked)
+    tier = Tier(requested)
     if tier not in allowed:
-        may = " or ".join(repr(one.value) for one in allowed)
+        names = ", ".join(repr(one.value) for one in allowed)
         raise PermissionDeniedError(
-            f"'{FIELD}' may be {may} for whoever asks here, got {tier.value!r}.", param=FIELD
+            f"{FIELD}: {tier.value!r} is not allowed for this API key; allowed: {names}.",
+            param=FIELD,
         )
     return tier

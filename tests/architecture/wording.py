@@ -19,9 +19,7 @@ SHAPE = re.compile(r"\[[^\]]*\]|\bshapes?\b|\bscalar\b", re.IGNORECASE)
 PENDING_FOLDERS = {
     "rbln_backend",
     "rbln_backend/bucketing",
-    "rbln_backend/grammar",
     "rbln_backend/kv_cache",
-    "rbln_backend/lora",
     "rbln_backend/parallel",
     "rbln_backend/reporting",
     "rbln_backend/speculation",
@@ -34,17 +32,14 @@ PENDING_FOLDERS = {
     "rbln_backend/worker/startup",
     "rbln_backend/worker/step",
     "server/batches",
-    "server/lora",
     "server/storage",
     "server/structured_outputs",
     "server/structured_outputs/rewriting",
     "server/structured_outputs/rewriting/scalars",
-    "server/tiers",
     "server/tuning",
 }
 # Class names that still exist twice.
 PENDING_CLASSES = {
-    "Adapter",
     "Choice",
     "Document",
     "ModelInfo",
@@ -62,7 +57,6 @@ PENDING_CLASSES = {
 }
 # Folders whose public functions still lack shapes.
 PENDING_SHAPES = {
-    "rbln_backend/lora",
     "rbln_backend/parallel",
     "rbln_backend/worker/sampling",
     "rbln_backend/worker/step",
