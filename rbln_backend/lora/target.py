@@ -1,4 +1,4 @@
-"""What an adapter may change under one name of its file, and the shapes that the file then has."""
+"""Adaptable layers, and the shapes of their matrices in an adapter's file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Target(NamedTuple):
     """A linear layer, or (``experts``) one matrix of every expert of a layer in a single pair.
 
     PEFT names a stack of experts' matrices by the module that holds several of them
-    (``target_parameters``); which one a file means is told by its shapes.
+    (``target_parameters``); the shapes in the file identify the matrix.
     """
 
     shapes: tuple[Shape, ...]
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
     @classmethod
     def linear(cls, inputs: int, outputs: int) -> Target:
-        """One matrix of [outputs, inputs]."""
+        """Return the target of one matrix of [outputs, inputs]."""
         return cls((Shape(inputs, outputs),))
 
     @classmethod
@@ -41,12 +41,12 @@ class Target(NamedTuple):
         return cls(tuple(Shape(*shape) for shape in shapes), experts)
 
     def pairs(self, rank: int) -> list[Pair]:
-        """What ``shapes`` ask of the file at ``rank``, in their order."""
+        """Return the shapes that a file at ``rank`` must have, in the order of ``shapes``."""
         total = rank * self.experts
         return [Pair((total, shape.inputs), (shape.outputs, total)) for shape in self.shapes]
 
     def misfit(self, shape: Iterable[int], rank: int, *, is_a: bool) -> str | None:
-        """The shapes that a tensor should have, in words; None where it has one of them."""
+        """Return the accepted shapes as text, or None if ``shape`` is one of them."""
         wanted = [pair.a if is_a else pair.b for pair in self.pairs(rank)]
         if tuple(shape) in wanted:
             return None
