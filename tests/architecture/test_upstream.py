@@ -20,7 +20,7 @@ from tests.architecture.source_tree import ROOT
 # Settings, which a platform is asked to settle; a request's parameters; messages of one step; the
 # runner's own tables.
 WRITTEN_TO = (
-    "vllm.sampling_params.SamplingParams.structured_outputs",
+    "vllm.sampling_params.SamplingParams.extra_args",
     "vllm.config.",
     "vllm.engine.arg_utils.",
     "vllm.v1.core.sched.output.",
