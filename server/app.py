@@ -37,8 +37,6 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.responses.response_store import ResponseStore
-from server.responses.storage_services import StorageServices
 from server.routes.admin import admin_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
@@ -51,10 +49,12 @@ from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
 from server.routes.profile import profile_router
+from server.routes.response_store import ResponseStore
 from server.routes.responses import responses_router
 from server.routes.server_info import history_router, server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
+from server.storage.services import StorageServices
 
 # The document is our own, and a path has one spelling.
 _OURS: dict[str, Any] = {"title": "rbln-serve", "openapi_url": None, "redirect_slashes": False}

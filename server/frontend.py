@@ -17,8 +17,8 @@ from starlette.requests import Request
 from server.admission import Capacity
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
-from server.speculation.draft_options import DraftOptions
-from server.storage.quotas import Reservation
+from server.request.options.draft_options import DraftOptions
+from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
 from server.tools.support import ToolSupport
@@ -41,24 +41,6 @@ class WireSchemas:
     definitions: Mapping[str, JsonObject]
     streaming: Collection[Endpoint]
     """The endpoints that can answer with a stream of events."""
-
-
-@dataclass(slots=True, kw_only=True)
-class StorageOptions:
-    """Storage fields of a request of the Responses API.
-
-    `store` is None where the request has no such field. `previous` is the id of the response that
-    it continues; `items` is a JSON array with the items of its own input. `is_stored` says whether
-    the response will be stored, within `reservation`.
-    """
-
-    store: bool | None
-    background: bool
-    previous: str | None
-    stream: bool
-    items: bytes
-    is_stored: bool = False
-    reservation: Reservation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

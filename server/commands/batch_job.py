@@ -15,10 +15,10 @@ from pydantic_core import from_json
 
 from rbln_backend.host.replaced_files import replace_file
 from rbln_backend.reporting.progress_line import ProgressLine
-from server.batches.batch import LineError
-from server.batches.bodies import ENDPOINTS
-from server.batches.input_lines import InputLine, LineRules, duplicate_id, read_lines
 from server.errors import describe
+from server.storage.batches.batch import LineError
+from server.storage.batches.bodies import ENDPOINTS
+from server.storage.batches.input_lines import InputLine, LineRules, duplicate_id, read_lines
 
 _POLL_S = 0.2
 _SHOWN_ERRORS = 20

@@ -22,7 +22,7 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.tiers.tier import Tier
+from server.request.options.tier import Tier
 from server.wire.endpoint import JsonObject
 
 PRIORITY_HEADER = "X-Vllm-Priority"

@@ -11,9 +11,9 @@ from starlette.types import Scope
 
 from server.errors import ServerError
 from server.request.deadline import Deadline
+from server.request.options.draft_options import DraftOptions
+from server.request.options.tier import EVERY_TIER, Tier, Tiers
 from server.request.route_table import Route
-from server.speculation.draft_options import DraftOptions
-from server.tiers.tier import EVERY_TIER, Tier, Tiers
 from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:

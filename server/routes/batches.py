@@ -7,9 +7,6 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from server.batches.batch import Api
-from server.batches.bodies import CreateBatchBody, batch_request
-from server.batches.service import BatchService
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -22,6 +19,9 @@ from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
+from server.storage.batches.batch import Api
+from server.storage.batches.bodies import CreateBatchBody, batch_request
+from server.storage.batches.service import BatchService
 from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100

@@ -10,8 +10,6 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from typing_extensions import TypedDict
 
-from server.batches.bodies import LONGEST_S, SHORTEST_S
-from server.batches.service import BatchService
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -30,6 +28,8 @@ from server.http.openapi import DescribedRoute, failing
 from server.request.fields import UnknownPolicy, known_fields
 from server.request.record import record_of
 from server.settings import ServerSettings
+from server.storage.batches.bodies import LONGEST_S, SHORTEST_S
+from server.storage.batches.service import BatchService
 from server.storage.files import INPUT, FileObject, Page
 from server.storage.upload import Upload
 

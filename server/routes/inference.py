@@ -14,10 +14,10 @@ from server.frontend import Frontend, ParsedRequest
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
+from server.request.options.tier import FIELD, Tier, granted
 from server.request.record import RequestRecord, record_of
-from server.responses.response_store import ResponseStore
+from server.routes.response_store import ResponseStore
 from server.settings import ServerSettings
-from server.tiers.tier import FIELD, Tier, granted
 from server.wire.endpoint import Endpoint, JsonObject
 
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")

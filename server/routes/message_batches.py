@@ -11,10 +11,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from typing_extensions import TypedDict
 
-from server.batches.batch import Api
-from server.batches.message_batch import MessageBatch, results, shown
-from server.batches.message_requests import BODY_SCHEMA, lines_of
-from server.batches.service import BatchService
 from server.errors import (
     InvalidValueError,
     NotEnabledError,
@@ -26,6 +22,10 @@ from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_body
 from server.routes.files import owner_of, page_of
 from server.settings import ServerSettings
+from server.storage.batches.batch import Api
+from server.storage.batches.message_batch import MessageBatch, results, shown
+from server.storage.batches.message_requests import BODY_SCHEMA, lines_of
+from server.storage.batches.service import BatchService
 
 _MAX_LIMIT = 1000
 _CREATE = failing(*(*BODY_FAILURES, StorageFullError, NotEnabledError, StorageUnavailableError))

@@ -14,8 +14,8 @@ from server.http.openapi import DescribedRoute
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
-from server.responses.storage_services import StorageServices
 from server.settings import ServerSettings
+from server.storage.services import StorageServices
 
 
 def metrics_router(

@@ -24,9 +24,9 @@ from server.http.openapi import DescribedRoute, failing
 from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
 from server.request.record import record_of
-from server.responses.input_items import page_of_items, page_text
-from server.responses.service import ResponseService
 from server.routes.files import owner_of, page_of
+from server.storage.responses.input_items import page_of_items, page_text
+from server.storage.responses.service import ResponseService
 from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100

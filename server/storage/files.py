@@ -81,7 +81,11 @@ class Page:
     newest_first: bool = True
 
 
-class Source(Protocol):
+FieldCheck = Callable[[dict[str, str]], tuple[str, int | None]]
+"""Return the purpose and the seconds to keep (None: the default) for the fields of an upload."""
+
+
+class UploadSource(Protocol):
     """Source of an upload; its name and fields are complete after the last chunk."""
 
     name: str | None
@@ -114,10 +118,8 @@ class FileStore:
         self._keep_s = keep_s
         self._files_in_use = files_in_use
 
-    async def create(
-        self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
-    ) -> StoredFile:
-        """Store the content of `source`. `check` returns the purpose and seconds to keep.
+    async def create(self, owner: str, source: UploadSource, check: FieldCheck) -> StoredFile:
+        """Store the content of `source`, whose fields `check` checks.
 
         Raises the errors of `source` and `check`, `BodyTooLargeError`, `StorageFullError` and
         `StorageUnavailableError`.
@@ -125,9 +127,7 @@ class FileStore:
         with disk_errors():
             return await self._create(owner, source, check)
 
-    async def _create(
-        self, owner: str, source: Source, check: Callable[[dict[str, str]], tuple[str, int | None]]
-    ) -> StoredFile:
+    async def _create(self, owner: str, source: UploadSource, check: FieldCheck) -> StoredFile:
         reservation = Reservation(self._quotas, owner, "files")
         file_id = new_id("file-")
         part = self._folder.parts / file_id

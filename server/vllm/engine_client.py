@@ -20,10 +20,10 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from server.errors import ContextLengthError, ServerError
+from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import Constraint, Kind, job_key
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
-from server.tiers.tier import Tier
 from server.vllm.drafts.options import predicted_tokens, prediction_counts, set_draft_options
 from server.vllm.errors import BacklogError
 from server.vllm.sampling.exclusions import check_exclusions

@@ -32,7 +32,7 @@ from server.errors import (
     ServerError,
     describe,
 )
-from server.frontend import ParsedRequest, Profiler, StorageOptions, WireSchemas
+from server.frontend import ParsedRequest, Profiler, WireSchemas
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
@@ -41,6 +41,7 @@ from server.request.fields import IGNORED_HEADER
 from server.request.limits import check_priority_header, check_rank_header, check_tier
 from server.request.record import record_var
 from server.settings import ServerSettings
+from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.tools.support import NO_CALLS, ToolSupport

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
-from server.frontend import ParsedRequest, StorageOptions
+from server.frontend import ParsedRequest
 from server.host.job_counts import JobCounts
 from server.host.job_pool import (
     JobCrashedError,
@@ -19,6 +19,7 @@ from server.host.job_pool import (
     WorkerStartError,
 )
 from server.observability.logging import request_id_var
+from server.storage.responses.storage_options import StorageOptions
 from server.vllm.reading_process import answer_of, job_bytes, rendered_of
 from server.vllm.rendering.job import Rendered
 from server.wire.endpoint import Endpoint

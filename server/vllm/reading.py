@@ -18,7 +18,7 @@ from pydantic_core import SchemaValidator, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
-from server.frontend import ParsedRequest, StorageOptions
+from server.frontend import ParsedRequest
 from server.request.body import parse_json_object
 from server.request.budget import check_budget
 from server.request.endpoints import FieldKind, answers_in, error_field, kind_of_field, request_form
@@ -29,18 +29,18 @@ from server.request.fields import (
 )
 from server.request.limits import bound_tokens, check_limits
 from server.request.media import refuse_media
+from server.request.options.draft_options import settle_drafts
+from server.request.options.tier import take_tier
 from server.request.pooling import check_pooling_limits
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
 from server.request.volatile_lines import settle_lines
-from server.responses.compaction import expand_compactions, summarise
-from server.responses.shown_request import shown_request
-from server.responses.storage_options import take_storage_options
-from server.speculation.draft_options import settle_drafts
+from server.storage.responses.compaction import expand_compactions, summarise
+from server.storage.responses.shown_request import shown_request
+from server.storage.responses.storage_options import StorageOptions, take_storage_options
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
-from server.tiers.tier import take_tier
 from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request

@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from server.errors import BodyTooLargeError, InternalError, ServerError
-from server.frontend import ParsedRequest, StorageOptions
+from server.frontend import ParsedRequest
 from server.host.job_pool import MEMORY_BYTES, limit_growth
 from server.observability.logging import configure, request_id_var
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
+from server.storage.responses.storage_options import StorageOptions
 from server.vllm.reading import BodyReader
 from server.vllm.rendering.job import MARK, Rendered, render
 from server.vllm.rules import RequestRules

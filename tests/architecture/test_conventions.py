@@ -13,6 +13,7 @@ from tests.architecture.wording import (
     PENDING_CLASSES,
     PENDING_FOLDERS,
     PENDING_SHAPES,
+    RELEASED_WORDS,
     WORDED,
     checked_sources,
     forbidden_words,
@@ -91,7 +92,10 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 def test_forbidden_words_are_absent() -> None:
     found = [
-        f"{p}:{f}" for p, text in checked_sources(PENDING_FOLDERS) for f in forbidden_words(text)
+        f"{path}:{word}"
+        for path, text in checked_sources(PENDING_FOLDERS)
+        for word in forbidden_words(text)
+        if word.split()[-1] not in RELEASED_WORDS.get(path, ())
     ]
     assert found == []
 

@@ -15,6 +15,8 @@ FORBIDDEN_WORDS = {
 VAGUE_START = re.compile(r"(What|Who|Whose|How|Whether)\b")
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 SHAPE = re.compile(r"\[[^\]]*\]|\bshapes?\b|\bscalar\b", re.IGNORECASE)
+# Columns of the released database.
+RELEASED_WORDS = {"server/storage/schema.py": {"asked"}}
 # Folders whose wording still breaks a rule; a folder leaves the set when it is clean.
 PENDING_FOLDERS = {
     "rbln_backend",
@@ -31,8 +33,6 @@ PENDING_FOLDERS = {
     "rbln_backend/worker/sampling",
     "rbln_backend/worker/startup",
     "rbln_backend/worker/step",
-    "server/batches",
-    "server/storage",
     "server/structured_outputs",
     "server/structured_outputs/rewriting",
     "server/structured_outputs/rewriting/scalars",
@@ -47,12 +47,10 @@ PENDING_CLASSES = {
     "Profiler",
     "Round",
     "Shape",
-    "Source",
     "Target",
     "Verdict",
     "Weights",
     "_Call",
-    "_Running",
     "_Stack",
 }
 # Folders whose public functions still lack shapes.

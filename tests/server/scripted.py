@@ -20,18 +20,18 @@ from starlette.requests import Request
 
 from server.admission import Capacity
 from server.errors import ContextLengthError, InternalError
-from server.frontend import LaunchError, ParsedRequest, StorageOptions, WireSchemas
+from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
+from server.request.options.tier import take_tier
 from server.request.record import record_of
-from server.responses.storage_options import take_storage_options
 from server.service import serve
 from server.settings import ServerSettings
+from server.storage.responses.storage_options import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
-from server.tiers.tier import take_tier
 from server.tools.support import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.scripted_responses import events_of, response_of

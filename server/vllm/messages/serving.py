@@ -11,8 +11,8 @@ from starlette.responses import Response
 from vllm.exceptions import VLLMValidationError
 
 from server.errors import ContextLengthError
+from server.request.options.tier import Tier
 from server.request.record import record_var
-from server.tiers.tier import Tier
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.messages.answers import message_of
 from server.vllm.messages.events import Prefix, message_events

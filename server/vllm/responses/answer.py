@@ -9,7 +9,7 @@ from pydantic_core import to_json
 
 from server.errors import InternalError
 from server.request.record import RequestRecord, record_var
-from server.responses.compaction import compacted
+from server.storage.responses.compaction import compacted
 from server.tools.ending import is_whole
 from server.wire.endpoint import JsonObject
 

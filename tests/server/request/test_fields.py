@@ -21,7 +21,7 @@ from server.errors import (
 )
 from server.request.fields import accepted_fields
 from server.request.limits import RequestLimits, check_limits, check_priority_header, check_tier
-from server.tiers.tier import Tier
+from server.request.options.tier import Tier
 from server.wire.endpoint import Endpoint
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from server.errors import StorageFullError, StorageUnavailableError
-from server.responses import table
-from server.responses.response import finished_response
 from server.settings import ServerSettings
 from server.storage.database import Work
 from server.storage.disk_errors import disk_errors
 from server.storage.files import FileStore
 from server.storage.quotas import Reservation
+from server.storage.responses import table
+from server.storage.responses.response import finished_response
 from server.storage.store import Store
 from tests.server.scripted import running
 

@@ -12,8 +12,8 @@ from server.settings import ServerSettings
 from server.storage.owners import owner_of_digest
 from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
-from tests.server.batches.clients import CHAT, line, text_of, until_ended, upload
 from tests.server.scripted import Running, running, said
+from tests.server.storage.batches.clients import CHAT, line, text_of, until_ended, upload
 
 FIRST, SECOND = "sk-first-unnamed-key", "sk-second-unnamed-key"
 

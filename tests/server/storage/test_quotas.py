@@ -19,8 +19,8 @@ from server.settings import ServerSettings
 from server.storage.quotas import Reservation, stored_bytes, usage_of
 from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
-from tests.server.batches.clients import create, line, shown, text_of, until_ended
 from tests.server.scripted import Running, running
+from tests.server.storage.batches.clients import create, line, shown, text_of, until_ended
 
 HEAD = (
     b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'

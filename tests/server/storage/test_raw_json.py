@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.batches.input_lines import InputLine, LineRules, body_of, read_lines
-from server.batches.line_results import Line, result_of
-from server.batches.loopback import LoopbackResponse
-from server.batches.message_batch import results
-from server.batches.message_requests import lines_of
+from server.storage.batches.input_lines import InputLine, LineRules, body_of, read_lines
+from server.storage.batches.line_results import Line, result_of
+from server.storage.batches.message_batch import results
+from server.storage.batches.message_requests import lines_of
+from server.storage.loopback import LoopbackResponse
 from server.storage.raw_json import (
     JsonSyntaxError,
     ShapeError,

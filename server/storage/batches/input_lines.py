@@ -1,0 +1,183 @@
+"""Lines of a batch's input file, read and validated one by one.
+
+A line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. Its body is validated when
+the line runs, by the code that validates HTTP requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from msgspec import Raw, Struct
+
+from server.errors import UnsupportedFieldError, describe
+from server.storage.batches.batch import LineError
+from server.storage.raw_json import (
+    JsonSyntaxError,
+    ShapeError,
+    UnknownNameError,
+    decode,
+    described,
+    fields_of,
+    first_item,
+    string_of,
+)
+
+MAX_ID_CHARS = 512
+_SHARED_BYTES = 2000
+"""Bytes of the first message that group lines with a common prefix."""
+_ABSENT = Raw(b"")
+
+
+class _Line(Struct, forbid_unknown_fields=True):
+    """Fields of a line, all optional, so that errors name the first wrong one."""
+
+    custom_id: Raw = _ABSENT
+    method: Raw = _ABSENT
+    url: Raw = _ABSENT
+    body: Raw = _ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """Valid line: its offset and length in bytes, and its sort key `shared`."""
+
+    number: int
+    custom_id: str
+    place: int
+    bytes: int
+    model: str | None
+    shared: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """Endpoint of all lines of a batch, and limits on their number and size."""
+
+    endpoint: str
+    max_lines: int
+    max_bytes: int
+
+
+def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
+    """Yield each line, or its error. Stops at the first line beyond `max_lines`."""
+    number = place = 0
+    with path.open("rb") as file:
+        while raw := file.readline(rules.max_bytes + 1):
+            begin, place = place, place + len(raw)
+            if len(raw) > rules.max_bytes:
+                number += 1
+                yield _error(
+                    "line_too_long",
+                    number,
+                    f"The line has more than {rules.max_bytes} bytes (--max-body-bytes).",
+                )
+                place += _skip_line(file, rules.max_bytes)
+                continue
+            if not raw.strip():
+                continue
+            number += 1
+            if number > rules.max_lines:
+                yield _error(
+                    "too_many_tasks",
+                    None,
+                    f"There are more than {rules.max_lines} lines (--max-batch-lines).",
+                )
+                return
+            yield _read(raw, number, begin, rules)
+    if not number:
+        yield _error("empty_file", None, "The file has no lines.")
+
+
+def duplicate_id(line: InputLine) -> LineError:
+    """Return the error of a line whose `custom_id` is not unique."""
+    message = f"'custom_id' {describe(line.custom_id)} is that of an earlier line."
+    return _error("duplicate_custom_id", line.number, message, "custom_id")
+
+
+def body_of(raw: bytes) -> bytes:
+    """Return the JSON body of a valid line. Raises `UnsupportedFieldError`."""
+    body = fields_of(raw, "body")["body"]
+    if fields_of(body, "stream").get("stream") == b"true":
+        raise UnsupportedFieldError(
+            "'stream' is not supported in lines of a batch.", param="stream"
+        )
+    return body
+
+
+def _skip_line(file: BinaryIO, step: int) -> int:
+    skipped = 0
+    while rest := file.readline(step):
+        skipped += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | LineError:
+    try:
+        line = decode(raw, _Line)
+    except UnknownNameError as error:
+        return _error("unknown_field", number, f"Unknown field {describe(error.name)}.", error.name)
+    except (JsonSyntaxError, ShapeError) as error:
+        return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
+    custom_id = string_of(bytes(line.custom_id))
+    if custom_id is None or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        return _error(
+            "invalid_custom_id",
+            number,
+            "'custom_id' must be a string of 1 to "
+            f"{MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
+            "custom_id",
+        )
+    if string_of(bytes(line.method)) != "POST":
+        return _error(
+            "invalid_method",
+            number,
+            f"'method' must be 'POST', got {_described(line.method)}.",
+            "method",
+        )
+    if string_of(bytes(line.url)) != rules.endpoint:
+        return _error(
+            "mismatched_url",
+            number,
+            f"'url' must be the batch's endpoint {describe(rules.endpoint)}, got "
+            f"{_described(line.url)}.",
+            "url",
+        )
+    body = bytes(line.body)
+    if body[:1] != b"{":
+        return _error("invalid_body", number, "'body' must be an object.", "body")
+    fields = fields_of(body, "model", "messages", "input", "instructions")
+    model = fields.get("model", b"null")
+    if model != b"null" and string_of(model) is None:
+        return _error(
+            "invalid_model",
+            number,
+            f"'model' must be a string, got {described(model)}.",
+            "body.model",
+        )
+    return InputLine(number, custom_id, place, len(raw), string_of(model), _shared(fields))
+
+
+def _described(value: Raw) -> str:
+    return described(None if value is _ABSENT else bytes(value))
+
+
+def _shared(fields: dict[str, bytes]) -> str:
+    """Return a digest that is equal for lines with the same model and first message prefix."""
+    first = first_item(fields.get("messages") or fields.get("input"))
+    content = None
+    if first is not None and first[:1] == b"{":
+        content = fields_of(first, "content").get("content")
+    begin = content or fields.get("instructions") or b""
+    text = fields.get("model", b"") + b" " + begin[:_SHARED_BYTES]
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _error(code: str, line: int | None, message: str, param: str | None = None) -> LineError:
+    return LineError(code=code, line=line, message=message, param=param)

@@ -1,0 +1,230 @@
+"""Tables of batches and their lines: queries and changes, each within one transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+
+from server.errors import InvalidValueError, NotFoundError, describe
+from server.storage.batches.batch import Api, Batch, BatchRequest, LineError, Status
+from server.storage.batches.input_lines import InputLine, duplicate_id
+from server.storage.batches.line_results import Line, LineResult
+from server.storage.files import Page, StoredFile, find, insert, new_id, paged
+from server.storage.jobs import BATCHES
+
+_API = "substr(id, 1, instr(id, '_'))"
+"""SQL expression for the prefix of an id, a value of `Api`."""
+
+
+def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
+    """Insert a batch, or return the one with the same idempotency key.
+
+    Raises `NotFoundError` for an unknown input file, and `InvalidValueError` for one of another
+    purpose or a key that was used with another body.
+    """
+    if request.idempotency is not None:
+        row = db.execute(
+            "SELECT * FROM batches WHERE owner = ? AND idempotency = ?",
+            (request.owner, request.idempotency),
+        ).fetchone()
+        if row is not None:
+            return _require_same(Batch.of(row), request)
+    try:
+        file = find(db, request.owner, request.input_file)
+    except NotFoundError as error:
+        raise NotFoundError(error.message, param="input_file_id") from None
+    if file.purpose != "batch":
+        raise InvalidValueError(
+            f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
+            param="input_file_id",
+        )
+    now, batch_id = int(time.time()), new_id(request.api.value)
+    db.execute(
+        "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
+        "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
+        (
+            *(
+                batch_id,
+                request.owner,
+                request.endpoint,
+                request.input_file,
+                now,
+                now + request.window_s,
+            ),
+            *(
+                request.keep_s,
+                json.dumps(request.metadata),
+                request.idempotency,
+                request.fingerprint,
+            ),
+        ),
+    )
+    return reload(db, batch_id)
+
+
+def _require_same(batch: Batch, request: BatchRequest) -> Batch:
+    if batch.fingerprint != request.fingerprint:
+        raise InvalidValueError(
+            f"The Idempotency-Key {describe(request.idempotency)} was used with another body, "
+            f"for the batch {batch.id}.",
+        )
+    return batch
+
+
+def get(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+    """Return a batch of an owner and an API. Raises `NotFoundError`."""
+    row = db.execute(
+        f"SELECT * FROM batches WHERE id = ? AND owner = ? AND {_API} = ?",
+        (batch_id, owner, api.value),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"There is no batch {describe(batch_id)}.", param="batch_id")
+    return Batch.of(row)
+
+
+def list_page(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+    """Return a page of an owner's batches, and whether more follow. Raises `NotFoundError`."""
+    rows, more = paged(db, "batches", owner, page, [(_API, api.value)])
+    return [Batch.of(row) for row in rows], more
+
+
+def unfinished(db: sqlite3.Connection) -> list[Batch]:
+    """Return the open batches, the oldest first."""
+    rows = db.execute(f"SELECT * FROM batches WHERE {BATCHES.is_open} ORDER BY created_at, id")
+    return [Batch.of(row) for row in rows]
+
+
+def reload(db: sqlite3.Connection, batch_id: str) -> Batch:
+    """Return a batch by its id alone."""
+    return Batch.of(db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone())
+
+
+def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> list[LineError]:
+    """Insert lines; return an error for each `custom_id` that is not unique."""
+    errors = []
+    for line in lines:
+        added = db.execute(
+            "INSERT OR IGNORE INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)",
+            (batch_id, line.number, line.custom_id, line.place, line.bytes, line.shared),
+        )
+        if not added.rowcount:
+            errors.append(duplicate_id(line))
+    return errors
+
+
+def delete_lines(db: sqlite3.Connection, batch_id: str) -> None:
+    """Delete the lines of a batch."""
+    db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+
+
+def begin(db: sqlite3.Connection, batch_id: str, model: str | None) -> None:
+    """Start a validated batch, unless it was cancelled during validation."""
+    (total,) = db.execute("SELECT count(*) FROM lines WHERE batch = ?", (batch_id,)).fetchone()
+    db.execute("UPDATE batches SET total = ?, model = ? WHERE id = ?", (total, model, batch_id))
+    if reload(db, batch_id).status == "validating":
+        move(db, batch_id, "in_progress")
+
+
+def fail(db: sqlite3.Connection, batch_id: str, errors: Sequence[LineError]) -> None:
+    """End a batch with errors in its input."""
+    delete_lines(db, batch_id)
+    db.execute("UPDATE batches SET errors = ? WHERE id = ?", (json.dumps(errors), batch_id))
+    move(db, batch_id, "failed")
+
+
+def move(db: sqlite3.Connection, batch_id: str, status: Status) -> None:
+    """Enter a status and record the time."""
+    moments = reload(db, batch_id).moments | {f"{status}_at": int(time.time())}
+    db.execute(
+        "UPDATE batches SET status = ?, moments = ? WHERE id = ?",
+        (status, json.dumps(moments), batch_id),
+    )
+
+
+def cancel(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+    """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError` if ended."""
+    batch = get(db, owner, batch_id, api)
+    if not batch.is_open:
+        raise InvalidValueError(
+            f"The batch {batch.id} is {batch.status} and cannot be cancelled.", param="batch_id"
+        )
+    if batch.status in ("validating", "in_progress"):
+        move(db, batch_id, "cancelling")
+    return reload(db, batch_id)
+
+
+def waiting_lines(
+    db: sqlite3.Connection, batch_id: str, busy: Sequence[int], limit: int
+) -> list[Line]:
+    """Return lines without a result that are not `busy`, grouped by common prefix."""
+    marks = ", ".join("?" * len(busy))
+    rows = db.execute(
+        "SELECT batch, number, custom_id, place, bytes FROM lines WHERE batch = ? AND NOT done "
+        f"AND number NOT IN ({marks}) ORDER BY shared, number LIMIT ?",
+        (batch_id, *busy, limit),
+    )
+    return [Line(**dict(row)) for row in rows]
+
+
+def count_results(db: sqlite3.Connection, results: Sequence[LineResult]) -> None:
+    """Count results that are on the disk."""
+    for result in results:
+        line = result.line
+        kind, count = f"{result.kind}_bytes", "completed" if result.succeeded else "failed"
+        db.execute(
+            "UPDATE lines SET done = 1 WHERE batch = ? AND number = ?", (line.batch, line.number)
+        )
+        db.execute(
+            f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, never_run = "
+            "never_run + ?, input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
+            "output_tokens = output_tokens + ? WHERE id = ?",
+            (
+                *(len(result.text), not result.ran, result.input_tokens, result.cached_tokens),
+                *(result.output_tokens, line.batch),
+            ),
+        )
+
+
+def end(db: sqlite3.Connection, batch: Batch, status: Status, files: Sequence[StoredFile]) -> None:
+    """End a batch: insert its result files and delete its lines."""
+    for file in files:
+        insert(db, file)
+        column = "error_file" if file.name.endswith("_error.jsonl") else "output_file"
+        db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file.id, batch.id))
+    delete_lines(db, batch.id)
+    move(db, batch.id, status)
+
+
+def delete(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+    """Delete a batch. Raises `NotFoundError`, `InvalidValueError` if it has not ended."""
+    batch = get(db, owner, batch_id, api)
+    if batch.is_open:
+        raise InvalidValueError(
+            f"The batch {batch.id} has not ended; cancel it first.", param="batch_id"
+        )
+    db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+    return batch
+
+
+def input_files_in_use(db: sqlite3.Connection) -> list[str]:
+    """Return the ids of the input files of open batches."""
+    rows = db.execute(f"SELECT input_file FROM batches WHERE {BATCHES.is_open}")
+    return [row[0] for row in rows]
+
+
+def lines_to_do(db: sqlite3.Connection) -> int:
+    """Return the number of lines of open batches without a result."""
+    (count,) = db.execute(
+        f"SELECT coalesce(sum(total - completed - failed), 0) FROM batches WHERE {BATCHES.is_open}"
+    ).fetchone()
+    return int(count)
+
+
+def delete_old(db: sqlite3.Connection, keep_s: int, now: int) -> None:
+    """Delete ended batches that were created more than `keep_s` seconds before `now`."""
+    db.execute(
+        f"DELETE FROM batches WHERE created_at + ? < ? AND NOT {BATCHES.is_open}",
+        (max(keep_s, 1), now),
+    )

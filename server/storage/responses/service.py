@@ -1,0 +1,170 @@
+"""Stored responses: operations of the routes, and the background work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.types import ASGIApp
+
+from server.admission import Admission
+from server.errors import InvalidValueError
+from server.host.tasks import background_task, run_to_completion
+from server.lifecycle import Lifecycle
+from server.request.options.tier import Tier
+from server.request.record import RequestRecord
+from server.settings import ServerSettings
+from server.storage.jobs import RESPONSES, JobLoop
+from server.storage.quotas import Reservation
+from server.storage.responses import conversations, table
+from server.storage.responses.response import Response, finished_response, queued_response
+from server.storage.responses.runner import ResponseRunner
+from server.storage.responses.storage_options import StorageOptions
+from server.storage.store import Store
+from server.wire.endpoint import JsonObject
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 5.0
+
+
+class ResponseService:
+    """Stored responses and conversations of the Responses API."""
+
+    def __init__(
+        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+    ) -> None:
+        self._store = store
+        self._database = store.database
+        self._keep_s = settings.response_retention_s
+        self._quotas = store.quotas
+        self._background = table.BackgroundLimits(
+            settings.max_background_per_key, settings.max_background
+        )
+        self._max_conversation_bytes = settings.max_conversation_bytes
+        self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
+        self._runner = ResponseRunner(store.database, lifecycle, admission)
+        self._counts: Mapping[str, int] = {}
+
+    @property
+    def statuses(self) -> Mapping[str, int]:
+        """Numbers of responses by status, at the last refresh."""
+        return self._counts
+
+    @asynccontextmanager
+    async def working(self, app: ASGIApp) -> AsyncIterator[None]:
+        """Run background responses through `app` for the length of the block."""
+        housekeeping = JobLoop("responses", self._refresh)
+        async with background_task(self._runner.run(app)), background_task(housekeeping.run()):
+            yield
+
+    def reservation(self, owner: str) -> Reservation:
+        """Return a reservation for one response, which is not held yet."""
+        return Reservation(self._quotas, owner, "responses")
+
+    async def reserve(self, reservation: Reservation, size: int) -> None:
+        """Reserve storage for a response of at least `size` bytes. Raises `StorageFullError`."""
+        await asyncio.to_thread(self._store.folder.require, size)
+        reserve = partial(self._quotas.reserve, reservation=reservation, size=size)
+        await self._database.run(reserve)
+
+    async def conversation(self, record: RequestRecord, last: str) -> bytes:
+        """Return all turns up to `last` as a JSON array of items.
+
+        Its bytes count until the request of `record` ends. Raises `NotFoundError`,
+        `InvalidValueError`, `OverloadedError`.
+        """
+        find = partial(conversations.find, last=last, max_bytes=self._max_conversation_bytes)
+        found = await self._database.read(partial(find, owner=record.owner))
+        self._continued.hold(found.bytes, record)
+        items_of = partial(conversations.items_of, owner=record.owner, conversation=found)
+        return await self._database.read(items_of)
+
+    async def store(self, owner: str, options: StorageOptions, whole: bytes) -> None:
+        """Store the response with the JSON text `whole`. Raises `StorageFullError`."""
+        assert options.reservation is not None
+        response = finished_response(
+            owner, options.previous, options.items, whole, keep_s=self._keep_s
+        )
+        await asyncio.to_thread(self._store.folder.require, response.bytes)
+        insert = partial(table.insert, response=response, reservation=options.reservation)
+        await self._database.run(insert)
+
+    async def begin(
+        self, owner: str, options: StorageOptions, raw: bytes, tier: Tier, shown: JsonObject
+    ) -> Response:
+        """Queue a background response for the body `raw`; `shown` has the fields that it shows.
+
+        Raises `StorageFullError`, and `OverloadedError` if too many wait or run.
+        """
+        make = partial(queued_response, shown=shown, keep_s=self._keep_s)
+        response = await asyncio.to_thread(make, owner, options, raw, tier)
+        await run_to_completion(self._queue(response, options))
+        return response
+
+    async def _queue(self, response: Response, options: StorageOptions) -> None:
+        assert options.reservation is not None
+        queue = partial(table.queue, response=response, limits=self._background)
+        await asyncio.to_thread(self._store.folder.require, response.bytes)
+        await self._database.run(partial(queue, reservation=options.reservation))
+        self._runner.add(table.Waiting(response.id, response.owner))
+
+    async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:
+        """Return a response. Raises `NotFoundError`."""
+        get = partial(table.get, owner=owner, response_id=response_id, with_input=with_input)
+        return await self._database.read(get)
+
+    async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
+        """Yield the events after the number `after`, as they arrive. Raises `InvalidValueError`."""
+        if not (response.background and response.streams):
+            raise InvalidValueError(
+                f"The response {response.id} has no stored events: they require 'background' and "
+                "'stream'.",
+                param="stream",
+            )
+        log = self._runner.log_of(response.id)
+        if log is not None:
+            return log.follow(after)
+        stored = await self._database.read(
+            partial(table.events, response_id=response.id, after=after)
+        )
+        return _each(stored)
+
+    async def cancel(self, owner: str, response_id: str) -> Response:
+        """Cancel a background response; one that has ended is unchanged.
+
+        Raises `NotFoundError`, `InvalidValueError`.
+        """
+        response = await self.get(owner, response_id)
+        if not response.background:
+            raise InvalidValueError(
+                f"The response {response.id} cannot be cancelled: it was created without "
+                "'background'.",
+                param="response_id",
+            )
+        await self._runner.stop(response_id)
+        changes = {"status": "cancelled"}
+        work = partial(table.end, response_id=response_id, changes=changes)
+        return await self._database.run(work) or await self.get(owner, response_id)
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Delete a response. Raises `NotFoundError`."""
+        await self.get(owner, response_id)
+        await self._runner.stop(response_id)
+        await self._database.run(partial(table.delete, owner=owner, response_id=response_id))
+
+    async def _refresh(self) -> float:
+        """Delete expired responses and count the others."""
+        delete = partial(table.delete_expired, now=self._store.clock.now())
+        if count := await self._database.run(delete):
+            logger.info("%d responses have expired", count)
+        self._counts = await self._database.read(RESPONSES.count_by_status)
+        return _REFRESH_S
+
+
+async def _each(frames: list[str]) -> AsyncGenerator[str, None]:
+    for frame in frames:
+        yield frame

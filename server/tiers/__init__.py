@@ -1,1 +1,0 @@
-"""Service tiers: parsing, and the tiers that an API key may use."""

@@ -1,1 +1,0 @@
-"""What requests say of drafts."""
