@@ -1,10 +1,8 @@
 """Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
 server_info.md and vllm_serve.md.
 
-Also the table of routes within docs/security.md, and those of fields within docs/http_api.md.
-
-What models.md says of each family was measured by docs/models.py, of each published model asked by
-docs/published.py.
+Also the table of routes in docs/security.md, and those of routes, errors and fields in
+docs/http_api.md. The results in models.md are those of docs/models.py and docs/published.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
 when a page is not what the code says.
@@ -35,6 +33,7 @@ from observability_page import (
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
 from results_page import RESULT_HEADER, result_rows
+from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
 from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
@@ -99,21 +98,21 @@ def configuration_page() -> str:
         "the nearest known name or the allowed values.",
         "## Backend",
         'A field is set by `--additional-config \'{"rbln": {"<field>": <value>}}\'`, else by its '
-        "variable, else it has its default. Booleans of variables are `true`, `1`, `yes`, `on`, "
+        "variable, else its default applies. Booleans of variables are `true`, `1`, `yes`, `on`, "
         "`false`, `0`, `no` or `off`. A field marked *graph* changes compiled graphs: another "
-        "value means other artifacts.",
+        "value needs other artifacts.",
         _table(("Field", "Values", "Default", "Meaning", "Variable"), _field_rows()),
         "### Environment variables",
-        "Every documented name of the RBLN stack that concerns the backend. Unknown `VLLM_RBLN_*` "
-        "names are an error; other `RBLN_*` names belong to the RBLN SDK, which reads them itself.",
+        "All documented names of the RBLN stack for the backend. Unknown `VLLM_RBLN_*` names are "
+        "errors; the RBLN SDK reads other `RBLN_*` names itself.",
         _table(("Variable", "Value", "Field", "Status", "Meaning or reason"), _variable_rows()),
         "### Options of vllm-rbln",
-        "Keys that vllm-rbln 0.12 takes in `additional_config` under another name than ours are "
-        "understood in the `rbln` object too.",
+        "Keys of vllm-rbln 0.12's `additional_config` with other names are accepted in the `rbln` "
+        "object, too.",
         _table(("Key", "Same as"), ((_code(k), _code(v)) for k, v in OPTION_NAMES.items())),
         "## Server",
-        "A setting comes from its flag, else from its variable, else from the file of `--config`, "
-        "else it has its default.",
+        "A setting comes from its flag, else its variable, else the file of `--config`, else its "
+        "default.",
         _table(("Flag", "Variable", "Values", "Default", "Meaning"), _setting_rows()),
     )
 
@@ -131,8 +130,8 @@ def metrics_page() -> str:
         "## Server",
         _table(header, map(_metric_row, SERVER_METRICS)),
         "## Engine",
-        "Counters and histograms of several ranks add up. A gauge of several ranks is the most "
-        "recent, the largest or the sum of theirs, as its kind says.",
+        "Counters and histograms are sums over ranks. A gauge is the most recent, the largest or "
+        "the sum of its ranks' values, as its kind says.",
         _table(header, map(_metric_row, METRICS)),
         "## Histogram buckets",
         _table(
@@ -164,22 +163,21 @@ def models_page() -> str:
         "alone, in a batch of mixed lengths, and after a prefix hit. The columns count the tokens "
         "that equal those of transformers in float32 on the same weights; up to the first token "
         "that differs, the log-probabilities of the three most likely tokens are compared as well. "
-        "All of it ran on the emulated device; none of it ever ran on an NPU. "
+        "All runs were on the emulated device, none on an NPU. "
         "`python docs/models.py [FAMILY ...]` measures again.",
         "\n".join(conditions(results)) or "Nothing was measured yet.",
         _table(HEADER, family_rows(results)),
         "## Published models",
-        "What `rbln-serve check` says of the `config.json` of published models on the emulated "
-        "device, from their public pages (`docs/published_configs.json`), with enough memory. It "
-        "reads no weights; that a model's family computes the right tokens is what the table above "
-        "and the tests show. `python docs/published.py` asks again. " + published_summary(),
+        "Results of `rbln-serve check` on the `config.json` of published models, from their public "
+        "pages (`docs/published_configs.json`), for the emulated device with enough memory. It "
+        "reads no weights; the table above and the tests show whether a family computes the right "
+        "tokens. `python docs/published.py` checks again. " + published_summary(),
         _table(PUBLISHED_HEADER, published_rows()),
         "## What is refused",
         "A refusal is one line: the feature, why this backend lacks it, and what to do instead.",
         _table(("Feature", "Known from", "The backend is one ...", "Instead"), refusal_rows()),
-        "Further reasons come from vLLM: an architecture or a format of weights that it does not "
-        "know, sizes that contradict each other, code of the model's own without "
-        "`--trust-remote-code`.",
+        "vLLM itself refuses unknown architectures and weight formats, contradictory sizes, and "
+        "custom model code without `--trust-remote-code`.",
     )
 
 
@@ -209,20 +207,22 @@ def observability_page() -> str:
 
 
 def security_page() -> str:
-    """Return the page of security: written by hand, but for the table of routes."""
+    """Return the page of security: by hand, except the table of routes."""
     header = ("Routes", "No keys set", "API keys alone", "Admin keys too")
     return _with_written("security.md", ROUTES_BEGIN, _table(header, _route_rows()))
 
 
 def http_api_page() -> str:
-    """Return the page of the HTTP interface: written by hand, but for errors and fields."""
+    """Return the page of the HTTP interface: by hand, except routes, errors and fields."""
     tables = (f"{head}\n\n{_table(FIELD_HEADER, rows)}" for head, rows in field_tables())
     text = _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
-    return between(text, ERRORS_BEGIN, WRITTEN_END, _table(ERROR_HEADER, error_rows()))
+    text = between(text, ERRORS_BEGIN, WRITTEN_END, _table(ERROR_HEADER, error_rows()))
+    routes = _table(ROUTE_LIST_HEADER, route_list_rows())
+    return between(text, ROUTES_LIST_BEGIN, WRITTEN_END, routes)
 
 
 def _with_written(name: str, begin: str, written: str) -> str:
-    """Return a page that is written by hand with what lies between its two marks anew."""
+    """Return a hand-written page with the text between its two marks replaced."""
     return between((DOCS / name).read_text(encoding="utf-8"), begin, WRITTEN_END, written)
 
 
@@ -244,20 +244,18 @@ def server_info_page() -> str:
         "# `GET /v1/server_info`",
         NOTICE,
         "Query what a server runs and how, as one JSON object. "
-        "It answers from the first moment on, while the engine starts and after it died: a "
-        "section that the engine has not reported yet is null, "
-        "`runtime` also on a device that is not emulated. Fields are added, not renamed; "
-        "secrets are not among them.",
+        "It answers at any time, while the engine starts and after it died. Until the engine "
+        "reports a section, it is null; `runtime` also on an NPU. Fields are added, never renamed. "
+        "There are no secrets.",
         "## Top level",
         _table(("Field", "Meaning"), ((_code(name), doc) for name, doc in SERVER_FIELDS.items())),
         "The engine's sections follow.",
         *parts,
         "## `GET /v1/server_info/history`",
-        f"The traffic of the last {HISTORY_PERIOD_S * HISTORY_KEPT / 60:g} minutes, which the "
-        "console draws: one sample every few seconds, kept in memory from the moment on when the "
-        "service is ready. The answer is an object with `period_s` (seconds between samples) and "
-        "`samples`, the oldest first. `?after=NUMBER` leaves out samples up to that number. Counts "
-        "divided by `seconds` are rates over the interval.",
+        f"The traffic of the last {HISTORY_PERIOD_S * HISTORY_KEPT / 60:g} minutes, as drawn by "
+        "the console: samples in memory since the service became ready. The answer is an object "
+        "with `period_s` (seconds between samples) and `samples`, the oldest first. "
+        "`?after=NUMBER` skips samples up to that number. Counts divided by `seconds` are rates.",
         _table(header, _section_rows(Sample)),
     )
 
@@ -279,7 +277,7 @@ def results_page() -> str:
 
 
 def vllm_serve_page() -> str:
-    """Return the page of what `vllm serve` has and this server lacks."""
+    """Return the page of routes and flags of `vllm serve` that this server lacks."""
     return _page(
         "# Moving from `vllm serve`",
         NOTICE,
@@ -306,7 +304,7 @@ def _section_rows(section: type) -> Iterable[tuple[str, ...]]:
 
 
 def _json_kind(annotation: object) -> str:
-    """Say in words what a field of an answer holds."""
+    """Return the JSON type of an answer's field in words."""
     if get_origin(annotation) is list:
         return "list"
     names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -359,7 +357,7 @@ def _metric_row(metric: MetricDecl) -> tuple[str, ...]:
 
 
 def _kind(annotation: object) -> str:
-    """Say in words what a server setting takes."""
+    """Return the accepted values of a server setting in words."""
     if get_origin(annotation) is Literal:
         return ", ".join(_code(str(choice)) for choice in get_args(annotation))
     if get_origin(annotation) is tuple:

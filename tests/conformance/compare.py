@@ -1,4 +1,4 @@
-"""Runs the suite against this server and vLLM's own; writes docs/conformance.md.
+"""Run the suite against this server and vLLM's own; write docs/conformance.md.
 
 `python -m tests.conformance.compare` serves the same tiny model with both, one after the other:
 this server with its defaults, and `vllm serve` on vLLM's CPU platform from the same environment.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "conformance.md"
 PORT = 8599
 READY_TIMEOUT_S = 600.0
-# What every model of this size is given; the memory because its default takes half the machine.
+# The default memory would be half of the machine.
 VLLM_ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
 SIDES = ("rbln-serve", "vLLM")
 
@@ -60,19 +60,21 @@ def page(ours: Cases, theirs: Cases) -> str:
     lines = [
         "# Conformance",
         "",
-        "<!-- Written by `python -m tests.conformance.compare`; what it says was measured. -->",
+        "Compare this server with `vllm serve`, case by case.",
+        "",
+        "<!-- Written by `python -m tests.conformance.compare`; a record of measured runs. -->",
         "",
         f"`tests/conformance` on {date.today().isoformat()}, {platform.machine()}, "
         f"{os.cpu_count()} processors: rbln-serve {version('rbln-serve')} on the emulated device, "
-        f"and `vllm serve` {version('vllm')} on vLLM's own CPU platform, each serving the same "
-        "tiny Llama with random weights, with the same flags (but for vLLM's block size, which "
-        "must be a multiple of 32) and one API key. Clients: openai "
+        f"and `vllm serve` {version('vllm')} on vLLM's own CPU platform. Both served the same tiny "
+        "Llama with random weights, with the same flags (except vLLM's block size, which must be a "
+        "multiple of 32) and one API key. Clients: openai "
         f"{version('openai')}, anthropic {version('anthropic')}, httpx {version('httpx')}.",
         "",
-        "The cases are ours, many of them written because vLLM 0.30 lacks something, and so is the "
-        "judgement of what is right where OpenAI's documents leave it open; a row that fails says "
-        "what was expected. Counts therefore say little, rows do. The suite runs against any "
-        "server: `pytest tests/conformance --base-url URL [--api-key K] [--model M]`.",
+        "The cases are this project's, and many cover gaps of vLLM 0.30. Where OpenAI's documents "
+        "leave the result open, the expectation is this project's, too; a failed row has it. Read "
+        "rows rather than counts. The suite runs against any server: "
+        "`pytest tests/conformance --base-url URL [--api-key K] [--model M]`.",
         "",
         *rows,
         "",
@@ -121,7 +123,7 @@ def _run(base_url: str, report: Path) -> Cases:
 def _vllm(checkpoint: Path, log: Path) -> Iterator[str]:
     """Serve with vLLM's own server until the end of the block."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint), *SIZES]
-    # Its attention knows multiples of 32 alone.
+    # Its attention supports multiples of 32 only.
     command += [
         *FLAGS,
         "--block-size",

@@ -121,7 +121,7 @@ def test_labels_of_the_client_are_taken(client: openai.OpenAI, model: str) -> No
     ask(client, model, user="someone", metadata={"run": "1"})
 
 
-async def test_the_async_client_asks_at_once(async_client: openai.AsyncOpenAI, model: str) -> None:
+async def test_the_async_client_is_concurrent(async_client: openai.AsyncOpenAI, model: str) -> None:
     import asyncio
 
     wish: dict[str, Any] = {"model": model, "messages": HI, "max_tokens": 4, "temperature": 0}

@@ -50,7 +50,7 @@ def test_a_stream_says_what_the_answer_says(client: openai.OpenAI, model: str) -
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
 
 
-def test_usage_comes_last_when_asked_for(client: openai.OpenAI, model: str) -> None:
+def test_usage_comes_last_with_the_option(client: openai.OpenAI, model: str) -> None:
     chunks = list(ask(client, model, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens > 0

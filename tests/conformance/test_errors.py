@@ -50,7 +50,7 @@ def test_a_prompt_beyond_the_context_has_openais_code(client: openai.OpenAI, mod
         ("stop", 7),
         ("messages", []),
         ("messages", "hi"),
-        ("messages", [{"role": "nobody", "content": "x"}]),
+        ("messages", [{"role": "unknown", "content": "x"}]),
         ("messages", [{"content": "x"}]),
         ("logit_bias", {"40": 1000}),
         ("stream_options", {"include_usage": True}),
@@ -147,7 +147,7 @@ def test_no_route_is_open_without_the_key(target: Target, path: str) -> None:
     assert answer.status_code in (401, 404)
 
 
-def test_a_crowd_is_served_or_told_when_to_come_back(target: Target, model: str) -> None:
+def test_excess_requests_get_a_retry_after(target: Target, model: str) -> None:
     def one(_: int) -> httpx.Response:
         with target.http() as http:
             return http.post(CHAT, json=body(model, max_tokens=16))
@@ -163,7 +163,7 @@ def test_a_crowd_is_served_or_told_when_to_come_back(target: Target, model: str)
             error_of(answer)
 
 
-def test_the_sdk_waits_as_it_is_told_and_gets_its_answer(target: Target, model: str) -> None:
+def test_the_sdk_retries_and_gets_its_answer(target: Target, model: str) -> None:
     def one(_: int) -> str:
         with target.sdk(max_retries=12) as client:
             answer = client.chat.completions.create(model=model, messages=HI, max_tokens=16)

@@ -120,7 +120,7 @@ def test_a_named_tool_is_used_whatever_strict_says(
     pytest.fail("no call was finished within 64 tokens, six times")
 
 
-def test_max_tokens_is_a_bound_and_no_room_that_is_asked_for(
+def test_max_tokens_is_a_bound_and_no_reservation(
     messages: anthropic.Anthropic, model: str
 ) -> None:
     with messages.messages.stream(model=model, messages=HI, max_tokens=64_000) as events:

@@ -63,7 +63,7 @@ def test_the_stream_helper_accumulates(client: openai.OpenAI, model: str) -> Non
     assert last == said
 
 
-async def test_the_async_client_asks(async_client: openai.AsyncOpenAI, model: str) -> None:
+async def test_the_async_client_answers(async_client: openai.AsyncOpenAI, model: str) -> None:
     try:
         answer = await async_client.responses.create(model=model, input="hi", max_output_tokens=4)
     except openai.NotFoundError:

@@ -32,7 +32,7 @@ def test_the_first_chunk_names_the_role(client: openai.OpenAI, model: str) -> No
         assert next(iter(stream)).choices[0].delta.role == "assistant"
 
 
-def test_usage_comes_last_when_asked_for(client: openai.OpenAI, model: str) -> None:
+def test_usage_comes_last_with_the_option(client: openai.OpenAI, model: str) -> None:
     options = {"include_usage": True}
     chunks = list(
         client.chat.completions.create(**wish(model), stream=True, stream_options=options)  # type: ignore[call-overload]
@@ -42,12 +42,12 @@ def test_usage_comes_last_when_asked_for(client: openai.OpenAI, model: str) -> N
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_no_usage_unless_asked_for(client: openai.OpenAI, model: str) -> None:
+def test_no_usage_without_the_option(client: openai.OpenAI, model: str) -> None:
     chunks = list(client.chat.completions.create(**wish(model), stream=True))
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_several_answers_are_told_apart(client: openai.OpenAI, model: str) -> None:
+def test_several_answers_have_their_indices(client: openai.OpenAI, model: str) -> None:
     chunks = client.chat.completions.create(**wish(model, n=2, temperature=1), stream=True)
     assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
 
@@ -68,7 +68,7 @@ def test_headers_and_the_end_of_a_stream(http: httpx.Client, model: str) -> None
         assert frame == "" or frame.startswith(("data: ", ":"))
 
 
-def test_proxies_are_told_not_to_buffer(http: httpx.Client, model: str) -> None:
+def test_headers_disable_buffering_by_proxies(http: httpx.Client, model: str) -> None:
     headers = http.post(CHAT, json=wish(model, stream=True)).headers
     assert headers["cache-control"] == "no-cache"
     assert headers["x-accel-buffering"] == "no"
@@ -87,7 +87,7 @@ def test_a_bad_schema_is_refused_before_the_stream(http: httpx.Client, model: st
     assert answer.status_code == 400
 
 
-def test_a_stream_that_is_left_hurts_nobody(client: openai.OpenAI, model: str) -> None:
+def test_an_aborted_stream_affects_no_other_request(client: openai.OpenAI, model: str) -> None:
     before = client.chat.completions.create(**wish(model)).choices[0].message.content
     for _ in range(3):
         with client.chat.completions.create(**wish(model, max_tokens=64), stream=True) as stream:
