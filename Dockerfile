@@ -1,10 +1,10 @@
-# Images of rbln-serve; docs/containers.md has the how and the why.
+# Images of rbln-serve; see docs/containers.md.
 #   make image                                                     the emulated device (CPU)
 #   docker build -t rbln-serve:npu --target npu \
 #       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
-# Every step is a script of deploy/scripts, which tests run as well.
+# Every step is a script of deploy/scripts, which tests run, too.
 
-# Tag and digest: the tag is for readers, the digest is what is taken.
+# Tag and digest: the digest decides, the tag is for readers.
 ARG BASE=python:3.11.16-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
 
 FROM ${BASE} AS build
@@ -22,10 +22,10 @@ RUN ["deploy/scripts/build_payload.sh", "/opt/venv", "/opt/default-model", "/opt
 
 FROM ${BASE} AS runtime
 COPY deploy/scripts /opt/rbln-serve/
-# tini is process 1: it hands signals on and reaps what the server's processes leave behind.
+# tini is process 1: it forwards signals and reaps orphans of the server's processes.
 RUN /opt/rbln-serve/install_packages.sh tini && /opt/rbln-serve/prepare_runtime.sh
-# Nothing is fetched at start, reported or written outside the volumes and /tmp. USER and LOGNAME
-# stand in for the line in /etc/passwd that an arbitrary user id has not.
+# Nothing is fetched or reported at start, or written outside the volumes and /tmp. USER and LOGNAME
+# replace the entry in /etc/passwd that an arbitrary user id lacks.
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/home/rbln \
     USER=rbln \
@@ -46,15 +46,15 @@ USER 10001:0
 VOLUME ["/models", "/cache", "/adapters", "/data"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# Ready means that every graph is compiled, which a cold NPU may take an hour for; a server that
-# cannot start or hangs ends by itself long before.
+# Ready means that every graph is compiled, which may take an hour on an NPU with an empty cache; a
+# server that cannot start or hangs exits long before.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=2h --retries=3 \
     CMD ["/opt/venv/bin/python", "-IS", "/opt/rbln-serve/container_health.py"]
 ENTRYPOINT ["/usr/bin/tini", "--", "/opt/rbln-serve/container_start.sh"]
 CMD ["/opt/default-model", "--served-model-name", "default-model"]
 ARG BASE
 ARG VERSION=0.2.0
-# Known to whoever builds alone (`make image` fills in the first two); what nobody says stays empty.
+# Set by the builder (`make image` sets the first two); empty by default.
 ARG REVISION=
 ARG CREATED=
 ARG SOURCE=
@@ -68,12 +68,12 @@ LABEL org.opencontainers.image.title="rbln-serve" \
 
 FROM build AS build-emulated
 RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
-# What the image is made of, Debian's packages of the stage that it is built on included.
+# Bill of materials, including Debian's packages of the base stage.
 COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
 RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
 
 FROM build AS build-npu
-# A pip.conf with the vendor's index and the account's credentials; mounted for this step alone.
+# A pip.conf with the vendor's index and the account's credentials; mounted for this step only.
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
     deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
 COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status

@@ -14,11 +14,11 @@ python := $(VENV)/bin/python
 stamps := $(VENV)/.stamps
 scripts := deploy/scripts
 kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
-# The default model answers to a name without the path of its folder.
+# The default model's served name, without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
-# What is downloaded first: rbln_backend/checkpoints/catalogue.py.
+# Models to download first: rbln_backend/checkpoints/catalogue.py.
 fetched := smollm2
-# Tests and tools never report usage or ask a model hub.
+# Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
 .PHONY: help install dev serve test test-fast lint bench dashboards chart docs models published names upstream lock sbom image clean
@@ -29,14 +29,14 @@ help: ## List the targets
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
 
-# Without kernels: tests build theirs into a cache of their own.
+# Without kernels: tests build theirs into a separate cache.
 dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
 serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; ARGS go to the server unchanged
 	$(if $(filter $(fetched),$(MODEL)),$(VENV)/bin/rbln-serve fetch $(MODEL))
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: dev ## Run TESTS with pytest, except what is marked wide; ARGS go to pytest
+test: dev ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
 	$(scripts)/install_test_tools.sh
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
@@ -64,19 +64,19 @@ docs: dev ## Rewrite the generated pages of docs/
 models: dev ## Compare model families (ARGS, else all) with transformers for docs/models.md
 	$(quiet) $(python) docs/models.py $(ARGS)
 
-published: dev ## Ask `check` of published models (ARGS, else all) for docs/models.md
+published: dev ## Run `check` on published models (ARGS, else all) for docs/models.md
 	$(quiet) $(python) docs/published.py $(ARGS)
 
-names: dev ## Rewrite the list of what is used of vLLM, deploy/upstream/names.txt
+names: dev ## Rewrite the list of used names of vLLM, deploy/upstream/names.txt
 	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream --write
 
-upstream: dev ## What the release VLLM would break, e.g. VLLM=0.32.0; nothing is upgraded
+upstream: dev ## Report what the release VLLM would break, e.g. VLLM=0.32.0; nothing is upgraded
 	$(quiet) $(scripts)/upstream.sh $(VENV) $(VLLM)
 
 lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)
 
-sbom: install ## What the environment is made of (CycloneDX) in build/sbom.cdx.json
+sbom: install ## Write the environment's bill of materials (CycloneDX) to build/sbom.cdx.json
 	$(scripts)/write_sbom.sh $(VENV) build/sbom.cdx.json
 
 image: ## Build the image rbln-serve; SOURCE is the repository's public address, ARGS go to docker build
@@ -99,7 +99,7 @@ $(stamps)/locked: requirements/cpu.lock $(stamps)/torch
 	$(scripts)/install_locked.sh $(VENV) requirements/cpu.lock
 	@touch $@
 
-# Beside the packages that are still to come: they wait for the disk, compilers for a core.
+# In parallel with the remaining packages: they wait for the disk, compilers for a core.
 $(stamps)/kernels: $(kernels) $(scripts)/build_kernels.sh $(stamps)/torch
 	$(scripts)/build_kernels.sh $(VENV)
 	@touch $@
@@ -112,7 +112,7 @@ $(stamps)/dev: $(stamps)/locked requirements/dev.lock
 	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
 	@touch $@
 
-# Put in place in one go, for a server that may be reading the former one.
+# Replaced atomically, because a running server may read the former one.
 build/default-model/config.json: $(wildcard default_model/checkpoint/* default_model/checkpoint/adapter/*)
 	rm -rf $(@D).part && mkdir -p $(dir $(@D)) && cp -R default_model/checkpoint $(@D).part
 	rm -rf $(@D) && mv $(@D).part $(@D)

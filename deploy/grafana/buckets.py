@@ -1,4 +1,4 @@
-"""Buckets and padding: which graphs run, how long they take, and how much of that is waste."""
+"""Dashboard of buckets: steps, step times and padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WASTE = (Step(None, "green"), Step(0.4, "orange"), Step(0.6, "red"))
 
 
 def _wasted(useful: str, padded: str, selector: str, by: str = "") -> str:
-    """Return the share of rows or tokens that were padding."""
+    """Return the padding's share of rows or tokens."""
     waste, work = rate(padded, selector, by=by), rate(useful, selector, by=by)
     return f"{waste} / ({waste} + {work} > 0)"
 
@@ -21,7 +21,7 @@ _TOKENS = ("rbln_prefill_useful_tokens_total", "rbln_prefill_padded_tokens_total
 
 
 def _lost(work: str, waste: str) -> str:
-    """Return the share of decode step time that went into padded rows, bucket by bucket."""
+    """Return the padded rows' share of decode step time, summed over buckets."""
     padded, useful = (rate(name, _DECODE, by="bucket") for name in (waste, work))
     seconds = rate("rbln_bucket_step_seconds_sum", _DECODE, by="bucket")
     whole = rate("rbln_bucket_step_seconds_sum", _DECODE)
@@ -53,14 +53,14 @@ _USE = (
                 instant=True,
             ),
         ),
-        "Steps of the range shown. A bucket that never runs costs start-up and memory.",
+        "Steps in the displayed range. An unused bucket costs start-up time and memory.",
         width=12,
     ),
     Panel(
         "Device time by bucket",
         "timeseries",
         (Query(rate("rbln_bucket_step_seconds_sum", by="phase, bucket"), "{{phase}} {{bucket}}"),),
-        "Seconds of steps per second; the sum over the buckets of one engine is how busy it is.",
+        "Seconds of steps per second; the sum over the buckets of an engine is its utilisation.",
         "percentunit",
         width=12,
         stack=True,
@@ -79,7 +79,7 @@ _TIME = (
         "Decode step, p99",
         "timeseries",
         (Query(quantile(0.99, "rbln_bucket_step_seconds", _DECODE, by="bucket"), "{{bucket}}"),),
-        "Far above the median: something else ran on the device or its host.",
+        "Far above the median: other work used the device or its host.",
         "s",
     ),
     Panel(
@@ -99,7 +99,7 @@ _PADDING = (
             Query(_wasted(*_ROWS), "all"),
             Query(_wasted(*_ROWS, by="bucket"), "{{bucket}}"),
         ),
-        "Padded rows of all rows. A bucket with much of it wants a smaller neighbour.",
+        "Padding's share of rows. A bucket with much padding needs a smaller neighbour.",
         "percentunit",
         steps=_WASTE,
         maximum=1,
@@ -111,7 +111,7 @@ _PADDING = (
             Query(_wasted(*_TOKENS), "all"),
             Query(_wasted(*_TOKENS, by="chunk"), "{{chunk}}"),
         ),
-        "Padded tokens of all tokens of chunks.",
+        "Padding's share of the tokens of chunks.",
         "percentunit",
         steps=_WASTE,
         maximum=1,
@@ -120,8 +120,8 @@ _PADDING = (
         "Decode time lost to padding",
         "timeseries",
         (Query(_lost(*_ROWS[:2]), "lost"),),
-        "Step time weighted by the padded share of its rows: what perfect buckets could save at "
-        "most, if a step cost as much as its rows.",
+        "Step time weighted by the padded share of rows: the maximum saving of perfect buckets if "
+        "cost were proportional to rows.",
         "percentunit",
         maximum=1,
     ),
@@ -153,7 +153,7 @@ _PADDING = (
                 ratio(rate(_ROWS[0], _DECODE), rate("rbln_bucket_steps_total", _DECODE)), "useful"
             ),
         ),
-        "Requests that share a decode step, on average.",
+        "Mean number of requests in a decode step.",
     ),
 )
 
@@ -163,8 +163,8 @@ _TUNER = (
         "Predicted saving",
         "bargauge",
         (Query(f"max by (instance, phase) ({_SAVING}{{{OURS}}})", "{{phase}} {{instance}}"),),
-        "Share of the steps' time that the suggested sizes would have saved on what has run, over "
-        "restarts. `rbln-serve tune` says how to set them; /v1/server_info too.",
+        "Share of step time that the suggested sizes would have saved on recorded steps, over "
+        "restarts. `rbln-serve tune` and /v1/server_info have the settings.",
         "percentunit",
         width=6,
         steps=(Step(None, "green"), Step(0.1, "orange"), Step(0.3, "red")),
@@ -179,7 +179,7 @@ _TUNER = (
                 "{{phase}}, {{sizes}}",
             ),
         ),
-        "Share of padding over all that is recorded, with the compiled and the suggested sizes.",
+        "Padding of all recorded steps, with the compiled and the suggested sizes.",
         "percentunit",
         width=6,
         steps=_WASTE,
@@ -195,14 +195,14 @@ _TUNER = (
                 instant=True,
             ),
         ),
-        "1: suggested. 0: compiled, and would be left out.",
+        "1: suggested. 0: compiled, but not suggested.",
         width=8,
     ),
     Panel(
         "Recorded steps",
         "stat",
         (Query(total("rbln_bucket_recorded_steps", by="phase"), "{{phase}}"),),
-        "Steps that the suggestion rests on: few of them say little.",
+        "Number of recorded steps behind the suggestion.",
         width=4,
     ),
 )
@@ -210,7 +210,7 @@ _TUNER = (
 BUCKETS = Dashboard(
     "rbln-buckets",
     "rbln-serve / Buckets and padding",
-    "Which compiled batch sizes run and what padding costs.",
+    "Use of compiled batch sizes and cost of padding.",
     (Row("Use", _USE), Row("Step time", _TIME), Row("Padding", _PADDING), Row("Tuner", _TUNER)),
     PLACE,
 )

@@ -1,4 +1,4 @@
-"""NPU devices: the vendor's exporter, joined to the service on its pod or its host."""
+"""Dashboard of NPU devices: the vendor's exporter, joined to the service by pod or host."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from deploy.grafana.panel import Dashboard, Panel, Query, Row, Step
 from deploy.grafana.promql import MODEL, OURS, PLACE, VLLM, rate, total
 
 _LEGEND = "{{hostname}} {{pod}} {{name}}"
-# The vendor's fact sheet: the clock is lowered at 75 degrees, work is aborted at 85.
+# Vendor's fact sheet: the clock is lowered at 75 degrees, work is aborted at 85.
 _HEAT = (Step(None, "green"), Step(75, "orange"), Step(85, "red"))
 
 
 def devices_of_service(metric: str) -> str:
-    """Return the devices that the chosen instances use.
+    """Return the devices of the selected instances.
 
-    In Kubernetes the exporter names the pod that holds a device; elsewhere all devices of an
-    instance's host count, and the scrape configuration gives the instance a label `hostname`.
+    In Kubernetes the exporter names a device's pod. Elsewhere all devices of an instance's host
+    count; the scrape configuration gives the instance a label `hostname`.
     """
     here = f"rbln_serve_build_info{{{OURS}}}"
     by_pod = f'{metric}{{pod!=""}} and on (namespace, pod) {here}'
@@ -31,7 +31,7 @@ _STATE = (
         "Devices",
         "stat",
         (Query(f"count({devices_of_service('rbln_npu_health')})"),),
-        "Devices of the chosen instances.",
+        "Devices of the selected instances.",
         width=4,
         height=6,
     ),
@@ -48,7 +48,7 @@ _STATE = (
         "Temperature",
         "timeseries",
         (Query(devices_of_service("rbln_npu_temperature"), _LEGEND),),
-        "Throttled from 75, aborted from 85 degrees on.",
+        "From 75 degrees throttled, from 85 aborted.",
         "celsius",
         steps=_HEAT,
     ),
@@ -56,7 +56,7 @@ _STATE = (
         "Utilisation",
         "timeseries",
         (Query(devices_of_service("rbln_npu_utilization"), _LEGEND),),
-        "As the driver counts it.",
+        "As reported by the driver.",
         "percent",
         maximum=100,
     ),
@@ -67,7 +67,7 @@ _COST = (
         "Power",
         "timeseries",
         (Query(devices_of_service("rbln_npu_power"), _LEGEND),),
-        "Watts of each card.",
+        "Watts per card.",
         "watt",
     ),
     Panel(
@@ -79,7 +79,7 @@ _COST = (
                 "joules",
             ),
         ),
-        "Power of all devices over the tokens per second.",
+        "Power of all devices divided by tokens per second.",
         "joule",
     ),
     Panel(
@@ -90,8 +90,8 @@ _COST = (
             Query(_all("rbln_npu_memory_total"), "total"),
             Query(total("rbln_device_memory_bytes"), "used, of the service"),
         ),
-        "What the driver sees against what the service says it allocated: the difference is "
-        "compiled graphs and other processes.",
+        "Memory by the driver and by the service's allocations: the difference is compiled graphs "
+        "and other processes.",
         "bytes",
     ),
     Panel(
@@ -108,7 +108,7 @@ DEVICES = Dashboard(
     "rbln-devices",
     "rbln-serve / NPU devices",
     "Metrics of rbln-metrics-exporter with PROMETHEUS_METRIC_NAMES=true, for the devices of the "
-    "chosen instances.",
+    "selected instances.",
     (Row("State", _STATE), Row("Cost", _COST)),
     (*PLACE, MODEL),
 )

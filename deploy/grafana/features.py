@@ -1,4 +1,4 @@
-"""LoRA adapters and structured output."""
+"""Dashboard of adapters, structured output, batches, tiers and speculation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADAPTERS = (
         "Adapters",
         "timeseries",
         (Query(total("rbln_lora_adapters", by="state"), "{{state}}"),),
-        "By state. Draining ones wait for the last request that uses them.",
+        "By state. Draining adapters wait for their last request.",
         stack=True,
     ),
     Panel(
@@ -33,7 +33,7 @@ _ADAPTERS = (
             Query(total("rbln_lora_slots_used", by="instance"), "used {{instance}}"),
             Query(total("rbln_lora_slots", by="instance"), "all {{instance}}"),
         ),
-        "Slots that hold an adapter, and --max-loras. Full: a load is refused until one goes.",
+        "Used slots, and --max-loras. If all are used, loads are refused.",
     ),
     Panel(
         "Adapters and their slots",
@@ -44,23 +44,23 @@ _ADAPTERS = (
                 instant=True,
             ),
         ),
-        "Every adapter that is there now.",
+        "All current adapters.",
     ),
     Panel(
         "Loads",
         "timeseries",
         (Query(increase("rbln_lora_loads_total", by="result"), "{{result}}"),),
-        "Loads over HTTP during the range shown; refused means that the request was at fault.",
+        "Loads over HTTP in the displayed range; refused: the request was invalid.",
     ),
     Panel(
         "Load time",
         "timeseries",
         quantiles("rbln_lora_load_seconds"),
-        "From the request to the adapter's being ready. Steps go on meanwhile.",
+        "From the request until the adapter is ready. Steps continue meanwhile.",
         "s",
     ),
     Panel(
-        "Adapters at work",
+        "Running and waiting adapters",
         "table",
         (
             Query(
@@ -69,7 +69,7 @@ _ADAPTERS = (
                 instant=True,
             ),
         ),
-        "Sets of adapters that ran or waited together; the value is when that was last so.",
+        "Sets of adapters that ran or waited together; the value is the time of the last one.",
         "s",
         width=16,
     ),
@@ -82,7 +82,7 @@ _ADAPTERS = (
                 "{{instance}}",
             ),
         ),
-        "Slots are allocated at start: loading an adapter changes nothing here.",
+        "Slots are allocated at start, so loads do not change it.",
         "bytes",
     ),
 )
@@ -95,7 +95,7 @@ _STRUCTURED = (
         "Guided answers by kind",
         "timeseries",
         (Query(rate(_GUIDED, by="kind"), "{{kind}}"),),
-        "Requests whose answer has to obey something; tools are parameters of calls.",
+        "Requests with a constrained answer; tools: arguments of calls.",
         "reqps",
         stack=True,
     ),
@@ -103,7 +103,7 @@ _STRUCTURED = (
         "Guided answers by outcome",
         "timeseries",
         (Query(rate(_GUIDED, by="outcome"), "{{outcome}}"),),
-        "client_error: mostly schemas that the gate has refused before the first byte.",
+        "client_error: mostly schemas that the gate refused before the first byte.",
         "reqps",
         stack=True,
     ),
@@ -114,7 +114,7 @@ _STRUCTURED = (
             Query(quantile(share, _MASK_S, by="part"), f"p{share * 100:g} {{{{part}}}}")
             for share in (0.5, 0.99)
         ),
-        "fill: finding the tokens that the grammars of a batch allow; apply: masking its logits.",
+        "fill: computing the tokens that the grammars allow; apply: masking the logits.",
         "s",
     ),
     Panel(
@@ -129,16 +129,15 @@ _STRUCTURED = (
                 "masks",
             ),
         ),
-        "Masks over masks and graphs; no request makes tokens meanwhile, guided or not.",
+        "Mask time over mask and graph time; no request gets tokens meanwhile.",
         "percentunit",
     ),
     Panel(
         "Grammar checks",
         "timeseries",
         (Query(rate("rbln_grammar_checks_total", by="result"), "{{result}}"),),
-        "known: found in the cache of checked grammars. timeout, crashed: a trial that had to be "
-        "ended; the request was refused and the service is unharmed. not_started: there was no "
-        "process to try it in.",
+        "known: in the cache of checked grammars. timeout, crashed: the check was ended and the "
+        "request refused. not_started: no process could be created.",
         "reqps",
         stack=True,
     ),
@@ -146,14 +145,14 @@ _STRUCTURED = (
         "Trial time",
         "timeseries",
         quantiles("rbln_grammar_compile_seconds"),
-        "Seconds of the trial compile of a grammar that was not known.",
+        "Seconds of the trial compilation of a new grammar.",
         "s",
     ),
     Panel(
         "Trials",
         "heatmap",
         (Query(rate("rbln_grammar_compile_seconds_bucket", by="le"), "{{le}}", buckets=True),),
-        "Trials by the seconds that they took.",
+        "Trials by seconds.",
     ),
     Panel(
         "Answers cut at their length",
@@ -162,19 +161,18 @@ _STRUCTURED = (
             Query(rate("vllm:request_success_total", VLLM + ',finished_reason="length"'), "length"),
             Query(rate("vllm:request_success_total", VLLM + ',finished_reason="stop"'), "stop"),
         ),
-        "A structured answer that ends by its length is not complete.",
+        "A structured answer that ends by length is incomplete.",
         "reqps",
     ),
 )
 
 _BATCHES = (
     Panel(
-        "What the padding earned",
+        "Rows of batch lines",
         "timeseries",
         (Query(rate("rbln_background_rows_total", by="kind"), "{{kind}}"),),
-        "Rows of decode steps that lines of batches had, each a token: of their answers (padding) "
-        "and of their prompts (prompt) in the padding of the buckets of clients, or steps of their "
-        "own (alone).",
+        "Rows of decode steps with tokens of batch lines: of answers (padding) and of prompts "
+        "(prompt) in padding of client steps, or in separate steps (alone).",
         "short",
         stack=True,
     ),
@@ -182,7 +180,7 @@ _BATCHES = (
         "Lines answered",
         "timeseries",
         (Query(rate("rbln_batch_lines_total", by="result"), "{{result}}"),),
-        "failed: with another status than 200, in the batch's error file.",
+        "failed: with a status other than 200, in the batch's error file.",
         "short",
         stack=True,
     ),
@@ -190,7 +188,7 @@ _BATCHES = (
         "Tokens of lines",
         "timeseries",
         (Query(rate("rbln_batch_tokens_total", by="kind"), "{{kind}}"),),
-        "Of lines that are answered, when they are.",
+        "Tokens of answered lines, counted at the answer.",
         "short",
     ),
     Panel(
@@ -201,14 +199,14 @@ _BATCHES = (
             Query(f"sum(rbln_batch_lines_running{{{OURS}}})", "running"),
             Query(f"sum(rbln_background_parked{{{OURS}}})", "parked"),
         ),
-        "Parked ones hold their KV blocks and no row: clients have the device.",
+        "Parked lines hold KV blocks but no row, because clients use the rows.",
         "short",
     ),
     Panel(
         "Batches by status",
         "timeseries",
         (Query(f"sum by (status) (rbln_batches{{{OURS}}})", "{{status}}"),),
-        "Those that are remembered.",
+        "Stored batches.",
         "short",
         stack=True,
     ),
@@ -219,14 +217,14 @@ _BATCHES = (
             Query(f"sum(rbln_stored_bytes{{{OURS}}})", "stored"),
             Query(f"min(rbln_storage_free_bytes{{{OURS}}})", "free above the floor"),
         ),
-        "Bytes in --data-dir, and what its disk has above --min-free-bytes; below it answers wait.",
+        "Bytes in --data-dir, and free bytes above --min-free-bytes; below it answers wait.",
         "bytes",
     ),
     Panel(
         "Stored responses",
         "timeseries",
         (Query(total("rbln_stored_responses", by="status"), "{{status}}"),),
-        "Those that are kept. queued and in_progress: made in the background, or for a client.",
+        "Stored responses. queued and in_progress: in the background, or for a client.",
         stack=True,
     ),
 )
@@ -236,8 +234,7 @@ _TIERS = (
         "Requests by tier",
         "timeseries",
         (Query(rate("rbln_tier_requests_total", by="tier"), "{{tier}}"),),
-        "Finished requests by the service tier that they ran in; those that were refused before "
-        "their body was read have none.",
+        "Finished requests by service tier; requests rejected before their body is read have none.",
         "reqps",
         stack=True,
     ),
@@ -249,7 +246,7 @@ _TIERS = (
                 rate("rbln_tier_requests_total", OURS + ',tier="flex"', by="outcome"), "{{outcome}}"
             ),
         ),
-        "rejected: as many as the limit wait already; timeout: clients left no row in time.",
+        "rejected: the limit of waiting requests was reached; timeout: no row was free in time.",
         "reqps",
         stack=True,
     ),
@@ -261,7 +258,7 @@ _TIERS = (
             Query(total("rbln_admission_flex_in_flight"), "flex"),
             Query(total("rbln_admission_max_in_flight"), "limit of each"),
         ),
-        "Flex is counted apart: it has rows that would be padding, and waits for them.",
+        "Flex has a separate limit: it uses rows that would be padding, and waits for them.",
     ),
 )
 
@@ -276,7 +273,7 @@ _DRAFTS = (
         "Drafts accepted",
         "timeseries",
         (Query(ratio(_ACCEPTED, rate("rbln_draft_tokens_total", by="bucket")), "{{bucket}}"),),
-        "Share of the drafts that were checked, by bucket: requests x tokens of each.",
+        "Share of checked drafts, by bucket: requests x tokens of each.",
         "percentunit",
     ),
     Panel(
@@ -289,7 +286,7 @@ _DRAFTS = (
                 "{{bucket}}",
             ),
         ),
-        "What a request got of a step that checks drafts; 1 would be none accepted.",
+        "Tokens per request of a step with drafts; 1 means that none was accepted.",
         "short",
     ),
     Panel(
@@ -299,8 +296,7 @@ _DRAFTS = (
             Query(ratio(_GAIN, _CHECKS), "{{bucket}}"),
             Query(ratio(_EXPECTED, _CHECKS), "expected {{bucket}}"),
         ),
-        "Times as many tokens a second as without drafts: what steps gave, and what they promised "
-        "when their length was chosen.",
+        "Tokens per second relative to steps without drafts: measured, and expected in advance.",
         "short",
     ),
     Panel(
@@ -312,7 +308,7 @@ _DRAFTS = (
                 "{{phase}} {{bucket}}",
             ),
         ),
-        "A gain: verify 8x4 takes less than as many times decode 8 as a request gets tokens of it.",
+        "verify 8x4 gains if it takes less than decode 8 times its tokens per request.",
         "s",
     ),
 )
@@ -320,7 +316,7 @@ _DRAFTS = (
 FEATURES = Dashboard(
     "rbln-features",
     "rbln-serve / LoRA, structured output and batches",
-    "Adapters in their slots, grammars at the gate, lines of batches in the padding.",
+    "Adapters, grammar checks, batch lines, service tiers and drafts.",
     (
         Row("LoRA", _ADAPTERS),
         Row("Structured output", _STRUCTURED),

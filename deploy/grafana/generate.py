@@ -1,6 +1,6 @@
-"""Writes deploy/grafana/dashboards/*.json: `python -m deploy.grafana.generate [--check]`.
+"""Write deploy/grafana/dashboards/*.json: `python -m deploy.grafana.generate [--check]`.
 
-With `--check` it changes nothing and exits with 1 when a file is not what the code says.
+`--check` changes nothing and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def files() -> dict[Path, str]:
 
 
 def stale() -> list[Path]:
-    """Return the files that are missing, not what the code says, or of no dashboard."""
+    """Return the files that are missing, out of date, or of no dashboard."""
     wanted = files()
-    wrong = [path for path, text in wanted.items() if not _says(path, text)]
+    wrong = [path for path, text in wanted.items() if not _has(path, text)]
     return wrong + [path for path in sorted(FOLDER.glob("*.json")) if path not in wanted]
 
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path.write_text(wanted[path], encoding="utf-8")
         elif not check:
             path.unlink()
-        what = "stale, run `make dashboards`" if check else "written"
-        sys.stdout.write(f"{path.name}: {what if path in wanted else 'of no dashboard'}\n")
+        state = "stale, run `make dashboards`" if check else "written"
+        sys.stdout.write(f"{path.name}: {state if path in wanted else 'of no dashboard'}\n")
     return 1 if check and changed else 0
 
 
-def _says(path: Path, text: str) -> bool:
+def _has(path: Path, text: str) -> bool:
     return path.is_file() and path.read_text(encoding="utf-8") == text
 
 

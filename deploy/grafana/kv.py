@@ -1,4 +1,4 @@
-"""KV cache and prefix reuse: how full the groups are, and what prefixes saved."""
+"""Dashboard of KV cache groups and prefix reuse."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BLOCKS = (
                 "{{instance}} {{kind}} {{group}}",
             ),
         ),
-        "Share of each KV cache group. A window group is full when the batch is full: that is "
-        "its size, not a shortage.",
+        "Share of each KV cache group in use. A window group has one block per row and is full "
+        "with the batch, which is no shortage.",
         "percentunit",
         maximum=1,
     ),
@@ -32,13 +32,13 @@ _BLOCKS = (
             Query(total("rbln_kv_blocks_used", by="group, kind"), "{{kind}} {{group}} used"),
             Query(total("rbln_kv_blocks", by="group, kind"), "{{kind}} {{group}}"),
         ),
-        "Blocks that requests hold, and that they can have.",
+        "Blocks in use by requests, and their total.",
     ),
     Panel(
         "Preemptions",
         "timeseries",
         (Query(increase("vllm:num_preemptions_total", VLLM, by="instance"), "{{instance}}"),),
-        "Requests put back for want of blocks during the range shown.",
+        "Requests preempted for lack of blocks in the displayed range.",
     ),
     Panel(
         "Memory of KV caches",
@@ -65,7 +65,7 @@ _BLOCKS = (
                 "{{instance}}",
             ),
         ),
-        "Requests that found no row or no block.",
+        "Requests without a free row or block.",
     ),
 )
 
@@ -82,7 +82,7 @@ _PREFIX = (
                 "tokens found",
             ),
         ),
-        "Prompt tokens found in the cache, of those looked up.",
+        "Share of looked-up prompt tokens that the cache had.",
         "percentunit",
         maximum=1,
     ),
@@ -90,7 +90,7 @@ _PREFIX = (
         "Tokens saved by kind",
         "timeseries",
         (Query(rate("rbln_prefix_hit_tokens_total", by="kind"), "{{kind}}"),),
-        "In shared blocks, in copied heads of blocks, in models of window layers alone.",
+        "In shared blocks, in copied heads of blocks, in models with window layers only.",
         "ops",
         stack=True,
     ),
@@ -112,7 +112,7 @@ _PREFIX = (
                 buckets=True,
             ),
         ),
-        "Finished requests by the prompt tokens that had to be computed.",
+        "Finished requests by computed prompt tokens.",
     ),
     Panel(
         "Window log",
@@ -135,7 +135,7 @@ _PREFIX = (
 KV = Dashboard(
     "rbln-kv",
     "rbln-serve / KV cache and prefixes",
-    "Room for requests, and what prefix reuse saves.",
+    "Free KV blocks and savings of prefix reuse.",
     (Row("Blocks", _BLOCKS), Row("Prefixes", _PREFIX)),
     (*PLACE, MODEL),
 )

@@ -1,4 +1,4 @@
-"""The overview: what clients get, how much of it, and what is about to run short."""
+"""Dashboard of service level, traffic and saturation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ E2E = "vllm:e2e_request_latency_seconds"
 _ANSWERS = OURS + ',route=~"/v[12]/.+"'
 _LOST = SERVED + ',outcome=~"server_error|timeout"'
 
-# The choices are bounds of vLLM's histograms, as it writes them.
+# Bounds of vLLM's histograms, in vLLM's spelling.
 _OBJECTIVES = (
     Variable("ttft", "TTFT within", choices=("0.25", "0.5", "1.0", "2.5", "5.0"), default="1.0"),
     Variable("itl", "ITL within", choices=("0.025", "0.05", "0.1", "0.2"), default="0.1"),
@@ -52,13 +52,13 @@ _TILES = (
     _tile(
         "TTFT attainment",
         attained(TTFT, VLLM, "$ttft"),
-        "Requests of the range whose first token came within the objective chosen above.",
+        "Requests of the range whose first token came within the selected objective.",
         unit="percentunit",
     ),
     _tile(
         "ITL attainment",
         attained(ITL, VLLM, "$itl"),
-        "Tokens of the range that followed the one before within the objective.",
+        "Tokens of the range that followed the previous one within the objective.",
         unit="percentunit",
     ),
     _tile(
@@ -71,13 +71,13 @@ _TILES = (
         "Answered",
         f"1 - ({increase('rbln_http_requests_total', _LOST)} or vector(0)) / "
         f"({increase('rbln_http_requests_total', SERVED)} > 0)",
-        "Requests of the range that ended neither in a server error nor in a time-out.",
+        "Requests of the range that ended without a server error or time-out.",
         unit="percentunit",
     ),
     _tile(
         "Ready instances",
         f'sum(rbln_serve_phase{{{OURS},phase="ready"}})',
-        "Instances in the phase `ready`.",
+        "Instances in phase `ready`.",
     ),
     Panel(
         "Hot-path compiles",
@@ -91,13 +91,13 @@ _TILES = (
 )
 
 _LATENCY = (
-    Panel("Time to first token", "timeseries", quantiles(TTFT, VLLM), "Queueing included.", "s"),
+    Panel("Time to first token", "timeseries", quantiles(TTFT, VLLM), "Including the queue.", "s"),
     Panel(
         "Inter-token latency",
         "timeseries",
         quantiles(ITL, VLLM),
-        "Seconds between two tokens of one answer. The smallest bound is 10 ms: below it the "
-        "quantiles are interpolated from 0.",
+        "Seconds between two tokens of one answer. Below the smallest bound, 10 ms, quantiles are "
+        "interpolated from 0.",
         "s",
     ),
     Panel("End to end", "timeseries", quantiles(E2E, VLLM), "Whole requests in the engine.", "s"),
@@ -108,7 +108,7 @@ _TRAFFIC = (
         "Requests by outcome",
         "timeseries",
         (Query(rate("rbln_http_requests_total", SERVED, by="outcome"), "{{outcome}}"),),
-        "One terminal outcome a request, those refused while starting or draining included.",
+        "One outcome per request, including those rejected while starting or draining.",
         "reqps",
         stack=True,
     ),
@@ -127,7 +127,7 @@ _TRAFFIC = (
             Query(rate("vllm:prompt_tokens_cached_total", VLLM), "prompt, cached"),
             Query(rate("vllm:generation_tokens_total", VLLM), "generated"),
         ),
-        "Tokens per second that the engine took in and gave out.",
+        "Tokens per second that the engine read and generated.",
         "ops",
     ),
     Panel(
@@ -139,7 +139,7 @@ _TRAFFIC = (
                 "{{finished_reason}}",
             ),
         ),
-        "Why the engine ended requests; abort is a client that left or a deadline.",
+        "Finish reasons of the engine; abort is a disconnected client or a deadline.",
         "reqps",
         stack=True,
     ),
@@ -147,7 +147,7 @@ _TRAFFIC = (
         "Prompt lengths",
         "heatmap",
         (Query(rate("vllm:request_prompt_tokens_bucket", VLLM, by="le"), "{{le}}", buckets=True),),
-        "Finished requests by the tokens of their prompt.",
+        "Finished requests by prompt tokens.",
     ),
     Panel(
         "Answer lengths",
@@ -157,7 +157,7 @@ _TRAFFIC = (
                 rate("vllm:request_generation_tokens_bucket", VLLM, by="le"), "{{le}}", buckets=True
             ),
         ),
-        "Finished requests by the tokens of their answer.",
+        "Finished requests by answer tokens.",
     ),
 )
 
@@ -171,7 +171,7 @@ _KEYS = (
                 "{{key}} {{outcome}}",
             ),
         ),
-        "The ten busiest keys, once there are keys.",
+        "The ten busiest keys.",
         "reqps",
         width=12,
         stack=True,
@@ -198,7 +198,7 @@ _SATURATION = (
                 "waiting: {{reason}}",
             ),
         ),
-        "Requests in the engine. Waiting for capacity means that batch or KV cache are full.",
+        "Requests in the engine. Waiting for capacity means a full batch or KV cache.",
     ),
     Panel(
         "Queue time",
@@ -211,7 +211,7 @@ _SATURATION = (
         "KV cache in use",
         "timeseries",
         (Query(f"max by (instance) (vllm:kv_cache_usage_perc{{{VLLM}}})", "{{instance}}"),),
-        "Share of the paged blocks that requests hold.",
+        "Share of the paged blocks in use by requests.",
         "percentunit",
         maximum=1,
     ),
@@ -223,7 +223,7 @@ _SATURATION = (
             Query(total("rbln_admission_max_in_flight"), "limit"),
             Query(total("rbln_serve_in_flight_requests"), "HTTP requests"),
         ),
-        "Answers that run or wait, each of n and each prompt counted, and how many may.",
+        "Running and waiting answers (each of n and of several prompts counts), and their limit.",
     ),
     Panel(
         "Time limits",
@@ -232,7 +232,7 @@ _SATURATION = (
             Query(f"max(rbln_admission_max_queue_seconds{{{OURS}}})", "queue"),
             Query(f"max(rbln_admission_max_request_seconds{{{OURS}}})", "request"),
         ),
-        "Seconds that a request may wait for its turn, and may take in all; 0 is any time.",
+        "Maximum seconds of a request in the queue and in total; 0 is no limit.",
         "s",
         width=4,
     ),
@@ -240,14 +240,14 @@ _SATURATION = (
         "Queue limit",
         "stat",
         (Query(total("rbln_admission_max_queued_tokens"), "tokens"),),
-        "Prompt tokens that may wait for their prefill, all instances together; 0 is any number.",
+        "Maximum prompt tokens that wait for prefill, all instances together; 0 is no limit.",
         width=4,
     ),
     Panel(
         "Rejections",
         "timeseries",
         (Query(rate("rbln_admission_rejections_total", by="reason"), "{{reason}}"),),
-        "Requests refused for want of room, by the limit that refused them.",
+        "Requests rejected under load, by limit.",
         "reqps",
         stack=True,
     ),
@@ -255,7 +255,7 @@ _SATURATION = (
         "Preemptions",
         "timeseries",
         (Query(rate("vllm:num_preemptions_total", VLLM, by="instance"), "{{instance}}"),),
-        "Requests put back for want of KV blocks; what they had computed is computed again.",
+        "Requests preempted for lack of KV blocks; their tokens are computed again.",
         "ops",
     ),
 )
@@ -271,7 +271,7 @@ _PROCESS = (
                 "{{instance}} engine {{engine}}",
             ),
         ),
-        "Grows while there is nothing to do. Growing while requests run is a stall.",
+        "Grows while the engine is idle. Growth while requests run is a stall.",
         "s",
     ),
     Panel(
@@ -286,8 +286,8 @@ _PROCESS = (
                 for share in (0.5, 0.99)
             ),
         ),
-        "How late timers of the HTTP process are. All requests wait as long; above a tenth of a "
-        "second something blocks the process or takes its processor.",
+        "Delay of timers in the HTTP process, which all requests share. Above 0.1 s the process is "
+        "blocked or lacks CPU.",
         "s",
     ),
     Panel(
@@ -297,9 +297,8 @@ _PROCESS = (
             Query(rate("rbln_large_bodies_total", by="result"), "{{result}}"),
             *quantiles("rbln_large_body_seconds"),
         ),
-        "Bodies that were read beside the event loop by how that ended, and the seconds that it "
-        "took. timeout, crashed: the process that reads was ended and replaced; the request got "
-        "429.",
+        "Bodies read in a separate process by result, and seconds. timeout, crashed: the process "
+        "was replaced; the request got 429.",
         "short",
     ),
     Panel(
@@ -315,7 +314,7 @@ _PROCESS = (
                 "open files {{instance}}",
             ),
         ),
-        "The HTTP side alone: processor cores in use and the share of file descriptors.",
+        "The HTTP process only: processor cores in use and share of file descriptors.",
         "percentunit",
     ),
     Panel(
@@ -327,7 +326,7 @@ _PROCESS = (
                 "{{route}} stream={{stream}}",
             ),
         ),
-        "p90 of seconds from a request's head to the last byte of its answer, probes left out.",
+        "p90 of seconds from a request's head to the last byte of its answer, without probes.",
         "s",
     ),
 )

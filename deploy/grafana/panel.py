@@ -1,6 +1,6 @@
-"""What a dashboard is made of, and its JSON for Grafana 10.4 and later.
+"""Parts of a dashboard and their JSON for Grafana 10.4 and later, without any metric.
 
-Nothing here knows a metric. Panels flow from left to right through Grafana's grid of 24 columns.
+Panels flow from left to right through Grafana's grid of 24 columns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ROW_HEIGHT = 1
 class Query:
     """One PromQL expression; `legend` may hold `{{label}}`.
 
-    `buckets` says that the series are a histogram's cumulative buckets; `instant` asks for the
-    value at the end of the range only.
+    `buckets` marks series that are a histogram's cumulative buckets; `instant` queries only the
+    value at the end of the range.
     """
 
     expr: str
@@ -48,7 +48,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From `value` on (None: from the bottom on) a panel has this colour."""
+    """Colour of a panel from `value` on (None: from the minimum)."""
 
     value: float | None
     colour: str
@@ -60,7 +60,7 @@ BAD_ABOVE_ZERO = (Step(None, "green"), Step(1e-9, "red"))
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel; `unit` is Grafana's name of it, `maximum` the end of its axis."""
+    """One panel; `unit` is Grafana's unit name, `maximum` the end of the axis."""
 
     title: str
     kind: Kind
@@ -75,7 +75,7 @@ class Panel:
     decimals: int | None = None
 
     def json(self, number: int, x: int, y: int) -> Json:
-        """Return the panel with this id at this place of the grid."""
+        """Return the panel with this id and grid position."""
         return {
             "datasource": DATASOURCE,
             "description": self.description,
@@ -151,7 +151,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A choice above the dashboard: the values of `label` of `metric`, or the fixed `choices`."""
+    """A selector above the dashboard: values of the label `of` of `metric`, or fixed `choices`."""
 
     name: str
     label: str
@@ -175,7 +175,7 @@ class Variable:
             }
         query = f"label_values({self.metric}, {self.of})"
         return {
-            # A service that starts has no series of vLLM's yet: all must not mean those listed.
+            # During a start, vLLM's series are missing, so "All" must match any value.
             "allValue": ".*",
             "current": {"text": ["All"], "value": ["$__all"]},
             "datasource": DATASOURCE,
@@ -252,7 +252,7 @@ def _chosen(value: str) -> Json:
 
 
 def _placed(rows: tuple[Row, ...]) -> list[Json]:
-    """Return the rows and their panels with ids and places."""
+    """Return the rows and their panels with ids and positions."""
     placed: list[Json] = []
     y = 0
     for row in rows:

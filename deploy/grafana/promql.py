@@ -1,7 +1,7 @@
-"""The pieces of PromQL that several dashboards share.
+"""PromQL expressions that several dashboards share.
 
-`OURS` selects the server's and the engine's series, `VLLM` vLLM's own, which also have the name
-of the model. Rates look back Grafana's `$__rate_interval`, tiles over the whole range shown.
+`OURS` selects the server's and the engine's series, `VLLM` vLLM's own, which also have the model's
+name. Rates cover Grafana's `$__rate_interval`, tiles the whole displayed range.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from deploy.grafana.panel import Query, Variable
 
 OURS = 'job=~"$job",instance=~"$instance"'
 VLLM = OURS + ',model_name=~"$model"'
-# What clients ask of the engine: neither probes and scrapes, nor paths that do not exist.
+# Client requests to the engine: no probes, scrapes or unknown paths.
 SERVED = OURS + ',method="POST",route!~"/admin/.+|other"'
 RATE = "$__rate_interval"
 RANGE = "$__range"
@@ -23,12 +23,12 @@ MODEL = Variable("model", "Model", f"vllm:num_requests_running{{{OURS}}}", "mode
 
 
 def rate(metric: str, selector: str = OURS, *, by: str = "", over: str = RATE) -> str:
-    """Return the summed rate of a counter, per second; `by` lists the labels that stay."""
+    """Return the summed rate of a counter, per second; `by` lists the labels to keep."""
     return f"sum{_by(by)} (rate({metric}{{{selector}}}[{over}]))"
 
 
 def increase(metric: str, selector: str = OURS, *, by: str = "") -> str:
-    """Return how much a counter grew over the range shown."""
+    """Return the increase of a counter over the displayed range."""
     return f"sum{_by(by)} (increase({metric}{{{selector}}}[{RANGE}]))"
 
 
@@ -38,7 +38,7 @@ def total(metric: str, selector: str = OURS, *, by: str = "") -> str:
 
 
 def ratio(part: str, whole: str) -> str:
-    """Return `part / whole`, and nothing where there is nothing to divide by."""
+    """Return `part / whole`, without a value where `whole` is 0."""
     return f"{part} / ({whole} > 0)"
 
 

@@ -1,4 +1,4 @@
-"""Compile and start-up: how far a start is, what it compiled, and what the store saved."""
+"""Dashboard of start-up: progress, compilations and the artifact store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _START = (
             Query(total("rbln_serve_warmup_graphs_done", by="instance"), "{{instance}} done"),
             Query(total("rbln_serve_warmup_graphs", by="instance"), "{{instance}} of"),
         ),
-        "Graphs that start-up has compiled or loaded, and run once.",
+        "Graphs that the start-up compiled or loaded.",
         width=12,
     ),
     Panel(
@@ -77,7 +77,7 @@ _COMPILE = (
                 instant=True,
             ),
         ),
-        "Graphs of an instance, by whether they were compiled or loaded from the store.",
+        "Graphs of an instance, compiled or loaded from the store.",
     ),
     Panel(
         "Seconds a graph",
@@ -92,21 +92,21 @@ _COMPILE = (
                 instant=True,
             ),
         ),
-        "Mean since the engines started, compiled against loaded.",
+        "Mean since the engines started, compiled and loaded.",
         "s",
     ),
     Panel(
         "Compile seconds spent",
         "timeseries",
         (Query(total("rbln_compile_seconds_sum", by="kind, result"), "{{kind}} {{result}}"),),
-        "All graphs together since the engines started. Graphs compile side by side.",
+        "Sum over graphs since the engines started. Graphs compile in parallel.",
         "s",
     ),
     Panel(
         "Hot-path compiles",
         "timeseries",
         (Query(total("rbln_recompiles_after_warmup_total", by="kind"), "{{kind}}"),),
-        "Compiles after ready; each one stopped every request meanwhile. Must stay 0.",
+        "Compilations after ready; each one delayed all requests. Must stay 0.",
         steps=BAD_ABOVE_ZERO,
     ),
     Panel(
@@ -120,14 +120,14 @@ _COMPILE = (
                 "{{kind}} {{result}}",
             ),
         ),
-        "Upper bound of the bucket that holds the slowest since the engines started.",
+        "Upper bound of the slowest compilation's bucket since the engines started.",
         "s",
     ),
     Panel(
         "Device memory",
         "timeseries",
         (Query(total("rbln_device_memory_bytes", by="kind"), "{{kind}}"),),
-        "What the service itself has put on the device, all ranks together.",
+        "Device memory allocated by the service, all ranks together.",
         "bytes",
         stack=True,
     ),
@@ -168,7 +168,7 @@ _STORE = (
         "Writes",
         "timeseries",
         (Query(total("rbln_compile_cache_writes_total", by="result"), "{{result}}"),),
-        "Artifacts offered to the store. Failed ones are compiled again by the next start.",
+        "Artifacts written to the store. The next start compiles failed ones again.",
     ),
     Panel(
         "Size",
@@ -187,8 +187,8 @@ _STORE = (
         "Waits for the store's locks",
         "timeseries",
         (Query(total("rbln_compile_cache_lock_wait_seconds_sum", by="instance"), "{{instance}}"),),
-        "Seconds since the engine started that were spent waiting for another process that "
-        "compiled the same graph: better than compiling it twice.",
+        "Seconds since the engine started of waiting for another process that compiled the same "
+        "graph.",
         "s",
     ),
 )
@@ -196,7 +196,7 @@ _STORE = (
 STARTUP = Dashboard(
     "rbln-startup",
     "rbln-serve / Compile and start-up",
-    "How a start goes, and what the artifact store is worth.",
+    "Progress of starts, compilations and the artifact store.",
     (Row("Start", _START), Row("Graphs", _COMPILE), Row("Artifact store", _STORE)),
     PLACE,
 )

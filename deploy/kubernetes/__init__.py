@@ -1,1 +1,1 @@
-"""The Helm chart, and what makes its schema: `python -m deploy.kubernetes.generate`."""
+"""The Helm chart and the generator of its schema: `python -m deploy.kubernetes.generate`."""

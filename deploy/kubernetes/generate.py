@@ -1,4 +1,4 @@
-"""Writes the chart's values.schema.json: `python -m deploy.kubernetes.generate`, `make chart`."""
+"""Write the chart's values.schema.json: `python -m deploy.kubernetes.generate`, `make chart`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CHART = Path(__file__).parent / "rbln-serve"
 
 
 def render() -> str:
-    """The text of values.schema.json."""
+    """Return the text of values.schema.json."""
     return json.dumps(values_schema(), indent=1) + "\n"
 
 

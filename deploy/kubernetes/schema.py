@@ -1,4 +1,4 @@
-"""Pieces of a JSON schema, written shortly."""
+"""Abbreviations for JSON schemas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Schema = dict[str, Any]
 FLAG: Schema = {"type": "boolean"}
 TEXT: Schema = {"type": "string"}
 LABELS: Schema = {"type": "object", "additionalProperties": TEXT}
-# Kubernetes' own schema decides what may be in these.
+# Checked by Kubernetes' own schema.
 FREE: Schema = {"type": "object"}
 FREE_LIST: Schema = {"type": "array", "items": FREE}
 ABSOLUTE: Schema = {"type": "string", "pattern": "^/"}
@@ -18,7 +18,7 @@ QUANTITY: Schema = {
     "type": "string",
     "pattern": "^[0-9]+(\\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$",
 }
-# "" where it is not set; else a DNS label or subdomain.
+# "" for unset; else a DNS label or subdomain.
 NAME: Schema = {
     "type": "string",
     "maxLength": 253,
@@ -28,32 +28,32 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
 def closed(**properties: Schema) -> Schema:
-    """An object that has these members and no others; none is required."""
+    """Return the schema of an object with only these members, none of them required."""
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def whole(minimum: int = 0) -> Schema:
-    """An integer from `minimum` on."""
+    """Return the schema of an integer of at least `minimum`."""
     return {"type": "integer", "minimum": minimum}
 
 
 def one_of(*values: str) -> Schema:
-    """One of some texts."""
+    """Return the schema of one of these texts."""
     return {"enum": list(values)}
 
 
 def many(item: Schema) -> Schema:
-    """A list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": item}
 
 
 def required(schema: Schema, *names: str) -> Schema:
-    """The object with these members required."""
+    """Return the object's schema with these members required."""
     return {**schema, "required": list(names)}
 
 
 def read_only_volume(*kinds: str) -> Schema:
-    """Nothing, or one kind of volume that holds files made elsewhere."""
+    """Return the schema of no volume, or one kind of volume with existing files."""
     sources = {
         "persistentVolumeClaim": required(closed(claimName=NAME, readOnly=FLAG), "claimName"),
         "image": required(

@@ -1,4 +1,4 @@
-"""The schema of the chart's values, as strict as a value set can be checked without a cluster."""
+"""The schema of the chart's values, as strict as possible without a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deploy.kubernetes.schema import (
 )
 from server.settings import ServerSettings
 
-# Settings that other values of the chart decide.
+# Settings that follow from other values of the chart.
 OWNED = (
     *("port", "drain_timeout_s", "data_dir", "lora_root", "run_root"),
     *("api_key", "api_key_file", "admin_key", "admin_key_file"),
@@ -36,7 +36,7 @@ _RESOURCES = closed(
     requests={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
     limits={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
 )
-# Variables of ours are settings; these two are the chart's.
+# Variables of the server are `settings`; the others belong to the chart.
 _ENV: Schema = {
     "type": "object",
     "propertyNames": {
@@ -48,13 +48,13 @@ _ENV: Schema = {
 
 
 def values_schema() -> Schema:
-    """The whole schema, draft 7, which all Helm versions since 3 read."""
-    properties = {**_what(), **_how(), **_where(), **_reached(), "global": FREE}
+    """Return the whole schema in draft 7, which every Helm since version 3 supports."""
+    properties = {**_workload(), **_lifecycle(), **_placement(), **_access(), "global": FREE}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **closed(**properties)}
 
 
 def _settings() -> Schema:
-    """`settings`: from the server's own declaration."""
+    """Return the schema of `settings`, from the server's declaration."""
     declared = ServerSettings.model_json_schema()["properties"]
     return closed(
         **{
@@ -65,8 +65,8 @@ def _settings() -> Schema:
     )
 
 
-def _what() -> dict[str, Schema]:
-    """What runs."""
+def _workload() -> dict[str, Schema]:
+    """Return the values of image, model and engine."""
     return {
         "nameOverride": NAME,
         "fullnameOverride": NAME,
@@ -106,8 +106,8 @@ def _what() -> dict[str, Schema]:
     }
 
 
-def _how() -> dict[str, Schema]:
-    """How it starts and ends, and what it starts from."""
+def _lifecycle() -> dict[str, Schema]:
+    """Return the values of start, shutdown, cache and secrets."""
     return {
         "shutdown": closed(
             propagationSeconds=whole(), drainTimeoutSeconds=whole(), stopSeconds=whole(12)
@@ -154,8 +154,8 @@ def _how() -> dict[str, Schema]:
     }
 
 
-def _where() -> dict[str, Schema]:
-    """Where pods run, and with what."""
+def _placement() -> dict[str, Schema]:
+    """Return the values of devices, resources and scheduling."""
     return {
         "device": closed(
             kind=one_of("emulated", "plugin", "dra"),
@@ -210,8 +210,8 @@ def _where() -> dict[str, Schema]:
     }
 
 
-def _reached() -> dict[str, Schema]:
-    """How it is reached and watched."""
+def _access() -> dict[str, Schema]:
+    """Return the values of networking and monitoring."""
     duration: Schema = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
     monitor = closed(enabled=FLAG, labels=LABELS, interval=duration, scrapeTimeout=duration)
     parent = closed(group=TEXT, kind=TEXT, namespace=NAME, name=NAME, sectionName=TEXT, port=PORT)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# build_kernels.sh VENV: builds the kernels for this CPU where the first start looks for them, so that
-# it need not. VENV needs torch alone. Where they cannot be built, that start says why, and what runs.
+# build_kernels.sh VENV: builds this CPU's kernels into the cache for the first start. VENV needs only
+# torch. If the build fails, the first start reports the reason and the fallback.
 set -euo pipefail
 
 venv=$1

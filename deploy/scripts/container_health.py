@@ -1,9 +1,9 @@
-"""Exits with 0 while the server of this container is ready: the image's health check.
+"""Exit with 0 while the server of this container is ready: the image's health check.
 
-The server writes where it listens into its run directory; so the check follows `--port`, its
-variable, a `--config` file and TLS. Run with `python -IS`: nothing but a socket is imported.
-Variables: RBLN_SERVE_RUN_ROOT, if the server has it; HEALTH_CERTFILE, a certificate with its key
-for a server that wants one of its clients.
+The server writes its address to its run directory, so the check follows `--port`, its variable, a
+`--config` file and TLS. Run it with `python -IS`: it imports only sockets. Variables:
+RBLN_SERVE_RUN_ROOT, if the server has it; HEALTH_CERTFILE, a certificate with its key, if the
+server requires client certificates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TIMEOUT_S = 4.0
 
 
 def _newest_url() -> str:
-    """Return what the latest start wrote; those of killed servers are older. Raises OSError."""
+    """Return the address of the latest start. Raises OSError."""
     root = os.environ.get("RBLN_SERVE_RUN_ROOT") or os.environ.get("TMPDIR") or "/tmp"
     urls = [
         os.path.join(entry.path, "url")
@@ -37,7 +37,7 @@ def _connect(scheme: str, host: str, port: int) -> socket.socket:
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # The peer is this container itself; its certificate names what clients call it.
+    # The peer is this container; its certificate has the clients' name for it.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     if certificate := os.environ.get("HEALTH_CERTFILE"):
@@ -56,7 +56,7 @@ def _status(url: str) -> str:
 
 
 def main() -> int:
-    """Print what was found, for `docker inspect`; return the exit code."""
+    """Print the status for `docker inspect`; return the exit code."""
     try:
         status = _status(_newest_url())
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
 #!/bin/sh
-# The image's command: rbln-serve. Without the name of one of its commands, MODEL is served.
+# The image's command: rbln-serve. Without one of its commands as first argument, it serves MODEL.
 set -eu
 
-# Files in the volumes are for the group: the next container's user id may be another one.
+# Files in volumes are group-writable: the next container may have another user id.
 umask 0002
 case "${1:-}" in
     serve | batch | check | compile | fetch | cache | tune | --help | -h | --version) exec rbln-serve "$@" ;;

@@ -8,7 +8,7 @@ python=$("$scripts/find_python.sh")
 if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "$venv"
 else
-    # A failed download leaves no environment behind, so that the next call starts again.
+    # A failed download removes the environment, so the next call starts again.
     trap 'rm -rf "$venv"' ERR
     "$python" -m venv --without-pip "$venv"
     "$python" "$scripts/fetch_pip.py" "$venv" "$scripts/../../requirements/pip.txt"

@@ -1,9 +1,9 @@
-"""Installs pip into a virtual environment that has none: `fetch_pip.py VENV REQUIREMENTS`.
+"""Install pip into a virtual environment without pip: `fetch_pip.py VENV REQUIREMENTS`.
 
 Debian's python3.11 has no ensurepip; it is part of python3.11-venv, which only root can install.
-REQUIREMENTS pins one wheel of pip by its SHA-256. The wheel comes from the package index
-that pip itself would use ($PIP_INDEX_URL, else the Python package index), and runs only if its
-digest is the pinned one. Standard library only.
+REQUIREMENTS pins one wheel of pip by its SHA-256. The wheel comes from pip's own package index
+($PIP_INDEX_URL, else the Python package index), and runs only with the pinned digest. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INDEX = "https://pypi.org/simple"
 
 
 def read_pin(requirements: Path) -> tuple[str, str]:
-    """Return the version and the SHA-256 of pip that ``requirements`` lists."""
+    """Return pip's version and SHA-256 from ``requirements``."""
     pin = re.search(
         r"^pip==(\S+) --hash=sha256:(\w+)$", requirements.read_text("utf-8"), re.MULTILINE
     )
@@ -34,7 +34,7 @@ def read_pin(requirements: Path) -> tuple[str, str]:
 def download(index: str, version: str, digest: str) -> bytes:
     """Return pip's wheel from ``index``, a base URL of PEP 503.
 
-    Exits where the index has none of that name, or one with another SHA-256.
+    Exits if the index lacks it, or has another SHA-256.
     """
     page_url = f"{index.rstrip('/')}/pip/"
     with urllib.request.urlopen(page_url, timeout=60) as page:
@@ -57,7 +57,7 @@ def main(venv: Path, requirements: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"pip-{version}-py3-none-any.whl"
         path.write_bytes(wheel)
-        # Python runs pip out of its own wheel.
+        # Python can run pip from its wheel.
         command = [str(venv / "bin" / "python"), str(path / "pip"), "install", "--quiet"]
         subprocess.run([*command, "--no-index", "--no-deps", str(path)], check=True)
 

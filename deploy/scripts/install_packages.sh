@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install_packages.sh PACKAGE...: installs Debian packages into an image, without lists or caches left.
+# install_packages.sh PACKAGE...: installs Debian packages into an image without leaving lists or caches.
 set -euo pipefail
 
 export DEBIAN_FRONTEND=noninteractive

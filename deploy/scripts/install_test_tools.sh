@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that tests need and this machine lacks: Prometheus with promtool
+# Installs missing Debian packages for tests: Prometheus with promtool
 # (tests/operators), Chromium with its driver and curl (the console's tests) and nginx (tests/kubernetes;
-# Helm comes with requirements/dev.lock). Does nothing where all are installed. A user other than root, or a
-# machine without apt-get, gets a warning: tests/debian_tools.py then skips the tests concerned.
+# Helm comes with requirements/dev.lock). Does nothing if all are installed. A user other than root, or a
+# machine without apt-get, gets a warning: tests/debian_tools.py then skips these tests.
 set -euo pipefail
 
 declare -A package=(
@@ -18,7 +18,7 @@ declare -A package=(
 if ((EUID == 0)) && ! getent hosts localhost >/dev/null; then
   echo "127.0.0.1 localhost" >>/etc/hosts
 fi
-# Debian installs nginx where only root's PATH looks.
+# Debian's nginx is only on root's PATH.
 PATH=$PATH:/usr/sbin
 missing=()
 for tool in "${!package[@]}"; do
@@ -34,7 +34,7 @@ if ((EUID != 0)) || ! command -v apt-get >/dev/null; then
 fi
 
 export DEBIAN_FRONTEND=noninteractive
-# Debian starts services when it installs them; the tests start their own.
+# Debian starts services at installation; tests start their own.
 policy=/usr/sbin/policy-rc.d
 if [[ ! -e $policy ]]; then
   printf '#!/bin/sh\nexit 101\n' >"$policy"

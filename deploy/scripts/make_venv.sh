@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# make_venv.sh VENV FILE...: a virtual environment with exactly what the requirements files list.
+# make_venv.sh VENV FILE...: creates a virtual environment with exactly the packages of the files.
 set -euo pipefail
 
 venv=$1

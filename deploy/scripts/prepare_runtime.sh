@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# prepare_runtime.sh [ROOT]: the user of the image and the folders that a container may write to,
+# prepare_runtime.sh [ROOT]: creates the image's user and the folders that a container may write to,
 # below ROOT (default: this system).
 #
-# All of it belongs to group 0 and the group may do what the owner may, so that a container also
-# runs under a user id that nobody has heard of, as long as its group is 0.
+# All of them belong to group 0 with the owner's permissions, so a container runs under any user id
+# whose group is 0.
 set -euo pipefail
 
 root=${1:-}
@@ -14,6 +14,6 @@ fi
 for folder in home/rbln cache models adapters data; do
     mkdir -p "$root/$folder"
     chown "$user:0" "$root/$folder"
-    # Files made below belong to group 0 too, whatever the first group of their maker is.
+    # Files created below belong to group 0, too.
     chmod 2775 "$root/$folder"
 done

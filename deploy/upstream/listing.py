@@ -1,4 +1,4 @@
-"""The list of what we use of vLLM, `names.txt`, and how the installed release differs from it."""
+"""The list of used names of vLLM, `names.txt`, and its differences to the installed release."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ FILE = Path(__file__).with_name("names.txt")
 
 @dataclass(frozen=True)
 class Found:
-    """What the installed vLLM has of what we use."""
+    """The used names in the installed vLLM."""
 
     shapes: Mapping[str, str]
     """The shape of each name of the list."""
     absent: tuple[str, ...]
-    """Why an import or a replacement of ours would fail."""
+    """Imports and replacements of ours that fail, with the reason."""
     refused: tuple[str, ...]
-    """What vLLM may pass to a method of ours that does not take it."""
+    """Arguments that vLLM may pass to an override of ours that does not accept them."""
 
 
 def look_up(uses: Uses) -> Found:
-    """Look everything up. Members that vLLM does not have are taken for our own."""
+    """Look up all uses. Members that vLLM lacks count as our own."""
     shapes, absent = {}, []
     for name in sorted(uses.names):
         try:
@@ -48,20 +48,20 @@ def look_up(uses: Uses) -> Found:
 
 
 def read_list(path: Path = FILE) -> dict[str, str]:
-    """Return the shapes that were recorded."""
+    """Return the recorded shapes."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return dict(line.split(" ", 1) for line in lines if not line.startswith("#"))
 
 
 def write_list(shapes: Mapping[str, str], version: str, path: Path = FILE) -> None:
-    """Record `shapes` as what vLLM `version` has."""
-    header = f"# What we use of vLLM {version}, and what it looks like; `make names` writes it."
+    """Record `shapes` as those of vLLM `version`."""
+    header = f"# Used names of vLLM {version} and their shapes; written by `make names`."
     lines = [header, *(f"{name} {shapes[name]}" for name in sorted(shapes))]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def breaks(recorded: Mapping[str, str], found: Found) -> Iterator[tuple[str, list[str]]]:
-    """Yield kinds of differences that break us, or may, each with its lines."""
+    """Yield the kinds of differences that break this project, or may, each with its lines."""
     shapes = found.shapes
     common = sorted(recorded.keys() & shapes.keys())
     missing = {line.partition(":")[0] for line in found.absent}
@@ -70,15 +70,15 @@ def breaks(recorded: Mapping[str, str], found: Found) -> Iterator[tuple[str, lis
     yield "imports and replacements that fail", list(found.absent)
     yield "members that are gone", [f"{name} {recorded[name]}" for name in gone]
     yield (
-        "what looks different",
+        "names with another shape",
         [f"{name}: {_difference(recorded[name], shapes[name])}" for name in changed],
     )
-    yield "overrides that do not take what vLLM passes", list(found.refused)
+    yield "overrides that do not accept vLLM's arguments", list(found.refused)
     yield "not in the list", [f"{n} {shapes[n]}" for n in sorted(shapes.keys() - recorded.keys())]
 
 
 def _difference(was: str, now: str) -> str:
-    """Return what of a shape is gone and what is new; a list of parameters or of fields is long."""
+    """Return the removed and the added parts of a shape; whole lists of parameters are long."""
     parts = re.compile(r",? (?:of )?|[()]")
     before, after = ([p for p in parts.split(text) if p] for text in (was, now))
     gone = [f"-{part}" for part in before if part not in after]
@@ -100,7 +100,7 @@ def _refused(uses: Uses) -> Iterator[str]:
 
 
 def refusals(ours: inspect.Signature, theirs: inspect.Signature) -> Iterator[str]:
-    """Yield why a method would not take what is passed to another."""
+    """Yield the reasons why `ours` does not accept the arguments of `theirs`."""
     kinds = inspect.Parameter
     by_place = (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     variable = (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
@@ -113,11 +113,11 @@ def refusals(ours: inspect.Signature, theirs: inspect.Signature) -> Iterator[str
         if not named and parameter.kind is not kinds.VAR_POSITIONAL:
             yield f"takes no {parameter.name}"
         elif parameter.kind in by_place and not any_place and index >= places:
-            yield f"takes {parameter.name} by name alone"
+            yield f"takes {parameter.name} by name only"
     for parameter in taken:
         needed = parameter.kind not in variable and parameter.default is parameter.empty
         if needed and parameter.name not in theirs.parameters:
-            yield f"wants {parameter.name}, which nobody passes"
+            yield f"needs {parameter.name}, which vLLM does not pass"
 
 
 def _without_self(found: inspect.Signature) -> list[inspect.Parameter]:

@@ -1,4 +1,4 @@
-"""What another release of vLLM requires and this environment does not have."""
+"""Requirements of another release of vLLM that this environment does not meet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from packaging.requirements import Requirement
 
 
 def unmet(distribution: str) -> Iterator[str]:
-    """Yield what the release that is found first requires, and what there is instead.
+    """Yield the unmet requirements of the first release on the path, with the installed version.
 
-    Nothing for the release that is locked, the last one that is found: what it requires and does
-    not need is left out on purpose (requirements/cpu.in), and so is that of the others.
+    Yield nothing for the locked release, the last one on the path: requirements/cpu.in omits some
+    of its requirements on purpose, and these are skipped for other releases, too.
     """
     first, *others = importlib.metadata.distributions(name=distribution)
     left_out = {Requirement(line).name for other in others for line in other.requires or ()}

@@ -1,4 +1,4 @@
-"""What the installed vLLM has under a name, in a line to compare with another release's."""
+"""The shape of a name in the installed vLLM, as one line to compare with another release."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pydantic import BaseModel
 from deploy.upstream.typing_of import is_member, reads, type_of_member
 
 _MISSING = object()
-_EVERYBODYS = ("__init__", "__class__")
-# Each release has some more of these, and leaves them off.
+_ON_EVERY_CLASS = ("__init__", "__class__")
+# Each release adds settings, off by default.
 _SETTINGS = ("vllm.config.", "vllm.engine.arg_utils.")
 
 
 class AbsentError(Exception):
-    """There is nothing under a name, or nobody says of which class it is."""
+    """A name does not exist, or its type is unknown."""
 
 
 def shape(name: str) -> str:
@@ -39,7 +39,7 @@ def shape(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """Return how a list calls `name`: a member by its class alone, wherever that one lies.
+    """Return the list's form of `name`: a member by its class only, without the module.
 
     `vllm.config.VllmConfig.cache_config.block_size` is `CacheConfig.block_size`.
 
@@ -50,7 +50,7 @@ def short(name: str) -> str:
 
 
 def signature(name: str) -> inspect.Signature | None:
-    """Return what a method takes, None for what is no method. Raises `AbsentError`."""
+    """Return a method's signature, or None if `name` is no method. Raises `AbsentError`."""
     owner, member = _find(name)
     found = _value(owner, member or "")
     function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
@@ -58,22 +58,22 @@ def signature(name: str) -> inspect.Signature | None:
 
 
 def readers(name: str) -> str:
-    """Return which methods of the class read one of its attributes, and how often."""
+    """Return the methods of the class that read one of its attributes, with counts."""
     owner, member = _find(name)
     found = reads(owner, member or "")
-    told = (f"{method}:{count}" for method, count in sorted(found.items()))
-    return f" read by {' '.join(told)}" if found else ""
+    counts = (f"{method}:{count}" for method, count in sorted(found.items()))
+    return f" read by {' '.join(counts)}" if found else ""
 
 
 def _find(name: str) -> tuple[Any, str | None]:
-    """Return the module or class that has what `name` ends in, and that end."""
+    """Return the module or class that contains the last part of `name`, and that part."""
     module, rest = _module(name)
     owner: Any = module
     for index, part in enumerate(rest):
         if isinstance(owner, types.ModuleType):
             exists = hasattr(owner, part)
         else:
-            exists = part in _EVERYBODYS or is_member(owner, part)
+            exists = part in _ON_EVERY_CLASS or is_member(owner, part)
         if not exists:
             raise AbsentError(f"{owner.__name__} has no {part}")
         if index + 1 < len(rest):
@@ -85,7 +85,7 @@ def _find(name: str) -> tuple[Any, str | None]:
 
 
 def _module(name: str) -> tuple[types.ModuleType, list[str]]:
-    """Import as much of `name` as is modules; return the last of them and the rest."""
+    """Import the longest prefix of `name` that is a module; return it and the rest."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         path = ".".join(parts[:length])
@@ -122,7 +122,7 @@ def _shape(found: Any) -> str:
 
 
 def _constructor(owner: type) -> str:
-    """Return what a constructor takes; of a record, whose fields are names, only what it must."""
+    """Return a constructor's parameters; of a record, only the required ones."""
     record = bool(_fields(owner)) or issubclass(owner, BaseModel)
     return _parameters(_without_new(owner), optional=not record)
 
@@ -144,7 +144,7 @@ def _without_new(owner: type) -> Callable[..., Any]:
 
 
 def _fields(found: type) -> tuple[str, ...]:
-    """Return what a record holds: what is not looked at there may still mean something."""
+    """Return the fields of a record; unused fields may matter, too."""
     if issubclass(found, msgspec.Struct):
         return found.__struct_fields__
     if dataclasses.is_dataclass(found):
@@ -153,7 +153,7 @@ def _fields(found: type) -> tuple[str, ...]:
 
 
 def _parameters(function: Callable[..., Any], *, optional: bool = True) -> str:
-    """Return a signature without annotations and with only the plain ones of its defaults."""
+    """Return a signature without annotations; defaults that are not plain values become `...`."""
     try:
         found = inspect.signature(function)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Which attributes the instances of vLLM's classes have, and of which classes these are.
+"""Attributes of instances of vLLM's classes, and their types.
 
-Read from annotations and from what methods assign to `self`: no engine has to be made.
+Read from annotations and from assignments to `self` in methods, without an engine.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What an assignment says of a type: an annotation, and attributes from there."""
+class _TypeHint:
+    """Type information of an assignment: an annotation, and attributes from there."""
 
     annotation: str
     path: tuple[str, ...] = ()
 
 
 def is_member(owner: type, name: str) -> bool:
-    """Whether instances of `owner` have an attribute, by a class of vLLM."""
+    """Return True if a class of vLLM gives instances of `owner` this attribute."""
     return any(
         name in vars(base) or name in _annotations(base) or name in _assigned(base)
         for base in _upstream(owner)
@@ -35,20 +35,20 @@ def is_member(owner: type, name: str) -> bool:
 
 
 def type_of_member(owner: type, name: str) -> Any:
-    """Return the class of an attribute of instances of `owner`; None where nothing says it."""
+    """Return the class of an attribute of instances of `owner`, or None."""
     for base in _upstream(owner):
         found = vars(base).get(name)
         if isinstance(found, property):
             return _class_of(getattr(found.fget, "__annotations__", {}).get("return"), base)
         if name in _annotations(base):
             return _class_of(_annotations(base)[name], base)
-        if said := _assigned(base).get(name):
-            return _follow(said, base)
+        if hint := _assigned(base).get(name):
+            return _follow(hint, base)
     return None
 
 
 def reads(owner: type, name: str) -> Mapping[str, int]:
-    """Return how often each method of vLLM's classes reads an attribute of `self`."""
+    """Return the number of reads of an attribute of `self` by method of vLLM's classes."""
     found: Counter[str] = Counter()
     for base in _upstream(owner):
         for function in ast.walk(_tree(base)):
@@ -82,22 +82,22 @@ def _annotations(owner: type) -> Mapping[str, Any]:
     return found
 
 
-def _follow(said: _Said, owner: type) -> Any:
-    found = _class_of(said.annotation, owner) if said.annotation else owner
-    for name in said.path:
+def _follow(hint: _TypeHint, owner: type) -> Any:
+    found = _class_of(hint.annotation, owner) if hint.annotation else owner
+    for name in hint.path:
         found = type_of_member(found, name) if isinstance(found, type) else None
     return found
 
 
 def _class_of(annotation: Any, owner: type) -> Any:
-    """Return the class that an annotation in the module of `owner` means."""
+    """Return the class of an annotation in the module of `owner`."""
     module = sys.modules[owner.__module__]
     holder = type("Holder", (), {"__annotations__": {"it": annotation}})
     try:
-        hint = typing.get_type_hints(holder, vars(module), _Imports(module))["it"]
+        resolved = typing.get_type_hints(holder, vars(module), _Imports(module))["it"]
     except (NameError, TypeError, AttributeError, SyntaxError, ImportError):
         return None
-    alternatives = typing.get_args(hint) if _is_union(hint) else (hint,)
+    alternatives = typing.get_args(resolved) if _is_union(resolved) else (resolved,)
     classes = [one for one in alternatives if isinstance(one, type) and one is not type(None)]
     return classes[0] if classes else None
 
@@ -107,7 +107,7 @@ def _is_union(hint: Any) -> bool:
 
 
 class _Imports(dict[str, Any]):
-    """What a module imports for type checkers alone."""
+    """Names that a module imports for type checkers only."""
 
     def __init__(self, module: types.ModuleType) -> None:
         super().__init__()
@@ -132,21 +132,21 @@ def _imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
 
 
 @cache
-def _assigned(owner: type) -> dict[str, _Said | None]:
-    """Return what the methods of a class assign to `self`."""
-    found: dict[str, _Said | None] = {}
+def _assigned(owner: type) -> dict[str, _TypeHint | None]:
+    """Return the attributes that the methods of a class assign to `self`."""
+    found: dict[str, _TypeHint | None] = {}
     for function in ast.walk(_tree(owner)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             taken = {a.arg: ast.unparse(a.annotation) for a in function.args.args if a.annotation}
             for node in ast.walk(function):
-                for name, said in _said_by(node, taken):
-                    found[name] = found.get(name) or said
+                for name, hint in _hint_by(node, taken):
+                    found[name] = found.get(name) or hint
     return found
 
 
-def _said_by(node: ast.AST, taken: Mapping[str, str]) -> Iterator[tuple[str, _Said | None]]:
+def _hint_by(node: ast.AST, taken: Mapping[str, str]) -> Iterator[tuple[str, _TypeHint | None]]:
     if isinstance(node, ast.AnnAssign):
-        yield from ((name, _Said(ast.unparse(node.annotation))) for name in _own(node.target))
+        yield from ((name, _TypeHint(ast.unparse(node.annotation))) for name in _own(node.target))
     elif isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Tuple):
@@ -160,11 +160,11 @@ def _own(target: ast.expr) -> Iterator[str]:
         yield target.attr
 
 
-def _type_of_value(value: ast.expr, taken: Mapping[str, str]) -> _Said | None:
-    """Return what is said by a constructor's name, or by a parameter and attributes of it."""
+def _type_of_value(value: ast.expr, taken: Mapping[str, str]) -> _TypeHint | None:
+    """Return the hint of a constructor's name, or of a parameter and its attributes."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-        return _Said(value.func.id) if value.func.id[:1].isupper() else None
+        return _TypeHint(value.func.id) if value.func.id[:1].isupper() else None
     first, *rest = ast.unparse(value).split(".")
     if first == "self" and rest:
-        return _Said("", tuple(rest))
-    return _Said(taken[first], tuple(rest)) if first in taken else None
+        return _TypeHint("", tuple(rest))
+    return _TypeHint(taken[first], tuple(rest)) if first in taken else None

@@ -1,7 +1,7 @@
-"""Which names of vLLM our sources use, read from their syntax trees; nothing of ours is imported.
+"""Names of vLLM that the sources use, read from their syntax trees without importing them.
 
-A name is written with dots from its module on: `vllm.v1.core.sched.scheduler.Scheduler.schedule`.
-Types are followed as far as annotations, constructor calls and plain assignments say them.
+A name starts with its module: `vllm.v1.core.sched.scheduler.Scheduler.schedule`. Types are
+inferred from annotations, constructor calls and plain assignments.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pathlib import Path
 PACKAGES = ("server", "rbln_backend")
 _UPSTREAM = "vllm"
 _MODULE_PATH = re.compile(r"vllm(\.\w+)+")
-# vLLM's executors call their workers' methods by name, and the base class does not have them all.
 # Names of entry points, which are no modules.
 _GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+# vLLM's executors call methods of workers by name, and the base class lacks some.
 _SIBLINGS = {"vllm.v1.worker.worker_base.WorkerBase": "vllm.v1.worker.gpu_worker.Worker"}
 
 
 @dataclass
 class Uses:
-    """What was found."""
+    """Uses of vLLM by kind."""
 
     names: set[str] = field(default_factory=set)
-    """What is imported, or named by a string; it must exist."""
+    """Names that are imported or written as a string; they must exist."""
     members: set[str] = field(default_factory=set)
-    """What is reached through these; of a subclass of ours, also what may be its own."""
+    """Members reached through them; of our subclasses, possibly their own."""
     replaced: set[str] = field(default_factory=set)
-    """What is assigned from outside."""
+    """Members that are assigned from outside."""
     steered: set[str] = field(default_factory=set)
-    """What a subclass of ours assigns to itself: it matters where vLLM's own methods read it."""
+    """Members that our subclasses assign to `self` and vLLM's methods may read."""
     overrides: dict[tuple[str, str], inspect.Signature] = field(default_factory=dict)
-    """Of what may be a method of vLLM's, and our class: what ours takes."""
+    """Our signature by (possible method of vLLM, our class)."""
 
 
 @dataclass
@@ -44,12 +44,12 @@ class _Class:
 
     bases: list[str]
     attributes: dict[str, str] = field(default_factory=dict)
-    """What is known of the types of its instances' attributes."""
+    """Known types of its instances' attributes."""
 
 
 @dataclass
 class _Module:
-    """A module of ours: what its names mean, with dots, and its classes."""
+    """A module of ours, with the full names of its bound names."""
 
     tree: ast.Module
     name: str
@@ -57,7 +57,7 @@ class _Module:
 
 
 def find_uses(root: Path) -> Uses:
-    """Return what the packages under `root` use."""
+    """Return the uses of the packages under `root`."""
     return _Finder(
         [_read(path, root) for package in PACKAGES for path in _files(root / package)]
     ).found
@@ -91,13 +91,13 @@ class _Finder:
         self._classes: dict[str, _Class] = {}
         for module in modules:
             self._note_classes(module)
-        # One round learns the types of attributes that the next one follows.
+        # Each round uses the attribute types that the previous one found.
         known = -1
         while known != (known := self._round(modules)):
             pass
 
     def _round(self, modules: list[_Module]) -> int:
-        """Visit everything; return how much is known."""
+        """Visit all modules; return the number of known types and members."""
         for module in modules:
             self._visit(module)
         types = sum(len(known.attributes) for known in self._classes.values())
@@ -110,7 +110,7 @@ class _Finder:
                 self._classes[f"{module.name}.{node.name}"] = _Class(bases)
 
     def meaning(self, written: str, module: _Module) -> str:
-        """Return what a dotted expression means: through imports, ours of others' included."""
+        """Return the full name of a dotted expression, resolved through imports."""
         first, _, rest = written.partition(".")
         if first not in module.bound:
             return ""
@@ -118,13 +118,13 @@ class _Finder:
         return f"{target}.{rest}" if rest else target
 
     def origin(self, name: str) -> str:
-        """Return what `name` is where it was made, through modules of ours that only import it."""
+        """Return the name at its definition, through our modules that only import it."""
         owner, _, last = name.rpartition(".")
         bound = self._modules[owner].bound if owner in self._modules else {}
         return self.origin(bound[last]) if bound.get(last, name) != name else name
 
     def upstream_bases(self, name: str) -> Iterator[str]:
-        """Yield vLLM's classes over one of ours."""
+        """Yield the base classes of ours that are vLLM's."""
         for base in self._classes[name].bases:
             if base in self._classes:
                 yield from self.upstream_bases(base)
@@ -132,7 +132,7 @@ class _Finder:
                 yield base
 
     def attribute(self, class_name: str, name: str) -> str:
-        """Return the type of an attribute of our class; empty where it is not known."""
+        """Return the type of an attribute of our class, or an empty text."""
         known = self._classes[class_name]
         for base in (b for b in known.bases if b in self._classes):
             if inherited := self.attribute(base, name):
@@ -140,12 +140,12 @@ class _Finder:
         return known.attributes.get(name, "")
 
     def learn(self, class_name: str, name: str, type_name: str) -> None:
-        """Note the type of an attribute of our class."""
+        """Record the type of an attribute of our class."""
         if type_name:
             self._classes[class_name].attributes[name] = type_name
 
     def is_ours(self, name: str) -> bool:
-        """Whether `name` is a class of ours."""
+        """Return True if `name` is a class of ours."""
         return name in self._classes
 
     def _visit(self, module: _Module) -> None:
@@ -173,7 +173,7 @@ class _Finder:
 
 
 class _Scope(ast.NodeVisitor):
-    """Reads one function, or what is outside of functions, with the types of its names."""
+    """Visitor of one function, or of module level, with the types of its names."""
 
     def __init__(
         self, finder: _Finder, module: _Module, class_name: str, types: dict[str, str]
@@ -284,7 +284,7 @@ class _Scope(ast.NodeVisitor):
             self._finder.found.replaced.add(f"{owner}.{row.attr}")
 
     def _is_own(self, target: ast.expr) -> bool:
-        """Whether this is an attribute of `self`."""
+        """Return True for an attribute of `self`."""
         return (
             isinstance(target, ast.Attribute)
             and isinstance(target.value, ast.Name)
@@ -296,14 +296,14 @@ class _Scope(ast.NodeVisitor):
         return self._module.bound.get(_written(owner).partition(".")[0]) == "torch"
 
     def _annotated(self, annotation: ast.expr | None) -> str:
-        """Return the first class of vLLM's or ours that an annotation names by itself."""
+        """Return the first class of vLLM or ours that an annotation names."""
         if isinstance(annotation, ast.BinOp):
             return self._annotated(annotation.left) or self._annotated(annotation.right)
         written = _written(annotation)
         return self._finder.meaning(written, self._module) if written else ""
 
     def _type(self, value: ast.expr | None) -> str:
-        """Return what is known of the type of an expression, or what it names; else nothing."""
+        """Return the type or the full name of an expression, or an empty text."""
         if isinstance(value, ast.Name):
             if value.id in self._types:
                 return self._types[value.id]
@@ -322,7 +322,7 @@ class _Scope(ast.NodeVisitor):
         return f"{owner}.{name}" if owner else ""
 
     def _result(self, call: ast.Call) -> str:
-        """Return the type of what a constructor makes, or a class method that is named for it."""
+        """Return the type that a constructor, or a class method named `from_…`, makes."""
         if _written(call.func) == "super":
             return next(iter(self._finder.upstream_bases(self._class)), "")
         made = self._type(call.func)
@@ -333,7 +333,7 @@ class _Scope(ast.NodeVisitor):
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
-    """Return what a function takes, without its annotations; a default is only known to be one."""
+    """Return a function's signature without annotations; every default is `...`."""
     arguments = node.args
     kinds = inspect.Parameter
     made: list[inspect.Parameter] = []
@@ -354,7 +354,7 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature
 
 
 def _defined(item: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement of a class's body gives a value."""
+    """Yield the names that a statement of a class body defines."""
     if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
         yield item.name
     elif isinstance(item, ast.Assign):
@@ -364,7 +364,7 @@ def _defined(item: ast.stmt) -> Iterator[str]:
 
 
 def _written(node: ast.expr | None) -> str:
-    """Return an expression of names and dots as it is written; a subscript as what it is of."""
+    """Return a dotted expression as written, without subscripts and calls."""
     if isinstance(node, ast.Subscript):
         return _written(node.value)
     if isinstance(node, ast.Name):

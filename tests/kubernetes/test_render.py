@@ -125,7 +125,7 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
             {"cache": {"prebuild": {"npuName": "RBLN-CR13"}}},
             "cache.prebuild.npuName has no effect",
         ),
-        ({"workload": {"maxSurge": 0}}, "a roll could not begin"),
+        ({"workload": {"maxSurge": 0}}, "a rollout could not begin"),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "name the Gateway"),
         ({"gateway": {"inferencePool": {"enabled": True}}}, "the endpoint picker"),

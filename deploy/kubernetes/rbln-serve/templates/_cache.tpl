@@ -21,7 +21,7 @@
 {{- if .Values.cache.prebuild.enabled }}
 - name: wait-for-cache
   {{- include "rbln-serve.cacheContainer" . | nindent 2 }}
-  # `cache inspect` ends with 0 when everything is there and with 3 when something is not.
+  # `cache inspect` exits with 0 if the cache is complete, and with 3 if not.
   command:
     - /bin/sh
     - -c
@@ -43,12 +43,12 @@
 {{- end }}
 {{- end -}}
 
-{{/* Another command than the image's; what it writes is for the group, as what the server writes. */}}
+{{/* A command that replaces the image's; its files are group-writable, like the server's. */}}
 {{- define "rbln-serve.command" -}}
 command: [/bin/sh, -c, 'umask 0002; exec rbln-serve "$@"', rbln-serve]
 {{- end -}}
 
-{{/* They see the same device as the server: what is compiled for it is asked of it. */}}
+{{/* They get the server's device, because compiling queries it. */}}
 {{- define "rbln-serve.cacheContainer" -}}
 image: {{ include "rbln-serve.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}

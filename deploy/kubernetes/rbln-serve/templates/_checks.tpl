@@ -1,4 +1,4 @@
-{{/* Combinations that a schema cannot see, refused with what to change. */}}
+{{/* Refusals of combinations that a schema cannot express, with the fix. */}}
 {{- define "rbln-serve.checks" -}}
 {{- $v := .Values -}}
 {{- if and $v.metrics.serviceMonitor.enabled $v.metrics.podMonitor.enabled -}}
@@ -21,10 +21,10 @@
 {{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
 {{- end -}}
 {{- if and $v.data.enabled (or (ne $v.workload.kind "StatefulSet") (ne (int $v.workload.replicas) 1) (ne $v.autoscaling.kind "none")) -}}
-{{- fail "data.enabled needs workload.kind StatefulSet, workload.replicas 1 and autoscaling.kind none: a store belongs to one server, and no other knows what lies in it" -}}
+{{- fail "data.enabled needs workload.kind StatefulSet, workload.replicas 1 and autoscaling.kind none: a store belongs to one server" -}}
 {{- end -}}
 {{- if and $v.cache.import.enabled (or (not $v.cache.import.file) (not $v.cache.import.volume)) -}}
-{{- fail "cache.import needs file, the bundle's path, and volume, where it lies" -}}
+{{- fail "cache.import needs file, the bundle's path, and volume, which contains it" -}}
 {{- end -}}
 {{- if and $v.cache.prebuild.enabled (not $v.cache.persistence.enabled) -}}
 {{- fail "cache.prebuild fills a volume that pods share: set cache.persistence.enabled" -}}
@@ -36,7 +36,7 @@
 {{- fail "cache.prebuild.npuName has no effect with device.kind emulated" -}}
 {{- end -}}
 {{- if and (eq $v.workload.kind "Deployment") (eq (int $v.workload.maxSurge) 0) (eq (int $v.workload.maxUnavailable) 0) -}}
-{{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a roll could not begin" -}}
+{{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a rollout could not begin" -}}
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.hosts) -}}
 {{- fail "ingress.hosts is empty" -}}

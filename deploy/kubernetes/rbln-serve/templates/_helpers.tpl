@@ -4,7 +4,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* 50 characters leave room for the endings of what is named after it. */}}
+{{/* 50 characters leave space for the suffixes of derived names. */}}
 {{- define "rbln-serve.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
@@ -20,7 +20,7 @@ app.kubernetes.io/name: {{ include "rbln-serve.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* What serves, and no job of the same release. */}}
+{{/* Pods that serve, without jobs of the same release. */}}
 {{- define "rbln-serve.serverLabels" -}}
 {{ include "rbln-serve.selectorLabels" . }}
 app.kubernetes.io/component: server
@@ -65,7 +65,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (include "rbln-serve.fullname" .) .Values.gateway.inferencePool.name -}}
 {{- end -}}
 
-{{/* "true" where more than one replica can run. */}}
+{{/* "true" if more than one replica can run. */}}
 {{- define "rbln-serve.scaled" -}}
 {{- if and (ne .Values.workload.kind "RayCluster") (or (ne .Values.autoscaling.kind "none") (gt (int .Values.workload.replicas) 1)) -}}true{{- end -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* The pod that serves, shared by all kinds of workload. */}}
+{{/* The serving pod, shared by all kinds of workload. */}}
 
 {{- define "rbln-serve.containerSecurity" -}}
 securityContext:
@@ -9,7 +9,7 @@ securityContext:
   seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* Requests and limits with the device in them; `resources` and the root context in a dict. */}}
+{{/* Requests and limits including the device; takes a dict of `resources` and the root context. */}}
 {{- define "rbln-serve.resources" -}}
 {{- $device := .root.Values.device -}}
 {{- $resources := deepCopy .resources -}}
@@ -39,7 +39,7 @@ resources:
 {{- if $wanted -}}
 {{- $node := default (dict) $affinity.nodeAffinity -}}
 {{- $required := default (dict) $node.requiredDuringSchedulingIgnoredDuringExecution -}}
-{{- /* Terms are alternatives, expressions of one term hold together: ours go into each of theirs. */ -}}
+{{- /* Terms are alternatives, and a term's expressions must all hold: ours are added to each term. */ -}}
 {{- $terms := list -}}
 {{- range default (list (dict)) $required.nodeSelectorTerms -}}
 {{- $terms = append $terms (merge (dict "matchExpressions" (concat $wanted (default (list) .matchExpressions))) .) -}}
@@ -54,11 +54,11 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* Where pods may run and as whom: of servers and of the pre-build job. */}}
+{{/* Placement and user of server pods and of the pre-build job. */}}
 {{- define "rbln-serve.placement" -}}
 serviceAccountName: {{ include "rbln-serve.serviceAccountName" . }}
 automountServiceAccountToken: false
-# A Service called rbln-serve would put RBLN_SERVE_PORT and the like into the environment.
+# A Service named rbln-serve would set RBLN_SERVE_PORT and the like.
 enableServiceLinks: false
 securityContext:
   {{- toYaml .Values.podSecurityContext | nindent 2 }}
@@ -90,7 +90,7 @@ resourceClaims:
 {{- end }}
 {{- end -}}
 
-{{/* The server's container. `command` is only given by RayCluster; else it is the image's. */}}
+{{/* The server's container. Only RayCluster passes `command`; else the image's applies. */}}
 {{- define "rbln-serve.serverContainer" -}}
 name: server
 image: {{ include "rbln-serve.image" . }}
@@ -141,7 +141,7 @@ topologySpreadConstraints:
       matchLabels:
         {{- include "rbln-serve.serverLabels" . | nindent 8 }}
     {{- if eq .Values.workload.kind "Deployment" }}
-    # During a roll the new pods are spread among themselves.
+    # During a rollout only the new pods count.
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}

@@ -1,6 +1,6 @@
-{{/* Command line and environment of the server. Settings are variables, so that none shows as a flag. */}}
+{{/* Command line and environment of the server. Settings are variables, so none appears as a flag. */}}
 
-{{/* The model and what changes graphs: the same for serving, compiling and asking the cache. */}}
+{{/* The model and the flags that change graphs: equal for serving, compiling and inspecting. */}}
 {{- define "rbln-serve.modelArgs" -}}
 - {{ .Values.model.path | quote }}
 {{- if .Values.model.servedNames }}
@@ -27,7 +27,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Of every container that runs the image. */}}
+{{/* Environment of every container that runs the image. */}}
 {{- define "rbln-serve.engineEnv" -}}
 - {name: VLLM_CACHE_ROOT, value: /cache}
 - {name: VLLM_RBLN_DEVICE, value: {{ ternary "emulated" "rebel" (eq .Values.device.kind "emulated") }}}
@@ -62,7 +62,7 @@
 - {name: RBLN_SERVE_SSL_KEYFILE, value: /etc/rbln-serve/tls/tls.key}
 - {name: RBLN_SERVE_ENABLE_SSL_REFRESH, value: "true"}
 {{- end }}
-{{- /* toJson: numbers come as floats, which would print as 4.194304e+06. */}}
+{{- /* toJson: Helm's numbers are floats, which would print as 4.194304e+06. */}}
 {{- range $name, $value := .Values.settings }}
 - name: RBLN_SERVE_{{ upper $name }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}

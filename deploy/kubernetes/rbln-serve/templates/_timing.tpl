@@ -1,22 +1,22 @@
-{{/* Times that follow from values, in whole seconds. tests/kubernetes holds them against a real process. */}}
+{{/* Times derived from values, in whole seconds. tests/kubernetes compares them with a real process. */}}
 
-{{/* From the pod's end being decided to its last second. */}}
+{{/* From the decision to end a pod to its last second. */}}
 {{- define "rbln-serve.gracePeriod" -}}
 {{- add (int .Values.shutdown.propagationSeconds) (int .Values.shutdown.drainTimeoutSeconds) (int .Values.shutdown.stopSeconds) -}}
 {{- end -}}
 
-{{/* How often a probe of `period` seconds may fail within `budget` seconds; rounded up. */}}
+{{/* Failures of a probe of `period` seconds within `budget` seconds, rounded up. */}}
 {{- define "rbln-serve.failures" -}}
 {{- div (sub (add (int .budget) (int .period)) 1) (int .period) | max 1 -}}
 {{- end -}}
 
-{{/* What init containers may take. */}}
+{{/* Time limit of the init containers. */}}
 {{- define "rbln-serve.initSeconds" -}}
 {{- $cache := .Values.cache -}}
 {{- add (ternary (int $cache.import.seconds) 0 $cache.import.enabled) (ternary (int $cache.prebuild.waitSeconds) 0 $cache.prebuild.enabled) -}}
 {{- end -}}
 
-{{/* A roll that makes no progress for longer than any pod may take to become ready has failed. */}}
+{{/* A rollout without progress for longer than a pod's maximum start has failed. */}}
 {{- define "rbln-serve.progressDeadline" -}}
 {{- add (int .Values.workload.pullSeconds) (include "rbln-serve.initSeconds" . | int) (int .Values.probes.startup.budgetSeconds) (int .Values.workload.minReadySeconds) -}}
 {{- end -}}

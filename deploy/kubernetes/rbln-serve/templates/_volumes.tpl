@@ -1,4 +1,4 @@
-{{/* What is mounted where. /tmp and /dev/shm are the only places to write besides the cache and adapters. */}}
+{{/* Volumes and mounts. Only /tmp, /dev/shm, the cache and adapters are writable. */}}
 
 {{- define "rbln-serve.volumes" -}}
 - name: tmp
@@ -23,7 +23,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Of servers alone: a job needs no secrets. */}}
+{{/* For servers only: a job needs no secrets. */}}
 {{- define "rbln-serve.serverVolumes" -}}
 {{ include "rbln-serve.volumes" . }}
 {{- if .Values.cache.import.enabled }}
@@ -44,7 +44,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Of every container that runs the image: those of the cache and the model. */}}
+{{/* For every container that runs the image: cache and model. */}}
 {{- define "rbln-serve.commonMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
@@ -66,7 +66,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Whole directories, never a subPath: only those follow a Secret's change. */}}
+{{/* Whole directories, never a subPath: only they follow changes of a Secret. */}}
 {{- define "rbln-serve.secretMounts" -}}
 {{- if .Values.auth.apiKeys.secretName }}
 - {name: api-keys, mountPath: /etc/rbln-serve/api-keys, readOnly: true}
