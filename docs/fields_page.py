@@ -1,4 +1,4 @@
-"""What docs/http_api.md says of the APIs' fields: a table for each, rows of one treatment."""
+"""Tables of the APIs' fields for docs/http_api.md: one per API, one row per rule and reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _order(group: tuple[tuple[FieldAction, str, str], list[str]]) -> int:
 
 
 def _exception(row: FieldRule) -> str:
-    """Say which values pass without a word, or to which items a row is narrowed."""
+    """Return the values that pass, or the items to which a row applies."""
     if row.when:
         return f"; where it is `{json.dumps(dict(row.when))}`"
     if row.only:

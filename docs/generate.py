@@ -198,8 +198,8 @@ def observability_page() -> str:
         *TRACES,
         _table(SPAN_HEADER, span_rows()),
         "## Alerts",
-        "critical pages, warning is looked at on the same day, info is a hint. Each name leads to "
-        "its runbook; the expressions are in `deploy/prometheus/alerts.yml`.",
+        "critical pages, warning needs attention on the same day, info is a hint. Each name links "
+        "to its runbook; the expressions are in `deploy/prometheus/alerts.yml`.",
         _table(ALERT_HEADER, alert_rows()),
         "## Dashboards",
         *parts,

@@ -1,4 +1,4 @@
-"""Compares every model family with transformers, and writes docs/models.json and docs/models.md.
+"""Compare every model family with transformers; write docs/models.json and docs/models.md.
 
     python docs/models.py                  # all families; hours on two cores, minutes each
     python docs/models.py llama gemma2     # these; the results of the others stay
@@ -30,7 +30,7 @@ from benchmarks.runner.machine import describe_machine
 from tests.checkpoint_families import FAMILIES, SIZES
 
 NUM_TOKENS = 64
-# Prompts end at four windows; this stands for the window of a family that has none.
+# Prompts end at four windows; this replaces the window of a family without one.
 USUAL_WINDOW = 48
 BLOCK_SIZE = 32
 _RESULT = "RESULT"
@@ -72,7 +72,7 @@ def _measure_all(names: Sequence[str], threads: int) -> int:
         seconds = time.monotonic() - started
         sys.stdout.write(f"[{index}/{len(names)}] {name}: {_summary(result)} ({seconds:.0f} s)\n")
         sys.stdout.flush()
-        # After every family, so that an interrupted run loses one.
+        # After every family, so an interrupted run loses only one.
         ordered = {known: results[known] for known in FAMILIES if known in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         page = DOCS / "models.md"
@@ -81,7 +81,7 @@ def _measure_all(names: Sequence[str], threads: int) -> int:
 
 
 def _in_a_process(name: str, threads: int) -> dict[str, Any]:
-    # The engine core runs in the measuring process itself, which can then look inside.
+    # The engine core runs in the measuring process, which can then inspect it.
     settings = ["VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_PLUGINS=rbln", "HF_HUB_OFFLINE=1"]
     script = [sys.executable, __file__, "--measure", name, "--threads", str(threads)]
     done = subprocess.run(
@@ -116,7 +116,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
 
     checkpoint = CheckpointCache(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")(name)
     prompts = _prompts(checkpoint)
-    # Before the engine: vLLM wraps the classes of transformers that it runs itself.
+    # Before the engine, because vLLM wraps the transformers classes that it runs.
     expected = {part: _references(checkpoint, batch) for part, batch in prompts.items()}
     with tempfile.TemporaryDirectory(prefix="rbln-models-") as folder:
         llm = _engine(checkpoint, Path(folder), threads)
@@ -124,7 +124,7 @@ def measure(name: str, threads: int) -> dict[str, Any]:
             "alone": [_generate(llm, [prompt])[0] for prompt in prompts["alone"]],
             "batch": _generate(llm, prompts["batch"]),
         }
-        # What is to be hit is computed just before: the log of window layers is finite.
+        # The prefix is computed just before, because the log of window layers is finite.
         _generate(llm, [prompt[:-3] for prompt in prompts["prefix hits"]], max_tokens=1)
         outputs["prefix hits"] = _generate(llm, prompts["prefix hits"])
         kv_caches = _kv_caches(llm)
@@ -145,7 +145,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
 
 
 def _prompts(checkpoint: Path) -> dict[str, list[list[int]]]:
-    """By part of the comparison, prompts of mixed lengths; those that hit need a block or more."""
+    """Return prompts of mixed lengths by part of the comparison; hits need at least a block."""
     rng = random.Random(64)
     window = _read(checkpoint).get("sliding_window") or USUAL_WINDOW
     lengths = [1, 5, window - 1, window, window + 1, 2 * window, 4 * window]
@@ -175,7 +175,7 @@ def _engine(checkpoint: Path, folder: Path, threads: int) -> Any:
     rbln = {
         "cache_root": str(folder),
         "num_threads": threads,
-        # A chunk shorter and one longer than every window; a batch of one and of more.
+        # Chunks shorter and longer than every window; a batch of one and of more.
         "prefill_chunk_buckets": [16, 64],
         "decode_batch_bucket_strategy": "manual",
         "decode_batch_bucket_manual_buckets": [1, 4],
@@ -210,7 +210,7 @@ def _kv_caches(llm: Any) -> list[str]:
 
 
 def _compare(outputs: list[Any], expected: list[Any]) -> dict[str, Any]:
-    """Tokens and log-probabilities against the reference, up to the first token that differs."""
+    """Compare tokens and log-probabilities with the reference up to the first different token."""
     deltas: list[float] = []
     equal = equal_tokens = 0
     for output, reference in zip(outputs, expected, strict=True):
@@ -237,7 +237,7 @@ def _common_length(left: list[int], right: list[int]) -> int:
 
 
 def _particular(name: str) -> str:
-    """What the family's configuration has besides sizes, in a few words."""
+    """Return the features of the family's configuration besides sizes, in a few words."""
     words = []
     for field, value in FAMILIES[name].fields.items():
         if field in SIZES or field == "layer_types" or value is ... or value is None:

@@ -1,4 +1,4 @@
-"""The page of model families, from what docs/models.py measured and what the backend refuses."""
+"""Tables of model families, from the results of docs/models.py and the backend's refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_results() -> dict[str, Any]:
 
 
 def family_rows(results: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    """Return a row of the table for every family that was run."""
+    """Return a row of the table for every measured family."""
     for name, result in results.items():
         if "error" in result:
             yield name, *[""] * (len(HEADER) - 2), f"did not run: {result['error']}"
@@ -59,7 +59,7 @@ def _equal(part: Mapping[str, Any]) -> str:
 
 
 def conditions(results: Mapping[str, Any]) -> list[str]:
-    """Return one line for each set of versions and machine that results come from."""
+    """Return one line for each set of versions and machine of the results."""
     groups: dict[str, list[str]] = {}
     for name, result in results.items():
         versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
@@ -71,6 +71,6 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
 
 
 def refusal_rows() -> Iterable[Sequence[str]]:
-    """Return a row for everything that the backend refuses."""
+    """Return a row for each refusal of the backend."""
     for feature in FEATURES:
         yield feature.name, feature.known_from, feature.why, feature.instead

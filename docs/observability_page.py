@@ -14,73 +14,71 @@ from server.observability.genai import OPERATIONS
 
 _ALERTS = Path(__file__).resolve().parents[1] / "deploy" / "prometheus" / "alerts.yml"
 _LABEL = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
-ALERT_HEADER = ("Alert", "Severity", "After", "Says")
+ALERT_HEADER = ("Alert", "Severity", "After", "Summary")
 PANEL_HEADER = ("Panel", "Shows")
 SPAN_HEADER = ("Attribute", "Value")
 
 TRACES = (
-    "`--otlp-traces-endpoint URL` sends OpenTelemetry spans, for a first look to a Jaeger on the "
-    "same host:",
+    "`--otlp-traces-endpoint URL` sends OpenTelemetry spans, for example to a Jaeger on the same "
+    "host:",
     """\
 ```sh no-run: needs Prometheus and Docker
 docker run -d -p 4317:4317 -p 16686:16686 jaegertracing/jaeger:2.1.0    # its page: port 16686
 rbln-serve serve MODEL --otlp-traces-endpoint http://localhost:4317
 ```""",
-    "**Request spans** (`SERVER`). Each request to a route that needs the engine has one, below "
-    "the span that its header `traceparent` names. Its name is `{operation} {model}`, such as "
-    "`chat default-model`; a request that is refused before its model is known is named after the "
-    "operation alone, a route that does not run the model after method and route "
-    "(`POST /tokenize`). It ends after the last byte of the answer, and also where the client "
-    "leaves, a deadline passes, or admission or a check refuses the request. Lines of batches and "
-    "background responses have spans of kind `INTERNAL` in traces of their own, without `http.*` "
-    "and `url.*`. Requests that come before the service is ready have none, nor have probes, "
-    "`/metrics`, the console and routes of stored files, batches and responses.",
-    "**Engine spans** (`llm_request`, `INTERNAL`). One for each sequence that the engine worked on "
-    "for the request, below its span: two for `n: 2`. Aborted sequences have one, the self-test at "
-    "the start has none. `gen_ai.latency.*` are seconds, by vLLM's names; a stage that was not "
-    "reached is absent.",
+    "**Request spans** (`SERVER`). Each request to a route that needs the engine has one, as a "
+    "child of its header `traceparent`. Its name is `{operation} {model}`, such as "
+    "`chat default-model`; `{operation}` if the request is refused before its model is known; "
+    "method and route if the route does not run the model (`POST /tokenize`). It ends after the "
+    "last byte of the answer, or when the client disconnects, a deadline passes, or the request is "
+    "refused. Batch lines and background responses have spans of kind `INTERNAL` in separate "
+    "traces, without `http.*` and `url.*`. There are none for requests before the service is "
+    "ready, probes, `/metrics`, the console and routes of stored files, batches and responses.",
+    "**Engine spans** (`llm_request`, `INTERNAL`). One for each sequence of the request in the "
+    "engine, as its child: two for `n: 2`. Aborted sequences have one, the self-test at the start "
+    "has none. `gen_ai.latency.*` are seconds, by vLLM's names; stages that were not reached are "
+    "absent.",
     "**Names** are those of OpenTelemetry's semantic conventions for HTTP and generative AI "
     "(schema URL `https://opentelemetry.io/schemas/1.41.1`; scope `rbln_serve` with the server's "
-    "version). No attribute holds text of prompts, answers, tools or stop sequences. Texts of "
-    "clients are cut after 256 characters.",
-    "**Status.** `Error` where the server is the reason: a status of 500 or more, deadlines, and "
-    "streams that fail after their head was sent. Refused requests (4xx) and those that their "
-    "client left are not errors of the server: their status is unset, and `error.type` says why.",
-    "`OTEL_SERVICE_NAME` (`rbln-serve` unless set) and the other variables of OpenTelemetry's SDK "
-    "apply, the sampler's too; `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` chooses `grpc` or "
+    "version). No attribute holds text of prompts, answers, tools or stop sequences. Client texts "
+    "are truncated after 256 characters.",
+    "**Status.** `Error` for server errors: a status of 500 or more, deadlines, and streams that "
+    "fail after their head. The status of refused (4xx) and aborted requests is unset, and "
+    "`error.type` has the reason.",
+    "`OTEL_SERVICE_NAME` (default `rbln-serve`) and the other variables of OpenTelemetry's SDK "
+    "apply, including the sampler's; `OTEL_EXPORTER_OTLP_TRACES_PROTOCOL` selects `grpc` or "
     "`http/protobuf`. Without the flag nothing of OpenTelemetry is imported.",
 )
 _SPAN_ROWS = (
     ("gen_ai.operation.name", "{operations}"),
     ("gen_ai.provider.name", "`rbln_serve`"),
-    ("gen_ai.request.model", "The model that the request names, also an unknown one."),
+    ("gen_ai.request.model", "The requested model, also an unknown one."),
     (
         "gen_ai.request.*",
         "`max_tokens`, `temperature`, `top_p`, `top_k`, `seed`, `frequency_penalty`, "
-        "`presence_penalty`, `choice.count` (above 1), `stream` and `encoding_formats`, where the "
+        "`presence_penalty`, `choice.count` (above 1), `stream` and `encoding_formats`, if the "
         "request has them; also `gen_ai.embeddings.dimension.count`.",
     ),
     ("gen_ai.response.model", "The served model or adapter that answers."),
     ("gen_ai.response.id", "The id of the answer."),
     (
         "gen_ai.response.finish_reasons",
-        "By the API's own words, one for each choice. Of engine spans: `stop`, `length`, `abort` "
-        "or `error`.",
+        "The API's values, one per choice. Of engine spans: `stop`, `length`, `abort` or `error`.",
     ),
     (
         "gen_ai.usage.*",
         "`input_tokens`, `output_tokens` and `cache_read.input_tokens` (prompt tokens found in the "
-        "prefix cache): what the engine has worked on, also for an answer that was cut off. Absent "
-        "where the engine got no request.",
+        "prefix cache): processed tokens, also of an aborted answer. Absent if the engine got no "
+        "request.",
     ),
-    ("error.type", "The error's `code`; `aborted` where the client left."),
+    ("error.type", "The error's `code`; `aborted` if the client disconnected."),
     (
         "http.*, url.*, network.protocol.version",
-        "`http.request.method`, `http.route`, `http.response.status_code` (499: the client left "
-        "before the head of the answer), `http.request.header.x-request-id`, `url.path` (never the "
-        "query) and `url.scheme`.",
+        "`http.request.method`, `http.route`, `http.response.status_code` (499: the client "
+        "disconnected before the answer's head), `http.request.header.x-request-id`, `url.path` "
+        "(never the query) and `url.scheme`.",
     ),
-    ("server.address, server.port", "By the request's header `Host`."),
+    ("server.address, server.port", "From the request's header `Host`."),
     ("user_agent.original", "The request's header `User-Agent`."),
     ("rbln_serve.outcome", "The outcome, as in the metrics."),
     ("rbln_serve.key", "The name of the API key."),
@@ -97,22 +95,21 @@ docker run -p 3000:3000 \\
 PARAGRAPHS = (
     "`deploy/prometheus` holds a scrape configuration, recording rules and alerts, "
     "`deploy/grafana` dashboards as code, their JSON and its provisioning (Grafana 10.4 or later). "
-    "What the metrics mean is in [metrics](metrics.md).",
-    "The job must be called `rbln-serve`. A service with keys wants one for `/metrics` as well "
-    "(`credentials_file`), unless it runs with `--open-metrics`. The dashboards read metrics "
-    "alone; the alerts need `rules.yml` too. Dashboards have variables for the data source, job, "
-    "instance and, where vLLM's metrics are shown, the model; the overview one more for each "
-    "objective, whose choices are bounds of vLLM's histograms.",
-    "**Devices.** The vendor's `rbln-metrics-exporter` (with `PROMETHEUS_METRIC_NAMES=true`) knows "
-    "devices and no models. The dashboard joins it with the service: on `namespace` and `pod` "
-    "where the exporter names a pod, else on `hostname`, which the scrape configuration puts on "
-    "the service. Without a pod all devices of the host are shown, whoever uses them. Its job "
-    "needs `honor_labels: true`. No NPU was at hand: a stand-in with the documented metrics and "
-    "labels took the exporter's place in tests and pictures.",
+    "The metrics are described in [metrics](metrics.md).",
+    "The job must be called `rbln-serve`. A service with keys needs one for `/metrics`, too "
+    "(`credentials_file`), unless it runs with `--open-metrics`. Dashboards read metrics only; "
+    "alerts also need `rules.yml`. Dashboards have variables for the data source, job, instance "
+    "and, with vLLM's metrics, the model. The overview has one per objective, with the bounds of "
+    "vLLM's histograms.",
+    "**Devices.** The vendor's `rbln-metrics-exporter` (with `PROMETHEUS_METRIC_NAMES=true`) "
+    "reports devices without models. The dashboard joins it with the service on `namespace` and "
+    "`pod`, else on `hostname`, which the scrape configuration adds to the service. Without a pod "
+    "all devices of the host are shown. Its job needs `honor_labels: true`. No NPU was available: "
+    "tests and pictures use a stand-in with the documented metrics and labels.",
     "**Tested.** `tests/operators` starts a real Prometheus over a real server under mixed load "
-    "and evaluates every expression of dashboards, rules, alerts and runbooks: each parses, names "
-    "only metrics and labels that exist, and every panel returns data, but for those that a table "
-    "of the test excuses with a reason. Every alert fires and stays silent in a scenario of "
+    "and evaluates every expression of dashboards, rules, alerts and runbooks: each parses, uses "
+    "only existing metrics and labels, and every panel returns data, except those with a reason in "
+    "a table of the test. Every alert fires and stays silent in a scenario of "
     "`tests/operators/alerts.test.yml`; some fire live. The dashboards were not viewed in a "
     "running Grafana.",
     "**Pictures.** The pictures below are no screenshots: matplotlib drew them (see "

@@ -1,8 +1,8 @@
-"""Draws docs/images/rbln-*.png: the dashboards, filled by a live server under load.
+"""Draw docs/images/rbln-*.png: the dashboards with data of a live server under load.
 
 `python docs/pictures.py` starts the scene of tests/operators (a tiny model with LoRA on the
 emulated device, a stand-in of the vendor's exporter, a real Prometheus), loads it for a minute
-and draws what every panel's own queries return.
+and draws the results of every panel's queries.
 """
 
 from __future__ import annotations

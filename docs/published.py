@@ -1,8 +1,8 @@
-"""Asks `rbln-serve check` of published models, and writes docs/published.json and docs/models.md.
+"""Run `rbln-serve check` on published models; write docs/published.json and docs/models.md.
 
     python docs/published.py            # all of docs/published_configs.json, a few minutes
     python docs/published.py Qwen/Qwen3-8B ...
-    python docs/published.py --check    # writes nothing; 1 if a verdict is another than before
+    python docs/published.py --check    # writes nothing; 1 if a result differs from the stored one
 
 Each `config.json` has what its model's public page says and matters here. There are no weights, and
 the tokenizer is the tests' own, of which the verdict knows no more than that it loads. What would
@@ -32,7 +32,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "rb
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask, write and print what changed; return 1 where that was not to be."""
+    """Check, write and print the differences; return 1 for differences with `--check`."""
     models = json.loads(CONFIGS.read_text(encoding="utf-8"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return a verdict for each model, as it is stored."""
+    """Return the result of each model in its stored form."""
     with tempfile.TemporaryDirectory(prefix="rbln-published-") as root:
         environ = child_environ(settings=False, **_QUIET, VLLM_CACHE_ROOT=root)
         with closing(WarmProcess(environ)) as cli:

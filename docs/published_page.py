@@ -1,4 +1,4 @@
-"""The table of published models, from what docs/published.py was told of them."""
+"""The table of published models, from the results of docs/published.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_verdicts() -> dict[str, Any]:
 
 
 def published_rows() -> Iterable[Sequence[str]]:
-    """Return a row of the table for every model, those that run first."""
+    """Return a row of the table for every model; models that run come first."""
     verdicts = load_verdicts()
     for name, verdict in sorted(verdicts.items(), key=lambda item: "reason" in item[1]):
         if "reason" in verdict:
@@ -42,7 +42,7 @@ def _size(num_bytes: int) -> str:
 
 
 def published_summary() -> str:
-    """Return one sentence with the numbers."""
+    """Return one sentence with the counts."""
     verdicts = load_verdicts()
     runs = sum("reason" not in verdict for verdict in verdicts.values())
     return f"{runs} of {len(verdicts)} run."

@@ -17,7 +17,7 @@ DEFAULT_MODEL = "build/default-model"
 
 
 def main() -> None:
-    """Decode batches of several sizes and tell which bucket each of them ran in."""
+    """Decode batches of several sizes and print the bucket of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     args = parser.parse_args()

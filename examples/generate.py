@@ -11,7 +11,7 @@ PROMPTS = ["What are you?", "Name three colours.", "What is 12 + 30?"]
 
 
 def main() -> None:
-    """Ask all prompts at once and print the answers."""
+    """Generate for all prompts at once and print the answers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--max-tokens", type=int, default=48)

@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 
 
 def main() -> None:
-    """Ask the model and every adapter the same, in one batch."""
+    """Run the prompt on the model and every adapter, in one batch."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("adapters", nargs="+", type=Path, metavar="adapter", help="a PEFT folder")

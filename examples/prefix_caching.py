@@ -1,4 +1,4 @@
-"""A long prompt that many requests share is computed once; the others copy its KV cache."""
+"""Compute a shared prefix once; later requests reuse its KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUESTIONS = ["When does it open?", "May I eat here?", "How many books may I borr
 
 
 def main() -> None:
-    """Ask about the same text again and again, and tell how much of each prompt was reused."""
+    """Send questions about the same text and print the reused tokens of each prompt."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     args = parser.parse_args()

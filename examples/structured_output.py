@@ -1,4 +1,4 @@
-"""Answers that cannot be anything but what was asked for: a schema, a pattern, a choice."""
+"""Constrained answers: a JSON schema, a regular expression, a choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTIONS = {
 
 
 def main() -> None:
-    """Ask all questions in one batch; each has a grammar of its own."""
+    """Run all questions in one batch, each with its own grammar."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     args = parser.parse_args()

@@ -53,16 +53,15 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_compile_seconds",
         "histogram",
-        "Seconds to compile a graph or load it from the store, "
-        "by kind (prefill, decode, verify, logits, pooling) and result (compiled, loaded). Each "
-        "rank compiles its own.",
+        "Seconds to compile a graph or load it from the store, by kind (prefill, decode, verify, "
+        "logits, pooling) and result (compiled, loaded). Each rank counts its own.",
         ("kind", "result"),
         _COMPILE_BUCKETS,
     ),
     MetricDecl(
         "rbln_graphs",
         "gauge",
-        "Graphs in memory, by kind and by whether they were compiled or loaded.",
+        "Graphs in memory, by kind and result (compiled, loaded).",
         ("kind", "result"),
         across_ranks="max",
     ),
@@ -75,7 +74,7 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_compile_cache_writes_total",
         "counter",
-        "Artifacts offered to the store, by result (stored, failed, read_only).",
+        "Writes of artifacts to the store, by result (stored, failed, read_only).",
         ("result",),
     ),
     MetricDecl("rbln_compile_cache_size_bytes", "gauge", "Bytes of all artifacts in the store."),
@@ -90,21 +89,21 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_recompiles_after_warmup_total",
         "counter",
-        "Hot-path compiles: shapes that a step needed and warm-up had left out. Must stay 0. Each "
-        "rank counts its own.",
+        "Hot-path compiles: shapes that a step needed and warm-up did not compile. Must stay 0. "
+        "Each rank counts its own.",
         ("kind",),
     ),
     MetricDecl(
         "rbln_bucket_steps_total",
         "counter",
         "Steps run, by phase (prefill, decode, verify, pooling) and bucket (tokens of a chunk, "
-        "rows of a batch); one of an engine, however many ranks it has.",
+        "rows of a batch); counted once per engine, for any number of ranks.",
         ("phase", "bucket"),
     ),
     MetricDecl(
         "rbln_bucket_step_seconds",
         "histogram",
-        "Seconds of one step on the device, by phase and bucket; of several ranks the first's.",
+        "Seconds of one step on the device, by phase and bucket; of the first rank.",
         ("phase", "bucket"),
         _STEP_BUCKETS,
     ),
@@ -135,64 +134,65 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_prefix_hit_tokens_total",
         "counter",
-        "Tokens not computed thanks to the prefix cache: in shared blocks (block), in copied heads "
-        "of blocks (sub_block), in models of window layers only (window).",
+        "Tokens found in the prefix cache: in shared blocks (block), in copied heads of blocks "
+        "(sub_block), in models with window layers only (window).",
         ("kind",),
     ),
     MetricDecl(
         "rbln_draft_tokens_total",
         "counter",
-        "Drafted tokens that steps checked, by bucket (requests x tokens of each).",
+        "Draft tokens that steps checked, by bucket (requests x tokens of each).",
         ("bucket",),
     ),
     MetricDecl(
         "rbln_draft_accepted_tokens_total",
         "counter",
-        "Drafted tokens that became part of an answer, by bucket.",
+        "Accepted draft tokens, by bucket.",
         ("bucket",),
     ),
     MetricDecl(
         "rbln_draft_expected_gain_total",
         "counter",
-        "How many times as many tokens a second steps that check drafts promised as steps without "
-        "when their length was chosen, summed over steps, by bucket.",
+        "Sum over steps with drafts of their expected tokens per second relative to a step "
+        "without, by bucket.",
         ("bucket",),
     ),
     MetricDecl(
         "rbln_draft_gain_total",
         "counter",
-        "How many times as many tokens a second they gave, summed over steps, by bucket.",
+        "Sum over steps with drafts of their measured tokens per second relative to a step "
+        "without, by bucket.",
         ("bucket",),
     ),
     MetricDecl(
         "rbln_background_rows_total",
         "counter",
-        "Rows of decode steps that the background had: tokens of its answers in padding of the "
-        "foreground's bucket (padding), tokens of its prompts there (prompt), or steps of its own "
-        "(alone).",
+        "Rows of decode steps with background requests: answer tokens in padding of the "
+        "foreground's bucket (padding), prompt tokens there (prompt), or steps without a "
+        "foreground (alone).",
         ("kind",),
     ),
     MetricDecl(
         "rbln_background_parked",
         "gauge",
-        "Requests of the background that hold their KV blocks and no row.",
+        "Background requests that hold KV blocks but no row.",
     ),
     MetricDecl(
         "rbln_background_preemptions_total",
         "counter",
-        "Requests of the background that lost their KV blocks to the foreground.",
+        "Background requests that lost their KV blocks to the foreground.",
     ),
     MetricDecl(
         "rbln_kv_blocks",
         "gauge",
-        "KV blocks that requests can have, by KV cache group and its kind (paged, window).",
+        "KV blocks for requests, by KV cache group and its kind (paged, window).",
         ("group", "kind"),
         across_ranks="sum",
     ),
     MetricDecl(
         "rbln_kv_blocks_used",
         "gauge",
-        "KV blocks that requests hold, by KV cache group and its kind (paged, window).",
+        "KV blocks in use by requests, by KV cache group and its kind (paged, window).",
         ("group", "kind"),
         across_ranks="sum",
     ),
@@ -213,36 +213,36 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_startup_phase_seconds",
         "gauge",
-        "Seconds that a start-up phase took (init, load, compile, warmup), slowest rank.",
+        "Seconds of a start-up phase (init, load, compile, warmup), slowest rank.",
         ("phase",),
         across_ranks="max",
     ),
     MetricDecl(
         "rbln_engine_last_step_timestamp_seconds",
         "gauge",
-        "Unix time at which the latest step of an engine ended; before the first step, at which "
-        "it became ready.",
+        "Unix time of the end of an engine's latest step; before the first step, of its ready "
+        "state.",
         ("engine",),
         across_ranks="max",
     ),
     MetricDecl(
         "rbln_grammar_mask_seconds",
         "histogram",
-        "Seconds of a step that grammars took, by part: fill (find the tokens that they allow) "
-        "and apply (mask the logits).",
+        "Seconds of a step spent on grammars, by part: fill (compute the allowed tokens) and apply "
+        "(mask the logits).",
         ("part",),
         _MASK_BUCKETS,
     ),
     MetricDecl(
         "rbln_lora_slots",
         "gauge",
-        "LoRA adapters that an engine can hold at once.",
+        "LoRA adapter slots of an engine.",
         across_ranks="max",
     ),
     MetricDecl(
         "rbln_lora_slots_used",
         "gauge",
-        "LoRA adapters that an engine holds; of several engines the most.",
+        "LoRA adapter slots in use; the maximum over engines.",
         across_ranks="max",
     ),
     MetricDecl(
@@ -277,7 +277,7 @@ class MetricsBoard:
             self._sinks[stem] = Sink(path)
 
     def only_if(self, counts: bool) -> MetricsBoard:
-        """Return this board, or one that nobody reads: where another rank counts the same."""
+        """Return this board, or an unread one if another rank counts the same value."""
         return self if counts else MetricsBoard(None, 0)
 
     def counter(self, name: str, **labels: object) -> CounterHandle:

@@ -1,4 +1,4 @@
-"""A worker whose attention is wrong in one layer: what a faulty kernel looks like from outside."""
+"""A worker with a wrong attention scale in one layer, as a faulty kernel would give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BROKEN_LAYER = "model.layers.1"
 
 
 class BrokenWorker(ProbeWorker):
-    """Scores of the layer are half again as large as they should be."""
+    """Multiply the layer's scores by 1.5."""
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

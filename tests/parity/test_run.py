@@ -1,4 +1,4 @@
-"""`rbln-parity` as its users run it: real sides in processes of their own."""
+"""Tests of `rbln-parity` from its command line, with real sides in their processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_rbln_path_agrees_with_the_cpu_backend(
 def test_data_parallel_ranks_agree_with_the_cpu_backend(
     family: str, more: list[str], checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
-    """Five prompts on two ranks, two at a time: one rank has less to do at the end."""
+    """Five prompts on two ranks, two at a time, so one rank has fewer at the end."""
     model = ["--model", str(checkpoints(family, dtype="float32")), "--num-prompts", "5"]
     ranks = ["--dp", "2", "--batch", "2", "--dtype", "float32", *more]
     file = tmp_path / "r.json"
@@ -96,7 +96,7 @@ def test_both_sides_use_an_adapter(checkpoints: CheckpointCache, tmp_path: Path)
 
 @pytest.mark.wide
 def test_packed_weights_agree_with_the_cpu_backend_s(tmp_path: Path) -> None:
-    """In bfloat16, which is all that its kernels know, and by the limits of the command line."""
+    """Use bfloat16, the only dtype of its kernels, and the limits of the command line."""
     recipe = Recipe(bits=4, group_size=64)
     checkpoint = make_quantized_checkpoint("llama", tmp_path / "model", recipe)
     model = ["--model", str(checkpoint), "--num-prompts", "2", "--dtype", "bfloat16"]
@@ -159,7 +159,7 @@ def test_a_reference_is_computed_once_with_use_cache(
 def test_a_side_that_cannot_run_is_status_3_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This one ends before it has imported what would run the model."""
+    """The side exits before it imports the model's library."""
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     model = ["--model", str(tmp_path), "--num-hidden-layers", "1"]
     assert main([*model, "--reference", "transformers"]) == 3
