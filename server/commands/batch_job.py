@@ -19,10 +19,10 @@ from server.errors import describe
 from server.storage.batches.batch import LineError
 from server.storage.batches.bodies import ENDPOINTS
 from server.storage.batches.input_lines import InputLine, LineRules, duplicate_id, read_lines
+from server.storage.jobs import BATCHES
 
 _POLL_S = 0.2
 _SHOWN_ERRORS = 20
-_OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class JobError(Exception):
@@ -45,7 +45,7 @@ class BatchJob:
             await self._until_ready()
             batch = await self._begin()
             line = ProgressLine("batch")
-            while batch["status"] in _OPEN:
+            while batch["status"] in BATCHES.open_statuses:
                 _show_progress(batch, line)
                 await asyncio.sleep(_POLL_S)
                 batch = await self._get(f"/v1/batches/{batch['id']}")
@@ -69,7 +69,7 @@ class BatchJob:
         batches = (await self._get("/v1/batches"))["data"]
         for batch in batches:
             if (batch["metadata"] or {}).get("content") == name and batch["status"] in (
-                *_OPEN,
+                *BATCHES.open_statuses,
                 "completed",
             ):
                 return dict(batch)

@@ -11,11 +11,6 @@ MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
-BATCH_STATUSES = (
-    *("validating", "in_progress", "finalizing", "cancelling"),
-    *("completed", "failed", "expired", "cancelled"),
-)
-RESPONSE_STATUSES = ("queued", "in_progress", "completed", "incomplete", "failed", "cancelled")
 LINE_RESULTS = ("completed", "failed")
 LINE_TOKENS = ("prompt", "completion")
 
@@ -24,233 +19,187 @@ CONNECTION_ENDS = (
     *("header_timeout", "invalid_http", "websocket_unsupported", "unread_body", "write_timeout"),
 )
 
+
+def _counter(name: str, about: str, labels: str = "") -> MetricDecl:
+    return MetricDecl(name, "counter", about, tuple(labels.split()))
+
+
+def _gauge(name: str, about: str, labels: str = "") -> MetricDecl:
+    return MetricDecl(name, "gauge", about, tuple(labels.split()))
+
+
+def _histogram(name: str, about: str, buckets: tuple[float, ...], labels: str = "") -> MetricDecl:
+    return MetricDecl(name, "histogram", about, tuple(labels.split()), buckets)
+
+
 SERVER_METRICS: tuple[MetricDecl, ...] = (
-    MetricDecl(
+    _gauge(
         "rbln_serve_build_info",
-        "gauge",
         "Always 1; the labels are the versions of the components.",
-        ("version", "vllm", "torch", "python", "platform"),
+        "version vllm torch python platform",
     ),
-    MetricDecl(
-        "rbln_serve_phase",
-        "gauge",
-        "1 for the current phase of the service, 0 for the others.",
-        ("phase",),
+    _gauge(
+        "rbln_serve_phase", "1 for the current phase of the service, 0 for the others.", "phase"
     ),
-    MetricDecl(
-        "rbln_serve_startup_seconds",
-        "gauge",
-        "Seconds from process start to ready; 0 until then.",
-    ),
-    MetricDecl(
-        "rbln_serve_warmup_graphs", "gauge", "Graphs that warm-up compiles or loads, and runs."
-    ),
-    MetricDecl("rbln_serve_warmup_graphs_done", "gauge", "Graphs whose warm-up is complete."),
-    MetricDecl(
-        "rbln_serve_in_flight_requests",
-        "gauge",
-        "Admitted requests whose response is not complete.",
-    ),
-    MetricDecl(
+    _gauge("rbln_serve_startup_seconds", "Seconds from process start to ready; 0 until then."),
+    _gauge("rbln_serve_warmup_graphs", "Graphs that warm-up compiles or loads, and runs."),
+    _gauge("rbln_serve_warmup_graphs_done", "Graphs whose warm-up is complete."),
+    _gauge("rbln_serve_in_flight_requests", "Admitted requests whose response is not complete."),
+    _counter(
         "rbln_http_requests_total",
-        "counter",
         f"Finished HTTP requests; outcome is one of {', '.join(OUTCOMES)}.",
-        ("route", "method", "code", "outcome"),
+        "route method code outcome",
     ),
-    MetricDecl(
+    _histogram(
         "rbln_http_request_seconds",
-        "histogram",
         "Seconds from a request's head to the last byte of its response.",
-        ("route", "stream"),
         (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0),
+        "route stream",
     ),
-    MetricDecl("rbln_http_connections", "gauge", "Open client connections."),
-    MetricDecl("rbln_batches", "gauge", "Stored batches by status.", ("status",)),
-    MetricDecl("rbln_stored_responses", "gauge", "Stored responses by status.", ("status",)),
-    MetricDecl(
+    _gauge("rbln_http_connections", "Open client connections."),
+    _gauge("rbln_batches", "Stored batches by status.", "status"),
+    _gauge("rbln_stored_responses", "Stored responses by status.", "status"),
+    _counter(
         "rbln_batch_lines_total",
-        "counter",
         "Answered batch lines: with status 200 (completed) or another (failed).",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _counter(
         "rbln_batch_tokens_total",
-        "counter",
         "Tokens of answered batch lines by kind: prompt or completion.",
-        ("kind",),
+        "kind",
     ),
-    MetricDecl(
-        "rbln_batch_lines_to_do", "gauge", "Unanswered batch lines, including running ones."
+    _gauge("rbln_batch_lines_to_do", "Unanswered batch lines, including running ones."),
+    _gauge("rbln_batch_lines_running", "Batch lines that run in the engine."),
+    _gauge("rbln_stored_files", "Files in --data-dir."),
+    _gauge("rbln_stored_bytes", "Bytes of files in --data-dir."),
+    _gauge(
+        "rbln_storage_free_bytes", "Free bytes on the disk of --data-dir above --min-free-bytes."
     ),
-    MetricDecl("rbln_batch_lines_running", "gauge", "Batch lines that run in the engine."),
-    MetricDecl("rbln_stored_files", "gauge", "Files in --data-dir."),
-    MetricDecl("rbln_stored_bytes", "gauge", "Bytes of files in --data-dir."),
-    MetricDecl(
-        "rbln_storage_free_bytes",
-        "gauge",
-        "Free bytes on the disk of --data-dir above --min-free-bytes.",
+    _gauge(
+        "rbln_storage_full", "1 while batch lines or their answers wait for disk space or quota."
     ),
-    MetricDecl(
-        "rbln_storage_full",
-        "gauge",
-        "1 while batch lines or their answers wait for disk space or quota.",
-    ),
-    MetricDecl(
+    _counter(
         "rbln_http_connection_refusals_total",
-        "counter",
         "Client connections refused or closed by a limit; reason is one of "
         f"{', '.join(CONNECTION_ENDS)}.",
-        ("reason",),
+        "reason",
     ),
-    MetricDecl(
+    _counter(
         "rbln_key_requests_total",
-        "counter",
         "Finished requests by name of the API key; outcome as in rbln_http_requests_total.",
-        ("key", "outcome"),
+        "key outcome",
     ),
-    MetricDecl(
+    _counter(
         "rbln_tier_requests_total",
-        "counter",
         "Finished client requests by service tier; outcome as in rbln_http_requests_total.",
-        ("tier", "outcome"),
+        "tier outcome",
     ),
-    MetricDecl(
+    _counter(
         "rbln_key_tokens_total",
-        "counter",
         "Tokens processed for an API key, including aborted requests; kind is prompt or "
         "completion.",
-        ("key", "kind"),
+        "key kind",
     ),
-    MetricDecl(
+    _counter(
         "rbln_admission_rejections_total",
-        "counter",
         f"Rejected requests; reason is one of {', '.join(REJECTIONS)}.",
-        ("reason",),
+        "reason",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_in_flight",
-        "gauge",
         "Running and waiting sequences, counting each of `n` and each prompt.",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_flex_in_flight",
-        "gauge",
         "Sequences of the service tier flex, which rbln_admission_in_flight does not count.",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_max_in_flight",
-        "gauge",
         "Limit of rbln_admission_in_flight; 0 until the engine is ready.",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_max_queued_tokens",
-        "gauge",
         "Limit of prompt tokens that wait for prefill; 0: no limit.",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_max_queue_seconds",
-        "gauge",
         "Limit of a request's queue time in seconds; 0: no limit.",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_admission_max_request_seconds",
-        "gauge",
         "Limit of a request's total time in seconds; 0: no limit.",
     ),
-    MetricDecl(
+    _counter(
         "rbln_grammar_checks_total",
-        "counter",
         f"Checked grammars of requests; result is one of {', '.join(GRAMMAR_RESULTS)}.",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _histogram(
         "rbln_grammar_compile_seconds",
-        "histogram",
         "Seconds for compiling a new grammar.",
-        (),
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     ),
-    MetricDecl(
+    _counter(
         "rbln_structured_output_requests_total",
-        "counter",
         f"Finished requests with a constrained answer; kind is one of {', '.join(GUIDES)} (tool "
         "parameters), outcome as in rbln_http_requests_total.",
-        ("kind", "outcome"),
+        "kind outcome",
     ),
-    MetricDecl(
-        "rbln_lora_adapters",
-        "gauge",
-        "LoRA adapters by state: loading, ready, draining or failed.",
-        ("state",),
+    _gauge(
+        "rbln_lora_adapters", "LoRA adapters by state: loading, ready, draining or failed.", "state"
     ),
-    MetricDecl(
+    _counter(
         "rbln_lora_loads_total",
-        "counter",
         "Loads of LoRA adapters over HTTP; result is ok, refused (invalid request) or failed.",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _histogram(
         "rbln_lora_load_seconds",
-        "histogram",
         "Seconds from the request for a LoRA adapter until it is ready.",
-        (),
         (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0),
     ),
-    MetricDecl(
+    _gauge(
         "rbln_lora_adapter_info",
-        "gauge",
         "Always 1: a LoRA adapter with its state and its slot (empty without one); at most "
         f"{MAX_ADAPTERS_SHOWN}.",
-        ("adapter", "state", "slot"),
+        "adapter state slot",
     ),
-    MetricDecl(
+    _counter(
         "rbln_large_bodies_total",
-        "counter",
         "Request bodies parsed in a worker process; result is one of "
         f"{', '.join(READING_RESULTS)}.",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _histogram(
         "rbln_large_body_seconds",
-        "histogram",
         "Seconds from a large body's last byte until it was parsed or rejected, including the "
         "wait for a worker process.",
-        (),
         (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     ),
-    MetricDecl(
+    _histogram(
         "rbln_serve_event_loop_lag_seconds",
-        "histogram",
         "Seconds by which a timer of the HTTP process was late, sampled four times a second; every "
         "request is delayed as long.",
-        (),
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     ),
-    MetricDecl(
+    _gauge(
         "rbln_bucket_suggested",
-        "gauge",
         "1 for each size that the tuner suggests for the recorded steps, across restarts; 0 for a "
         "compiled size that it would remove. Absent while nothing is recorded.",
-        ("phase", "bucket"),
+        "phase bucket",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_bucket_suggested_saving_ratio",
-        "gauge",
         "Predicted share of step time that the suggested sizes would have saved.",
-        ("phase",),
+        "phase",
     ),
-    MetricDecl(
+    _gauge(
         "rbln_bucket_suggested_padding_ratio",
-        "gauge",
         "Share of padding in the computed work (current), and with the suggested sizes.",
-        ("phase", "sizes"),
+        "phase sizes",
     ),
-    MetricDecl(
-        "rbln_bucket_recorded_steps",
-        "gauge",
-        "Recorded steps behind the suggestion.",
-        ("phase",),
-    ),
+    _gauge("rbln_bucket_recorded_steps", "Recorded steps behind the suggestion.", "phase"),
 )
 
 # The values that the only label of a counter can have.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from server.observability.traffic import NO_TRAFFIC, Traffic
+from server.observability.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class History:
         total = await asyncio.to_thread(self._read)
         now = time.monotonic()
         # Counters begin at 0: the first sample covers the time since the last call.
-        latest, self._latest = self._latest, (now, total or NO_TRAFFIC)
+        latest, self._latest = self._latest, (now, total or Traffic())
         if latest is None or total is None:
             return
         began, before = latest

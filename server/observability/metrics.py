@@ -30,12 +30,10 @@ from server.host.job_counts import JobCounts
 from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
-    BATCH_STATUSES,
     CLOSED_LABELS,
     CONNECTION_ENDS,
     MAX_ADAPTERS_SHOWN,
     OUTCOMES,
-    RESPONSE_STATUSES,
     SERVER_METRICS,
 )
 from server.settings import ServerSettings
@@ -185,8 +183,8 @@ class ServerMetrics:
 
         `lines` are counts by result, `tokens` by kind.
         """
-        for status in BATCH_STATUSES:
-            self._gauges["rbln_batches"].labels(status).set(statuses.get(status, 0))
+        for status, count in statuses.items():
+            self._gauges["rbln_batches"].labels(status).set(count)
         for name, value in values.items():
             self._gauges[name].set(value)
         for result, count in lines.items():
@@ -196,8 +194,7 @@ class ServerMetrics:
 
     def observe_responses(self, statuses: Mapping[str, int]) -> None:
         """Publish stored responses by status."""
-        for status in RESPONSE_STATUSES:
-            count = statuses.get(status, 0)
+        for status, count in statuses.items():
             self._gauges["rbln_stored_responses"].labels(status).set(count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
@@ -220,17 +217,17 @@ class ServerMetrics:
 
     def observe_reading(self, counts: JobCounts) -> None:
         """Add the large bodies since the last call."""
-        for result, count in counts.results.items():
-            self._counters["rbln_large_bodies_total"].labels(result).inc(count)
-        for seconds in counts.seconds:
-            self._histograms["rbln_large_body_seconds"].observe(seconds)
+        self._add_jobs(counts, "rbln_large_bodies_total", "rbln_large_body_seconds")
 
     def observe_grammars(self, counts: JobCounts) -> None:
         """Add the grammar checks since the last call."""
+        self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
+
+    def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():
-            self._counters["rbln_grammar_checks_total"].labels(result).inc(count)
+            self._counters[total].labels(result).inc(count)
         for seconds in counts.seconds:
-            self._histograms["rbln_grammar_compile_seconds"].observe(seconds)
+            self._histograms[duration].observe(seconds)
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""

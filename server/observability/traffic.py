@@ -43,24 +43,13 @@ class PaddedWork:
 class Traffic:
     """Counters since the start and current gauges, summed over all engines."""
 
-    output_tokens: int
-    prompt_tokens: int
-    running: int
-    waiting: int
-    kv_cache_usage: float
-    decode: PaddedWork
-    prefill: PaddedWork
-
-
-NO_TRAFFIC = Traffic(
-    output_tokens=0,
-    prompt_tokens=0,
-    running=0,
-    waiting=0,
-    kv_cache_usage=0.0,
-    decode=PaddedWork(0, 0),
-    prefill=PaddedWork(0, 0),
-)
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    decode: PaddedWork = PaddedWork(0, 0)
+    prefill: PaddedWork = PaddedWork(0, 0)
 
 
 def read_traffic(board_dir: Path) -> Traffic | None:

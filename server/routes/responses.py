@@ -24,8 +24,9 @@ from server.http.openapi import DescribedRoute, failing
 from server.http.streaming import HeldStream, SseResponse
 from server.request.body import JSON_TYPE
 from server.request.record import record_of
-from server.routes.files import owner_of, page_of
-from server.storage.responses.input_items import page_of_items, page_text
+from server.routes.files import listed, owner_of, page_of
+from server.storage.raw_json import object_of
+from server.storage.responses.input_items import page_of_items
 from server.storage.responses.service import ResponseService
 from server.wire.endpoint import JsonObject
 
@@ -105,7 +106,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         page = page_of(limit, _MAX_LIMIT, after, order)
         response = await kept.get(owner_of(request), response_id, with_input=True)
         items, more = page_of_items(response, page)
-        return Response(page_text(items, has_more=more), media_type=JSON_TYPE)
+        return Response(object_of(listed(items, has_more=more)), media_type=JSON_TYPE)
 
     return router
 

@@ -16,20 +16,25 @@ _FAILED_TURN_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class JobTable:
-    """A table with columns `id`, `owner` and `status`, and the statuses of its open rows."""
+    """A table with columns `id`, `owner` and `status`; the statuses of open and of ended rows."""
 
     name: str
     open_statuses: tuple[str, ...]
+    ended_statuses: tuple[str, ...]
 
     @property
     def is_open(self) -> str:
         """SQL condition for open rows, equal to that of the table's partial index."""
         return f"status IN ({', '.join(repr(status) for status in self.open_statuses)})"
 
+    def no_rows(self) -> dict[str, int]:
+        """Return 0 for each status."""
+        return dict.fromkeys((*self.open_statuses, *self.ended_statuses), 0)
+
     def count_by_status(self, db: sqlite3.Connection) -> dict[str, int]:
-        """Return the number of rows for each status that occurs."""
+        """Return the number of rows for each status."""
         query = f"SELECT status, count(*) FROM {self.name} GROUP BY status"
-        return dict(db.execute(query).fetchall())
+        return self.no_rows() | dict(db.execute(query).fetchall())
 
     def count_open(self, db: sqlite3.Connection, owner: str | None = None) -> int:
         """Return the number of open rows of `owner`, or of all owners."""
@@ -40,8 +45,16 @@ class JobTable:
         return int(count)
 
 
-BATCHES = JobTable("batches", ("validating", "in_progress", "finalizing", "cancelling"))
-RESPONSES = JobTable("responses", ("queued", "in_progress"))
+BATCHES = JobTable(
+    "batches",
+    ("validating", "in_progress", "finalizing", "cancelling"),
+    ("completed", "failed", "expired", "cancelled"),
+)
+RESPONSES = JobTable(
+    "responses",
+    ("queued", "in_progress"),
+    ("completed", "incomplete", "failed", "cancelled"),
+)
 
 
 class JobLoop:

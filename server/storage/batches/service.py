@@ -42,7 +42,7 @@ _EXPIRE_EVERY = 12
 class StorageSnapshot:
     """Stored objects at the last refresh."""
 
-    batches: dict[str, int] = field(default_factory=dict)
+    batches: dict[str, int] = field(default_factory=BATCHES.no_rows)
     lines_to_do: int = 0
     files: int = 0
     stored_bytes: int = 0

@@ -8,7 +8,7 @@ from msgspec import Raw
 
 from server.errors import NotFoundError, describe
 from server.storage.files import Page
-from server.storage.raw_json import all_fields_of, decode, fields_of, object_of, string_of
+from server.storage.raw_json import all_fields_of, decode, fields_of, string_of
 from server.storage.responses.response import Response
 
 _MESSAGE = "message"
@@ -67,16 +67,3 @@ def _text_part(fields: dict[str, Any], content: Raw) -> dict[str, Any]:
     if string_of(bytes(fields.get("role", b"null"))) == "assistant":
         return {"type": "output_text", "text": content, "annotations": []}
     return {"type": "input_text", "text": content}
-
-
-def page_text(items: list[dict[str, Any]], *, has_more: bool) -> bytes:
-    """Return the JSON text of a page."""
-    return object_of(
-        {
-            "object": "list",
-            "data": items,
-            "first_id": items[0]["id"] if items else None,
-            "last_id": items[-1]["id"] if items else None,
-            "has_more": has_more,
-        }
-    )

@@ -47,7 +47,7 @@ class ResponseService:
         self._max_conversation_bytes = settings.max_conversation_bytes
         self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
         self._runner = ResponseRunner(store.database, lifecycle, admission)
-        self._counts: Mapping[str, int] = {}
+        self._counts: Mapping[str, int] = RESPONSES.no_rows()
 
     @property
     def statuses(self) -> Mapping[str, int]:

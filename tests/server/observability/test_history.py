@@ -7,12 +7,12 @@ import dataclasses
 
 from server.host.tasks import background_task
 from server.observability.history import KEPT, History
-from server.observability.traffic import NO_TRAFFIC, PaddedWork, Traffic
+from server.observability.traffic import PaddedWork, Traffic
 
 
 async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() -> None:
     before = dataclasses.replace(
-        NO_TRAFFIC, output_tokens=100, prompt_tokens=7, decode=PaddedWork(30, 10)
+        Traffic(), output_tokens=100, prompt_tokens=7, decode=PaddedWork(30, 10)
     )
     now = Traffic(
         output_tokens=160,
@@ -37,7 +37,7 @@ async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() 
 
 
 async def test_the_first_sample_has_what_ran_since_the_engine_was_there() -> None:
-    first = dataclasses.replace(NO_TRAFFIC, output_tokens=8)
+    first = dataclasses.replace(Traffic(), output_tokens=8)
     totals = iter([None, None, first])
     history = History(lambda: next(totals))
     for _ in range(3):
@@ -46,7 +46,7 @@ async def test_the_first_sample_has_what_ran_since_the_engine_was_there() -> Non
 
 
 async def test_the_latest_samples_are_kept_and_found_by_number() -> None:
-    history = History(lambda: NO_TRAFFIC)
+    history = History(Traffic)
     for _ in range(KEPT + 4):
         await history.take()
     kept = [sample.number for sample in history.after(0)]
@@ -64,7 +64,7 @@ async def test_a_reading_that_fails_leaves_out_one_sample() -> None:
         tokens = next(given, 12)
         if tokens is None:
             raise FileNotFoundError("counter_9.db")
-        return dataclasses.replace(NO_TRAFFIC, output_tokens=tokens)
+        return dataclasses.replace(Traffic(), output_tokens=tokens)
 
     history = History(read)
     async with background_task(history.follow(0.001)), asyncio.timeout(10):
