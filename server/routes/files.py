@@ -30,7 +30,8 @@ from server.request.record import record_of
 from server.settings import ServerSettings
 from server.storage.batches.bodies import LONGEST_S, SHORTEST_S
 from server.storage.batches.service import BatchService
-from server.storage.files import INPUT, FileObject, Page
+from server.storage.files import INPUT, FileObject
+from server.storage.rows import Page
 from server.storage.upload import Upload
 
 _MAX_LIMIT = 10_000

@@ -6,22 +6,22 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NotRequired, Protocol
+from typing import BinaryIO, Literal, NotRequired, Protocol
 
 from typing_extensions import TypedDict
 
-from server.errors import BodyTooLargeError, NotFoundError, describe
+from server.errors import BodyTooLargeError
 from server.host.tasks import run_to_completion
 from server.storage.disk_errors import disk_errors
 from server.storage.quotas import Reservation, usage_of
+from server.storage.rows import Page, find_row, new_id, page_of_rows
 from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class FileObject(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """Row of the table of files; `owner` is defined in `server.storage.owners`."""
+    """Row of the table of files, in the order of its columns; see `server.storage.owners`."""
 
     id: str
     owner: str
@@ -70,15 +70,6 @@ class StoredFile:
         if self.expires_at is not None:
             shown["expires_at"] = self.expires_at
         return shown
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Limit, start and order of a page of a list."""
-
-    limit: int
-    after: str | None = None
-    newest_first: bool = True
 
 
 FieldCheck = Callable[[dict[str, str]], tuple[str, int | None]]
@@ -250,72 +241,24 @@ class FileStore:
         return [row[0] for row in rows.fetchall()]
 
 
-def new_id(prefix: str) -> str:
-    """Return a random id of 128 bits."""
-    return prefix + secrets.token_hex(16)
-
-
 def insert(connection: sqlite3.Connection, file: StoredFile) -> None:
     """Insert the row of a file, unless it exists."""
-    connection.execute(
-        "INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            *(file.id, file.owner, file.purpose, file.name),
-            *(file.bytes, file.created_at, file.expires_at),
-        ),
-    )
+    connection.execute("INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(file))
 
 
-def find(connection: sqlite3.Connection, owner: str, file_id: str) -> StoredFile:
-    """Return a file of an owner. Raises `NotFoundError`."""
-    row = connection.execute(
-        "SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)
-    ).fetchone()
-    if row is None:
-        raise NotFoundError(f"There is no file {describe(file_id)}.", param="file_id")
-    return StoredFile(**dict(row))
-
-
-def paged(
-    connection: sqlite3.Connection,
-    table: str,
-    owner: str,
-    page: Page,
-    conditions: Sequence[tuple[str, Any]],
-) -> tuple[list[sqlite3.Row], bool]:
-    """Return a page of an owner's rows, and whether more follow. Raises `NotFoundError`.
-
-    `conditions` are columns or SQL expressions with the values that they must have.
-    """
-    order, sign = ("DESC", "<") if page.newest_first else ("ASC", ">")
-    clauses, values = ["owner = ?"], [owner]
-    for column, value in conditions:
-        clauses.append(f"{column} = ?")
-        values.append(value)
-    if page.after is not None:
-        at = connection.execute(
-            f"SELECT created_at FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
-        ).fetchone()
-        if at is None:
-            raise NotFoundError(
-                f"'after' is {describe(page.after)}, which is not there.", param="after"
-            )
-        clauses.append(f"(created_at, id) {sign} (?, ?)")
-        values += [at[0], page.after]
-    rows = connection.execute(
-        f"SELECT * FROM {table} WHERE {' AND '.join(clauses)} "
-        f"ORDER BY created_at {order}, id {order} LIMIT ?",
-        (*values, page.limit + 1),
-    ).fetchall()
-    return rows[: page.limit], len(rows) > page.limit
+def find(
+    connection: sqlite3.Connection, owner: str, file_id: str, param: str = "file_id"
+) -> StoredFile:
+    """Return a file of an owner. Raises `NotFoundError` for the parameter `param`."""
+    return StoredFile(*find_row(connection, "files", owner, file_id, param))
 
 
 def _page(
     connection: sqlite3.Connection, owner: str, page: Page, purpose: str | None
 ) -> tuple[list[StoredFile], bool]:
     conditions = [] if purpose is None else [("purpose", purpose)]
-    rows, more = paged(connection, "files", owner, page, conditions)
-    return [StoredFile(**dict(row)) for row in rows], more
+    rows, more = page_of_rows(connection, "files", owner, page, conditions)
+    return [StoredFile(*row) for row in rows], more
 
 
 def _delete(connection: sqlite3.Connection, owner: str, file_id: str) -> None:

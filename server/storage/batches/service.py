@@ -26,8 +26,9 @@ from server.storage.batches.message_requests import WrittenInput, body_error
 from server.storage.batches.results import ResultFiles
 from server.storage.batches.runner import BatchRunner, LineCounts
 from server.storage.batches.spare_rows import DecodeTimes, SpareRows
-from server.storage.files import INPUT, FileStore, Page
+from server.storage.files import INPUT, FileStore
 from server.storage.jobs import BATCHES, JobLoop
+from server.storage.rows import Page
 from server.storage.store import Store
 from server.wire.endpoint import Endpoint
 

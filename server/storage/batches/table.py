@@ -7,12 +7,13 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 
-from server.errors import InvalidValueError, NotFoundError, describe
+from server.errors import InvalidValueError, describe
 from server.storage.batches.batch import Api, Batch, BatchRequest, LineError, Status
 from server.storage.batches.input_lines import InputLine, duplicate_id
 from server.storage.batches.line_results import Line, LineResult
-from server.storage.files import Page, StoredFile, find, insert, new_id, paged
+from server.storage.files import INPUT, StoredFile, find, insert
 from server.storage.jobs import BATCHES
+from server.storage.rows import Page, find_row, new_id, page_of_rows
 
 _API = "substr(id, 1, instr(id, '_'))"
 """SQL expression for the prefix of an id, a value of `Api`."""
@@ -31,11 +32,8 @@ def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
         ).fetchone()
         if row is not None:
             return _require_same(Batch.of(row), request)
-    try:
-        file = find(db, request.owner, request.input_file)
-    except NotFoundError as error:
-        raise NotFoundError(error.message, param="input_file_id") from None
-    if file.purpose != "batch":
+    file = find(db, request.owner, request.input_file, "input_file_id")
+    if file.purpose != INPUT:
         raise InvalidValueError(
             f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
             param="input_file_id",
@@ -45,20 +43,9 @@ def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
         "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
         (
-            *(
-                batch_id,
-                request.owner,
-                request.endpoint,
-                request.input_file,
-                now,
-                now + request.window_s,
-            ),
-            *(
-                request.keep_s,
-                json.dumps(request.metadata),
-                request.idempotency,
-                request.fingerprint,
-            ),
+            *(batch_id, request.owner, request.endpoint, request.input_file, now),
+            *(now + request.window_s, request.keep_s, json.dumps(request.metadata)),
+            *(request.idempotency, request.fingerprint),
         ),
     )
     return reload(db, batch_id)
@@ -75,18 +62,13 @@ def _require_same(batch: Batch, request: BatchRequest) -> Batch:
 
 def get(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
     """Return a batch of an owner and an API. Raises `NotFoundError`."""
-    row = db.execute(
-        f"SELECT * FROM batches WHERE id = ? AND owner = ? AND {_API} = ?",
-        (batch_id, owner, api.value),
-    ).fetchone()
-    if row is None:
-        raise NotFoundError(f"There is no batch {describe(batch_id)}.", param="batch_id")
-    return Batch.of(row)
+    conditions = [(_API, api.value)]
+    return Batch.of(find_row(db, "batches", owner, batch_id, "batch_id", conditions=conditions))
 
 
 def list_page(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
     """Return a page of an owner's batches, and whether more follow. Raises `NotFoundError`."""
-    rows, more = paged(db, "batches", owner, page, [(_API, api.value)])
+    rows, more = page_of_rows(db, "batches", owner, page, [(_API, api.value)])
     return [Batch.of(row) for row in rows], more
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-from server.errors import InvalidValueError, NotFoundError, OverloadedError, describe
+from server.errors import InvalidValueError, OverloadedError, describe
 from server.request.record import RequestRecord
 from server.storage.raw_json import joined
+from server.storage.rows import find_row
 
 MAX_TURNS = 1000
 _SMALL_BYTES = 64 << 10
@@ -38,13 +39,8 @@ def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conve
     size, turn = 0, last
     while turn:
         # SQLite takes lengths from the row header and reads no page of the items.
-        row = db.execute(
-            "SELECT previous, status, length(input) + length(output) FROM responses "
-            "WHERE id = ? AND owner = ?",
-            (turn, owner),
-        ).fetchone()
-        if row is None:
-            raise NotFoundError(f"There is no response {describe(turn)}.", param=_FIELD)
+        columns = "previous, status, length(input) + length(output)"
+        row = find_row(db, "responses", owner, turn, _FIELD, columns=columns)
         previous, status, turn_bytes = row
         if not turns and status not in ("completed", "incomplete"):
             raise InvalidValueError(
@@ -71,12 +67,7 @@ def items_of(db: sqlite3.Connection, owner: str, conversation: Conversation) -> 
     """Return the items of a conversation as a JSON array. Raises `NotFoundError`."""
     arrays: list[bytes] = []
     for turn in reversed(conversation.turns):
-        row = db.execute(
-            "SELECT input, output FROM responses WHERE id = ? AND owner = ?", (turn, owner)
-        ).fetchone()
-        if row is None:
-            raise NotFoundError(f"There is no response {describe(turn)}.", param=_FIELD)
-        arrays += row
+        arrays += find_row(db, "responses", owner, turn, _FIELD, columns="input, output")
     return joined(arrays)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from msgspec import Raw
 
 from server.errors import NotFoundError, describe
-from server.storage.files import Page
 from server.storage.raw_json import all_fields_of, decode, fields_of, string_of
 from server.storage.responses.response import Response
+from server.storage.rows import Page
 
 _MESSAGE = "message"
 

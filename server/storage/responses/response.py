@@ -10,7 +10,6 @@ from msgspec import Raw
 from pydantic_core import to_json
 
 from server.request.options.tier import Tier
-from server.storage.files import new_id
 from server.storage.jobs import RESPONSES
 from server.storage.raw_json import (
     JsonText,
@@ -21,6 +20,7 @@ from server.storage.raw_json import (
     with_fields,
 )
 from server.storage.responses.storage_options import StorageOptions
+from server.storage.rows import new_id
 from server.wire.endpoint import JsonObject
 
 _NO_ITEMS = b"[]"

@@ -7,11 +7,12 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.errors import NotFoundError, OverloadedError, describe
+from server.errors import OverloadedError
 from server.storage.jobs import RESPONSES
 from server.storage.quotas import Reservation
 from server.storage.raw_json import all_fields_of, object_of, string_of
 from server.storage.responses.response import Response
+from server.storage.rows import find_row
 
 _MAX_ATTEMPTS = 3
 _COLUMNS = [field.name for field in dataclasses.fields(Response)]
@@ -68,12 +69,8 @@ def get(
 ) -> Response:
     """Return a response of an owner, without its request. Raises `NotFoundError`."""
     omitted = ("request",) if with_input else ("request", "input")
-    row = db.execute(
-        f"SELECT {_columns(omitted)} FROM responses WHERE id = ? AND owner = ?",
-        (response_id, owner),
-    ).fetchone()
-    if row is None:
-        raise NotFoundError(f"There is no response {describe(response_id)}.", param="response_id")
+    columns = _columns(omitted)
+    row = find_row(db, "responses", owner, response_id, "response_id", columns=columns)
     return Response.of(row)
 
 
