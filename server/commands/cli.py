@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from server import __version__
+from server.observability.logging import configure
 from server.settings import (
     ENV_PREFIX,
     ServerSettings,
@@ -48,51 +49,9 @@ _SHARED_WITH_VLLM = (
     "enable_ssl_refresh",
     *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
 )
-_COMMANDS = {
-    "serve": "serve a model over HTTP",
-    "check": "report whether a model can be served",
-    "compile": "fill the compile cache ahead of time",
-    "batch": "answer a file of requests",
-    "fetch": "download a small model by name",
-    "cache": "list, check and move the compile cache",
-    "tune": "suggest bucket sizes for recorded traffic",
-}
 _SECRET_FLAGS = ("--api-key", "--admin-key", "--ssl-keyfile-password")
 _BACKLOG = 2048
 _SWITCH_S = 0.001
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    started_at = _process_start()
-    args = list(sys.argv[1:] if argv is None else argv)
-    parser = _top_parser()
-    if args[:1] == ["serve"]:
-        return _serve(args[1:], started_at)
-    commands = {
-        "check": _check,
-        "compile": _compile,
-        "batch": lambda words: _batch(words, started_at),
-        "fetch": _fetch,
-        "tune": _tune,
-        "cache": _cache,
-    }
-    if args and args[0] in commands:
-        return commands[args[0]](args[1:])
-    parser.parse_args(args)
-    parser.print_help()
-    return 2
-
-
-def _top_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROG, description="Serve a model over the OpenAI API on RBLN devices."
-    )
-    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for name, about in _COMMANDS.items():
-        commands.add_parser(name, help=about, add_help=False)
-    return parser
 
 
 def _command_parser(command: str) -> argparse.ArgumentParser:
@@ -125,15 +84,13 @@ def _form(default: object) -> dict[str, Any]:
     return {"metavar": "X"}
 
 
-def _serve(argv: Sequence[str], started_at: float) -> int:
+def _serve(argv: Sequence[str]) -> int:
     parser = _command_parser("serve")
     flags, rest = _split(parser, argv)
-    if _helped(parser, flags):
-        return 0
     settings = _settings(parser, flags, rest)
     _check_secrets(parser, settings)
     _hide_secrets(argv)
-    return _run(settings, rest, started_at)
+    return _run(settings, rest)
 
 
 def _check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
@@ -170,14 +127,10 @@ def _check(argv: Sequence[str]) -> int:
     parser = _command_parser("check")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags, rest = _split(parser, argv)
-    if _helped(parser, flags):
-        return 0
     as_json = bool(flags.pop("json", False))
     settings = _settings(parser, flags, rest)
     from server.commands.check import check
-    from server.observability.logging import configure
 
-    configure(settings.log_level, settings.log_format)
     return check(rest, settings, as_json=as_json)
 
 
@@ -190,28 +143,22 @@ def _compile(argv: Sequence[str]) -> int:
     parser.add_argument("--isa", action="append", metavar="X", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags, rest = _split(parser, argv)
-    if _helped(parser, flags):
-        return 0
     as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
     settings = _settings(parser, flags, rest)
     from server.commands.compile import compile_ahead
-    from server.observability.logging import configure
 
-    configure(settings.log_level, settings.log_format)
     assert isinstance(given, list)
     targets = [name for names in given for name in names.split(",")]
     return compile_ahead(rest, settings, targets, as_json=as_json)
 
 
-def _batch(argv: Sequence[str], started_at: float) -> int:
+def _batch(argv: Sequence[str]) -> int:
     parser = _command_parser("batch")
     parser.usage = f"{_PROG} batch FILE -o OUT --model MODEL [options] [vLLM options]"
     parser.add_argument("--model", metavar="MODEL", help="the model, as for serve")
     parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE, instead of the argument")
     parser.add_argument("-o", "--output-file", metavar="OUT", help="file for the answers")
     flags, rest = _split(parser, argv)
-    if _helped(parser, flags):
-        return 0
     named = [flags.pop(name, None) for name in ("input_file", "output_file", "model")]
     if named[0] is None and rest and not rest[0].startswith("-"):
         named[0] = rest.pop(0)
@@ -227,7 +174,7 @@ def _batch(argv: Sequence[str], started_at: float) -> int:
         parser.error(str(error))
 
     def serve(private: ServerSettings, work: Work) -> int:
-        return _run(private, [model, *rest], started_at, lambda run, url: beside(run, work(url)))
+        return _run(private, [model, *rest], lambda run, url: beside(run, work(url)))
 
     return answer_file(*paths, settings, serve)
 
@@ -242,16 +189,11 @@ def _model_flags(argv: Sequence[str]) -> tuple[list[str], ServerSettings]:
     """Return vLLM's arguments and our settings for MODEL and flags of `serve`."""
     parser = _command_parser("check")
     flags, rest = _split(parser, argv)
-    settings = _settings(parser, flags, rest)
-    from server.observability.logging import configure
-
-    configure(settings.log_level, settings.log_format)
-    return rest, settings
+    return rest, _settings(parser, flags, rest)
 
 
 def _fetch(argv: Sequence[str]) -> int:
     from server.commands.fetch import fetch
-    from server.observability.logging import configure
 
     configure("info", "text")
     return fetch(argv)
@@ -266,9 +208,22 @@ def _tune(argv: Sequence[str]) -> int:
 def _split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[dict[str, object], list[str]]:
-    """Return our flags by name, and the arguments for vLLM, MODEL first."""
+    """Return our flags by name, and the arguments for vLLM, MODEL first.
+
+    Prints help and exits with --help.
+    """
     ours, rest = parser.parse_known_args([_dashed(word) for word in argv])
-    return vars(ours), rest
+    flags = vars(ours)
+    topic = flags.pop("help", None)
+    if topic == "":
+        parser.print_help()
+    elif topic is not None:
+        from server.vllm.flags import print_help
+
+        print_help(topic)
+    if topic is not None:
+        parser.exit()
+    return flags, rest
 
 
 def _dashed(word: str) -> str:
@@ -280,30 +235,17 @@ def _dashed(word: str) -> str:
     return f"{spelt}{equals}{value}" if known else word
 
 
-def _helped(parser: argparse.ArgumentParser, flags: dict[str, object]) -> bool:
-    """Print help if --help is given; return whether it is."""
-    topic = flags.pop("help", None)
-    if topic is None:
-        return False
-    if topic == "":
-        parser.print_help()
-    else:
-        from server.vllm.flags import print_help
-
-        print_help(str(topic))
-    return True
-
-
 def _settings(
     parser: argparse.ArgumentParser, flags: dict[str, object], rest: Sequence[str]
 ) -> ServerSettings:
-    """Return the settings; exit with 2 if they or the command line are invalid."""
+    """Return the settings and configure the log; exit with 2 for an invalid command line."""
     try:
         settings = load_settings(flags, _config_file(rest))
     except (SettingsError, OSError) as error:
         parser.error(str(error))
     if not rest:
         parser.error("MODEL is missing: name a directory or a model on the Hugging Face hub")
+    configure(settings.log_level, settings.log_format)
     return settings
 
 
@@ -324,16 +266,13 @@ def _config_file(argv: Sequence[str]) -> dict[str, object]:
 def _run(
     settings: ServerSettings,
     engine_argv: list[str],
-    started_at: float,
     joined: Callable[[Coroutine[Any, Any, int], str], Coroutine[Any, Any, int]] | None = None,
 ) -> int:
     """Serve until the end; `joined` combines the service with work that uses its URL."""
     from rbln_backend.host.process_life import outlive_readers
     from server.host.run_folder import run_folder
-    from server.observability.logging import configure
 
     outlive_readers()
-    configure(settings.log_level, settings.log_format)
     export_log_level(settings)
     export_service_name()
     try:
@@ -359,7 +298,7 @@ def _run(
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 service: Coroutine[Any, Any, int]
-                service = serve(settings, launcher, listener, run_dir, started_at)
+                service = serve(settings, launcher, listener, run_dir, _process_start())
                 if joined is not None:
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
                 code = runner.run(service)
@@ -395,3 +334,32 @@ def _process_start() -> float:
     ticks = int(stat.rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
+
+
+_COMMANDS = {
+    "serve": (_serve, "serve a model over HTTP"),
+    "check": (_check, "report whether a model can be served"),
+    "compile": (_compile, "fill the compile cache ahead of time"),
+    "batch": (_batch, "answer a file of requests"),
+    "fetch": (_fetch, "download a small model by name"),
+    "cache": (_cache, "list, check and move the compile cache"),
+    "tune": (_tune, "suggest bucket sizes for recorded traffic"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in _COMMANDS:
+        run, _ = _COMMANDS[args[0]]
+        return run(args[1:])
+    parser = argparse.ArgumentParser(
+        prog=_PROG, description="Serve a model over the OpenAI API on RBLN devices."
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (_, about) in _COMMANDS.items():
+        commands.add_parser(name, help=about, add_help=False)
+    parser.parse_args(args)
+    parser.print_help()
+    return 2
