@@ -51,3 +51,9 @@ class Target(NamedTuple):
         if tuple(shape) in wanted:
             return None
         return " or ".join(str(list(each)) for each in dict.fromkeys(wanted))
+
+    def weight_misfit(self, shape: Iterable[int]) -> str | None:
+        """Return the shape of the layer's only weight as text, or None if ``shape`` is that."""
+        (weight,) = self.shapes
+        wanted = [weight.outputs, weight.inputs]
+        return None if list(shape) == wanted else str(wanted)

@@ -29,7 +29,7 @@ from server.errors import (
 )
 from server.host.tasks import in_thread
 from server.lora.adapter import Adapter, State
-from server.lora.fit import BaseModel, check_fit
+from server.lora.fit import ServedModel, check_fit
 from server.lora.folder import AdapterFolder, read_folder, refusal
 from server.lora.port import AdapterPort, EngineAdapter
 from server.lora.state_file import Remembered, StateFile
@@ -60,7 +60,7 @@ class AdapterRegistry:
     def __init__(
         self,
         port: AdapterPort,
-        base: BaseModel,
+        base: ServedModel,
         limits: RegistryLimits,
         state_file: StateFile | None,
     ) -> None:

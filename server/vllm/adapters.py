@@ -18,7 +18,7 @@ from server.errors import ServerError
 from server.frontend import LaunchError
 from server.host.tasks import in_thread
 from server.lora.adapter import Adapter
-from server.lora.fit import BaseModel
+from server.lora.fit import ServedModel
 from server.lora.port import EngineAdapter, Target
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
@@ -148,7 +148,7 @@ async def open_adapters(
     port = EngineAdapters(engine)
     served = [path.name for path in models.base_model_paths]
     names = [engine.model_config.model, *served, *settings.lora_base_names]
-    base = BaseModel.of(names, await port.targets(), config.max_lora_rank)
+    base = ServedModel.of(names, await port.targets(), config.max_lora_rank)
     limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
     state_file = await in_thread(partial(_state_file, settings))
     adapters = AdapterRegistry(port, base, limits, state_file)

@@ -273,21 +273,21 @@ LAYER = "base_model.model.model.layers.0"
         (
             {},
             lambda path: _put(path, f"{LAYER}.mlp.router.lora_A.weight", torch.zeros(8, 64)),
-            "'router' cannot be adapted; what can is",
+            "router' cannot be adapted in the served model, whose layers",
         ),
         (
             {},
             lambda path: _put(
                 path, "base_model.model.model.embed_tokens.lora_A.weight", torch.zeros(8, 64)
             ),
-            "'embed_tokens' cannot be adapted",
+            "embed_tokens' cannot be adapted",
         ),
         (
             {},
             lambda path: _put(
                 path, "base_model.model.lm_head.base_layer.weight", torch.zeros(8, 128)
             ),
-            r"has shape \[8, 128\], and the served model's is \[4096, 128\]",
+            r"the shape must be \[4096, 128\], got \[8, 128\]",
         ),
         (
             {},
@@ -299,19 +299,19 @@ LAYER = "base_model.model.model.layers.0"
         (
             {},
             lambda path: _put(path, f"{LAYER}.self_attn.q_proj.lora_A.weight", torch.zeros(8, 3)),
-            r"q_proj.lora_A.weight has shape \[8, 3\] instead of \[8, ",
+            r"q_proj.lora_A.weight': the shape must be \[8, \d+\], got \[8, 3\]",
         ),
         (
             {},
             lambda path: _put(
                 path, f"{LAYER}.self_attn.q_proj.lora_magnitude_vector", torch.zeros(8)
             ),
-            "is no LoRA matrix",
+            "is neither a lora_A.weight",
         ),
         (
             {},
             lambda path: _drop(path, f"{LAYER}.self_attn.v_proj.lora_B.weight"),
-            "v_proj has no lora_B",
+            "v_proj' has no lora_B",
         ),
         (
             {},

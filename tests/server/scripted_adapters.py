@@ -13,7 +13,7 @@ from starlette.requests import Request
 from rbln_backend.lora.target import Target
 from server.errors import InternalError, ModelNotFoundError
 from server.frontend import ParsedRequest
-from server.lora.fit import BaseModel
+from server.lora.fit import ServedModel
 from server.lora.port import EngineAdapter
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
@@ -96,7 +96,7 @@ class AdapterFrontend(ScriptedFrontend):
 def registry(
     port: ScriptedPort, root: Path | None, state_file: Path | None = None
 ) -> AdapterRegistry:
-    base = BaseModel.of(["tiny"], TARGETS, max_rank=8)
+    base = ServedModel.of(["tiny"], TARGETS, max_rank=8)
     limits = RegistryLimits(frozenset({"tiny"}), port.max_loras, root)
     file = None if state_file is None else StateFile(state_file)
     return AdapterRegistry(port, base, limits, file)

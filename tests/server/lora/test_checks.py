@@ -13,11 +13,11 @@ import pytest
 
 from rbln_backend.lora.target import Shape, Target
 from server.errors import InvalidAdapterError
-from server.lora.fit import BaseModel, check_fit, short_name
+from server.lora.fit import ServedModel, check_fit, short_name
 from server.lora.folder import MAX_HEADER_BYTES, read_folder
 from tests.server.adapter_folders import PREFIX, TARGETS, write_adapter
 
-BASE = BaseModel.of(["/models/tiny", "served"], TARGETS, max_rank=8)
+BASE = ServedModel.of(["/models/tiny", "served"], TARGETS, max_rank=8)
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
 
@@ -54,7 +54,7 @@ def test_adapters_of_every_allowed_rank_fit(tmp_path: Path) -> None:
         ({"r": 9}, "r is 9, and --max-lora-rank is 8"),
         ({"r": 0}, "r is 0, not a positive integer"),
         ({"r": True}, "r is True, not a positive integer"),
-        ({"r": 3}, f"'{Q0}.lora_A.weight' has the shape [4, 16], and r"),
+        ({"r": 3}, f"'{Q0}.lora_A.weight': the shape must be [3, 16], got [4, 16]"),
         ({"lora_alpha": "8"}, "lora_alpha is '8', not a number"),
         ({"lora_alpha": ...}, "lora_alpha is None, not a number"),
         ({"bias": "all"}, "bias is 'all'"),
@@ -78,9 +78,9 @@ def test_faults_of_the_configuration(tmp_path: Path, config: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({f"{Q0}.lora_A.weight": floats(4, 17)}, "has the shape [4, 17]"),
-        ({f"{Q0}.lora_B.weight": floats(16, 5)}, "has the shape [16, 5]"),
-        ({f"{Q0}.lora_A.weight": floats(4)}, "has the shape [4]"),
+        ({f"{Q0}.lora_A.weight": floats(4, 17)}, "got [4, 17]"),
+        ({f"{Q0}.lora_B.weight": floats(16, 5)}, "got [16, 5]"),
+        ({f"{Q0}.lora_A.weight": floats(4)}, "got [4]"),
         ({f"{Q0}.lora_A.weight": np.zeros((4, 16))}, "has the type F64"),
         ({f"{Q0}.lora_B.weight": None}, "'model.layers.0.self_attn.q_proj' has no lora_B"),
         (
@@ -110,7 +110,7 @@ def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
 def test_experts_in_stacks_and_an_lm_head(tmp_path: Path) -> None:
     experts = Target((Shape(16, 64), Shape(32, 16)), 3)
     stacks = {"model.layers.0.mlp.experts": experts, "lm_head": Target.linear(16, 40)}
-    base = BaseModel.of(["tiny"], stacks, max_rank=8)
+    base = ServedModel.of(["tiny"], stacks, max_rank=8)
 
     def check_stack(folder: str, **shapes: tuple[int, ...]) -> int:
         names = {"a": "lora_A.weight", "b": "lora_B.weight"}
@@ -123,11 +123,11 @@ def test_experts_in_stacks_and_an_lm_head(tmp_path: Path) -> None:
 
     assert check_stack("first", a=(12, 16), b=(64, 12)) == 4
     assert check_stack("second", a=(12, 32), b=(16, 12)) == 4
-    wanted = re.escape("the shape [4, 16], and r and the served model's layer ask for [12, 16] or ")
+    wanted = re.escape("the shape must be [12, 16] or [12, 32], got [4, 16]")
     with pytest.raises(InvalidAdapterError, match=wanted):
         check_stack("other", a=(4, 16), b=(64, 12))
     stacks["lm_head"] = Target.linear(16, 41)
-    base = BaseModel.of(["tiny"], stacks, max_rank=8)
+    base = ServedModel.of(["tiny"], stacks, max_rank=8)
     with pytest.raises(InvalidAdapterError, match=r"'base_model.model.lm_head.base_layer.weight'"):
         check_stack("longer", a=(12, 16), b=(64, 12))
 
@@ -221,7 +221,7 @@ def test_base_models_are_compared_by_their_last_name(tmp_path: Path) -> None:
     assert "--lora-base-names" in reason(folder)
     read = read_folder(str(folder), None)
     assert check_fit(read, BASE, any_base=True) == 4
-    assert check_fit(read, BaseModel.of(["*"], TARGETS, 8)) == 4
+    assert check_fit(read, ServedModel.of(["*"], TARGETS, 8)) == 4
 
 
 def test_a_configuration_of_peft_is_taken_as_it_is(tmp_path: Path) -> None:
