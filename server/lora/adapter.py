@@ -14,7 +14,7 @@ class State(enum.StrEnum):
     """Life cycle of an adapter; the value is sent to clients."""
 
     LOADING = "loading"
-    """It is checked, read and copied into a slot; requests cannot name it yet."""
+    """It is being checked, read and copied into a slot; requests cannot name it yet."""
     READY = "ready"
     DRAINING = "draining"
     """New requests cannot name it; its slot is freed after the last running request."""
@@ -40,10 +40,10 @@ class AdapterObject(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """One load of an adapter; a name that is loaded again is another one, with another `id`.
+    """One load of an adapter; loading a name again makes another one with another `id`.
 
     `source` is the path as the request wrote it, `path` the resolved one after the check.
-    `loaded_at` is Unix time in seconds. `base` is the base model that the operator named, if any.
+    `loaded_at` is Unix time in seconds. `base` is the base model that the operator named, or None.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Adapter:
     loaded_at: float | None = None
     error: str | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the engine has dropped it, or failed to."""
+    """Set once the engine has dropped it or failed to drop it."""
 
     def to_dict(self) -> AdapterObject:
         """Return the JSON object of the adapter."""

@@ -1,8 +1,8 @@
 """Reads an adapter folder in PEFT's format as untrusted input.
 
-Invariants: with a root, no file outside of it is opened, links included, and errors reveal nothing
-about such files. Only regular files of bounded size are read. Of the weights only the header is
-read: it names every tensor with its type and shape.
+Invariants: with a root, no file outside of it is opened, also not through links, and errors reveal
+nothing about such files. Only regular files of bounded size are read. Of the weights only the
+header is read, which has the type and shape of every tensor.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class AdapterFolder:
 
 
 def read_folder(given: str, root: Path | None) -> AdapterFolder:
-    """Read an adapter's folder; a relative path starts at `root`, and all must lie below it.
+    """Read an adapter's folder, which must lie below `root`; relative paths start there.
 
-    Without a root any folder may be read; only operators can name one.
+    Without a root any folder is read; only operators can name one.
 
     Raises `InvalidAdapterError`.
     """

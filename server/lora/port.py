@@ -28,7 +28,7 @@ class AdapterPort(Protocol):
         ...
 
     async def stage(self, adapter: EngineAdapter) -> None:
-        """Begin to read an adapter; running requests are not held up."""
+        """Start to read an adapter in the background."""
         ...
 
     async def staged(self, adapter_id: int) -> tuple[str, str]:
@@ -40,7 +40,7 @@ class AdapterPort(Protocol):
         ...
 
     async def remove(self, adapter_id: int) -> None:
-        """Drop an adapter that no request uses, staged or in a slot; unknown ones are fine."""
+        """Drop an adapter that no request uses, staged or in a slot; ignores unknown ids."""
         ...
 
     async def slots(self) -> Mapping[int, int]:

@@ -1,8 +1,8 @@
-"""The registry of LoRA adapters: names to loads, their slots, who uses them.
+"""Registry of LoRA adapters: their names, slots and running requests.
 
-Invariants: a name belongs to one ready adapter at most; ids are never used twice; an adapter leaves
-the engine only after the last request that holds a lease of it; what holds a slot of the engine is
-never more than there are. Used from the event loop only.
+Invariants: a name belongs to at most one ready adapter. Ids are never reused. An adapter is removed
+from the engine only after the last request that leases it. At most `max_loras` adapters hold a
+slot. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SLOWEST_POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class RegistryLimits:
-    """Names that adapters may not have, the engine's slots, and where adapters may lie.
+    """Names that adapters cannot have, the number of slots, and the root of adapter folders.
 
-    Without a `root` nothing can be loaded over HTTP.
+    Without a `root`, adapters cannot be loaded over HTTP.
     """
 
     reserved_names: frozenset[str]
@@ -55,7 +55,7 @@ class RegistryLimits:
 
 
 class AdapterRegistry:
-    """Every LoRA adapter of the service."""
+    """All LoRA adapters of the service."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class AdapterRegistry:
         self._writing = asyncio.Lock()
 
     def lease(self, name: str) -> Adapter | None:
-        """Take a ready adapter into use; every lease ends with `release`."""
+        """Return the ready adapter of that name for a request; `release` ends the lease."""
         adapter = self._named.get(name)
         if adapter is None or adapter.state is not State.READY:
             return None
@@ -85,7 +85,7 @@ class AdapterRegistry:
         return adapter
 
     def release(self, adapter: Adapter) -> None:
-        """End a lease; the last one of an adapter that leaves frees its slot."""
+        """End a lease; the last lease of a draining adapter frees its slot."""
         adapter.in_flight -= 1
         if not adapter.in_flight and adapter.state is State.DRAINING:
             self._start(self._drop(adapter))
@@ -94,24 +94,24 @@ class AdapterRegistry:
         """Return the adapters that requests can name."""
         return (a for a in self._named.values() if a.state is State.READY)
 
-    def every(self) -> list[Adapter]:
-        """Return all adapters, also those that come or go."""
+    def all(self) -> list[Adapter]:
+        """Return all adapters, including loading and draining ones."""
         loading = [adapter for adapter, _ in self._loading.values()]
         return [*self._named.values(), *loading, *self._leaving]
 
     def get(self, name: str) -> Adapter:
-        """Return the adapter that `name` stands for, or stood for last. Raises `NotFoundError`."""
-        found = next((adapter for adapter in self.every() if adapter.name == name), None)
+        """Return the adapter of a name, or its last one if it drains. Raises `NotFoundError`."""
+        found = next((adapter for adapter in self.all() if adapter.name == name), None)
         if found is None:
             raise _not_found(name)
         return found
 
     async def load(self, name: str, path: str, *, replace: bool = False) -> Adapter:
-        """Load the adapter at `path`, below the root, under `name`; return it ready.
+        """Load the adapter at `path`, below the root, as `name`, and return it once it is ready.
 
-        With `replace` it takes the place of the one that has the name, whose requests end as they
-        began. A caller that goes away does not stop it. Raises `RequestError` for what can be
-        changed, other `ServerError` else.
+        With `replace` it takes over a name in use; running requests keep the old adapter.
+        Cancelling the call does not stop the load. Raises `RequestError` if the request is wrong,
+        another `ServerError` for other failures.
         """
         self._root()
         adapter = Adapter(name, next(self._ids), path)
@@ -120,13 +120,13 @@ class AdapterRegistry:
         return adapter
 
     async def load_static(self, name: str, path: str, base: str | None) -> None:
-        """Load an adapter that the command line names, from anywhere. Raises `ServerError`."""
+        """Load an adapter of the command line, from any folder. Raises `ServerError`."""
         adapter = Adapter(name, next(self._ids), path, static=True, base=base)
         self._check_name(name, replace=False)
         await self._begin(adapter, self._load(adapter))
 
     async def restore(self) -> None:
-        """Load again what was loaded before a restart; what cannot be is listed as failed."""
+        """Load the adapters of before a restart; failures are listed as failed adapters."""
         if self._state_file is None:
             return
         for entry in await in_thread(self._state_file.read):
@@ -140,10 +140,10 @@ class AdapterRegistry:
                 self._named.setdefault(entry.name, adapter)
 
     async def unload(self, name: str, *, wait: bool) -> Adapter:
-        """Take a name away, and return its adapter; with `wait` once the engine has dropped it.
+        """Remove a name and return its adapter; with `wait`, once the engine has dropped it.
 
-        An adapter that is loading is waited for first. Raises `NotFoundError`, and `InternalError`
-        if the engine cannot drop it.
+        Waits for the end of a load first. Raises `NotFoundError`, and `InternalError` if the engine
+        cannot drop it.
         """
         while (loading := self._loading.get(name)) is not None:
             await asyncio.wait({loading[1]})
@@ -295,7 +295,7 @@ class AdapterRegistry:
             self._leaving.remove(adapter)
             self._stuck(adapter, error)
         else:
-            logger.info("adapter %r is gone from slot %s", adapter.name, adapter.slot)
+            logger.info("adapter %r was removed from slot %s", adapter.name, adapter.slot)
             self._in_slots.discard(adapter)
             self._leaving.remove(adapter)
         finally:
@@ -330,7 +330,7 @@ class AdapterRegistry:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # Mark the error as retrieved; a waiting request gets it all the same.
+            # Mark the exception as retrieved; a waiting request gets it as well.
             task.exception()
 
 

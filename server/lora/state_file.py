@@ -1,6 +1,6 @@
 """File with the adapters that were loaded over HTTP, read after a restart.
 
-Invariant: it holds the old list or the new one, also after a power cut, never a part.
+Invariant: after a crash or power cut it holds the complete old or new list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """One adapter: the name that requests use, and the path as the request wrote it."""
+    """Name of an adapter, and its path as the request wrote it."""
 
     name: str
     path: str

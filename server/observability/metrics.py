@@ -199,13 +199,13 @@ class ServerMetrics:
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish the LoRA adapters and their number in each state."""
-        every = adapters.every()
+        listed = adapters.all()
         for state in State:
-            count = sum(adapter.state is state for adapter in every)
+            count = sum(adapter.state is state for adapter in listed)
             self._gauges["rbln_lora_adapters"].labels(state.value).set(count)
         info = self._gauges["rbln_lora_adapter_info"]
         info.clear()
-        for adapter in every[:MAX_ADAPTERS_SHOWN]:
+        for adapter in listed[:MAX_ADAPTERS_SHOWN]:
             slot = "" if adapter.slot is None else str(adapter.slot)
             info.labels(adapter.name, adapter.state.value, slot).set(1)
 

@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: vLLM's two routes, and ours to list, show and delete adapters."""
+"""Routes of LoRA adapters: vLLM's two, and our own to list, show and delete adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 from server.errors import (
     AdapterExistsError,
@@ -26,7 +26,6 @@ from server.frontend import Frontend
 from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.adapter import Adapter, AdapterObject
-from server.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
@@ -42,12 +41,36 @@ _FAILURES = (
 )
 _WITHOUT_LORA = failing(UnsupportedOperationError)
 _UNKNOWN = failing(UnsupportedOperationError, NotFoundError)
-_GOING = {
+_DRAINING = {
     _ACCEPTED: {"model": AdapterObject},
     **failing(UnsupportedOperationError, NotFoundError, InvalidValueError),
 }
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _WAIT = Query(description="`false` does not wait.", json_schema_extra={"enum": ["true", "false"]})
+
+
+class LoadAdapterBody(BaseModel):
+    """Body of `/v1/load_lora_adapter`, with vLLM's fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(description="Name that requests will use as their model.")
+    lora_path: str = Field(description="PEFT folder; a relative path starts at --lora-root.")
+    load_inplace: bool = Field(False, description="Replace the adapter of that name.")
+    is_3d_lora_weight: bool = Field(
+        False,
+        description="Only false: the shapes in the file show whether its experts are stacked.",
+        json_schema_extra={"const": False},
+    )
+
+
+class UnloadAdapterBody(BaseModel):
+    """Body of `/v1/unload_lora_adapter`, with vLLM's fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(description="Name of the adapter.")
+    lora_int_id: int | None = Field(None, description="Its id, to remove only that load.")
 
 
 def lora_router(
@@ -56,49 +79,49 @@ def lora_router(
     metrics: ServerMetrics,
     shown: ShownPaths,
 ) -> APIRouter:
-    """Return the adapters' routes; the gate has made sure that there is a front end."""
+    """Return the routes; the gate passes requests only once there is a front end."""
     router = APIRouter(route_class=DescribedRoute)
 
     @router.post("/v1/load_lora_adapter", **_changed_by(LoadAdapterBody))
     async def load(request: Request) -> PlainTextResponse:
         """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
-        wish = parse_body(LoadAdapterBody, body, settings.unknown_fields)
-        _refuse_experts(wish)
-        name, path = wish.lora_name, wish.lora_path
+        given = parse_body(LoadAdapterBody, body, settings.unknown_fields)
+        _refuse_experts(given)
+        name, path = given.lora_name, given.lora_path
         with _counted(metrics):
-            await _registry(frontend()).load(name, path, replace=wish.load_inplace)
-        # The line that vLLM answers; its clients look for it.
+            await _registry(frontend()).load(name, path, replace=given.load_inplace)
+        # The text of vLLM's answer, which its clients expect.
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", **_changed_by(UnloadAdapterBody))
     async def unload(request: Request) -> PlainTextResponse:
         """Unload a LoRA adapter once its last request has ended."""
         body = await read_json_object(request, settings)
-        wish = parse_body(UnloadAdapterBody, body, settings.unknown_fields)
+        given = parse_body(UnloadAdapterBody, body, settings.unknown_fields)
         adapters = _registry(frontend())
-        if wish.lora_int_id not in (None, adapters.get(wish.lora_name).id):
+        if given.lora_int_id not in (None, adapters.get(given.lora_name).id):
             raise NotFoundError(
-                f"The adapter {describe(wish.lora_name)} has another id than {wish.lora_int_id}.",
+                f"The adapter {describe(given.lora_name)} has another id than {given.lora_int_id}.",
                 param="lora_int_id",
             )
-        await adapters.unload(wish.lora_name, wait=False)
-        return PlainTextResponse(f"Success: LoRA adapter '{wish.lora_name}' removed successfully.")
+        await adapters.unload(given.lora_name, wait=False)
+        return PlainTextResponse(f"Success: LoRA adapter '{given.lora_name}' removed successfully.")
 
     @router.get("/v1/lora_adapters", response_model=JsonObject, responses=_WITHOUT_LORA)
     async def every(request: Request) -> JSONResponse:
-        """Every known adapter with its state."""
+        """List all adapters with their states."""
         adapters = _registry(frontend())
-        data = [_seen(adapter, request, shown) for adapter in adapters.every()]
+        data = [_seen(adapter, request, shown) for adapter in adapters.all()]
         limits = {"max_loras": adapters.limits.max_loras, "max_lora_rank": adapters.base.max_rank}
         return JSONResponse({"object": "list", "data": data, **limits})
 
     @router.get("/v1/lora_adapters/{name:path}", response_model=AdapterObject, responses=_UNKNOWN)
     async def show(name: str, request: Request) -> JSONResponse:
-        """One adapter with its state."""
+        """Return one adapter with its state."""
         return JSONResponse(_seen(_registry(frontend()).get(name), request, shown))
 
-    @router.delete("/v1/lora_adapters/{name:path}", response_model=JsonObject, responses=_GOING)
+    @router.delete("/v1/lora_adapters/{name:path}", response_model=JsonObject, responses=_DRAINING)
     async def delete(
         name: str, request: Request, wait: Annotated[str, _WAIT] = "true"
     ) -> JSONResponse:
@@ -111,11 +134,11 @@ def lora_router(
     return router
 
 
-def _refuse_experts(wish: LoadAdapterBody) -> None:
-    if wish.is_3d_lora_weight:
+def _refuse_experts(given: LoadAdapterBody) -> None:
+    if given.is_3d_lora_weight:
         raise UnsupportedFieldError(
-            "'is_3d_lora_weight' is not taken: the file's shapes tell whether its experts are "
-            "stacked; remove it.",
+            "'is_3d_lora_weight' is not supported: the shapes in the file show whether its experts "
+            "are stacked; remove it.",
             param="is_3d_lora_weight",
         )
 

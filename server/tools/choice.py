@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call, as `tool_choice` says it in each of the APIs."""
+"""Tools that an answer may or must call: `tool_choice` in the forms of all APIs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALLING = frozenset((Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, 
 
 ALLOWED_SCHEMA: JsonObject = {
     "type": "object",
-    "description": "The tools that may be called, or with `required` must.",
+    "description": "The tools that may be called, or must be with `required`.",
     "properties": {
         "type": {"const": _ALLOWED},
         _ALLOWED: {
@@ -32,14 +32,14 @@ ALLOWED_SCHEMA: JsonObject = {
     },
     "required": ["type", _ALLOWED],
 }
-"""JSON schema of a chat's choice of some tools, which vLLM's request model lacks."""
+"""JSON schema of the form `allowed_tools`, which vLLM's chat request lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Mode `none`, `auto` or `required`; `names` are the tools to choose from, None for all.
+    """Mode `none`, `auto` or `required`; `names` are the allowed tools, None for all.
 
-    `listed`: the names come from a choice of the type `allowed_tools`.
+    `listed`: the names are from the form `allowed_tools`.
     """
 
     mode: str = "auto"
@@ -48,9 +48,9 @@ class ToolChoice:
 
     @classmethod
     def of(cls, value: Any) -> ToolChoice:
-        """Return the choice of a request's `tool_choice`, whatever its API.
+        """Return the choice of a `tool_choice` in the form of any API.
 
-        A form that is not known is `auto`: the request models refuse it.
+        Unknown forms are `auto`; the request models reject them.
         """
         kind = value if isinstance(value, str) else get_field(value, "type")
         if kind == "none":
@@ -74,14 +74,14 @@ class ToolChoice:
         return self.mode == "required"
 
     def allows(self, name: object) -> bool:
-        """Return whether the tool of this name may be called."""
+        """Return whether the tool `name` may be called."""
         return self.mode != "none" and (self.names is None or name in self.names)
 
 
 def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
-    """Raise an error naming the part of `tool_choice` that the tools of a request do not have.
+    """Raise a `RequestError` for the first invalid part of `tool_choice`.
 
-    What has the wrong JSON type is left to the request models, which refuse it.
+    The request models reject values of a wrong JSON type.
     """
     value = fields.get(FIELD)
     if endpoint not in _CALLING or not isinstance(value, str | dict):
@@ -139,7 +139,7 @@ def _check_name(name: Any, path: str, offered: list[str]) -> None:
 
 
 def _names(tools: Any) -> Iterator[str]:
-    """Yield the names of a request's tools, in a namespace with and without its name."""
+    """Yield the names of tools; those of a namespace with and without its name."""
     for tool in tools if isinstance(tools, list) else ():
         name = _name_of(tool)
         if name is not None and get_field(tool, "type") != "namespace":
@@ -161,5 +161,5 @@ def _require(value: Any, name: str, path: str) -> Any:
 
 
 def get_field(value: object, name: str) -> Any:
-    """Return a field of an object; None where it has none, and for what is no object."""
+    """Return a field of an object; None if it is missing or `value` is no object."""
     return value.get(name) if isinstance(value, dict) else None

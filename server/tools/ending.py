@@ -1,4 +1,4 @@
-"""Why an answer ended, and the finish reason that its tool calls allow."""
+"""End of an answer: its cause, and the finish reason that is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ending:
 
     @classmethod
     def of(cls, output: Any) -> Ending:
-        """Return the ending of a vLLM CompletionOutput that is finished."""
+        """Return the ending of a finished `CompletionOutput` of vLLM."""
         return cls(output.finish_reason or "stop", output.stop_reason)
 
     @property
@@ -32,7 +32,7 @@ NATURAL = Ending()
 
 
 def is_whole(arguments: str) -> bool:
-    """Return whether arguments, as far as they were generated, are JSON; none at all are."""
+    """Return whether generated arguments are complete JSON; empty ones are."""
     try:
         from_json(arguments or "{}")
     except ValueError:
@@ -41,10 +41,10 @@ def is_whole(arguments: str) -> bool:
 
 
 def finish_reason(ending: Ending, arguments: Sequence[str], *, named: bool) -> str:
-    """Return the finish reason of a chat choice.
+    """Return the finish reason of a chat choice with the `arguments` of its tool calls.
 
-    `arguments` are those of its tool calls, `named` says that the request named the tool. OpenAI
-    reports `stop` for a named tool, and `tool_calls` only where every call is complete.
+    As OpenAI: `tool_calls` if every call is complete, `stop` if the request named the tool
+    (`named`).
     """
     if ending.reason != "stop":
         return ending.reason

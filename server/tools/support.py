@@ -10,14 +10,14 @@ from server.wire.endpoint import Endpoint, JsonObject
 
 PromptSource = Literal["template", "default", "none"]
 _CALLS = frozenset(("function_call", "function_call_output", "tool_use", "tool_result"))
-"""Types of input items and content blocks that hold calls and their results."""
+"""Types of input items and content blocks with tool calls or their results."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSupport:
-    """`prompt` shows tools to the model: its chat template, the default prompt, or nothing.
+    """Source of the prompt that describes tools to the model, and the parser of its calls.
 
-    `parser` reads its calls; None: calls are text. `reason` says why it is this prompt.
+    Without a `parser`, calls stay text. `reason` is the reason for the choice of `prompt`.
     """
 
     prompt: PromptSource
@@ -38,7 +38,7 @@ class ToolSupport:
         return f"{shown[self.prompt]} ({self.reason}), {parser}"
 
     def check(self, endpoint: Endpoint, fields: JsonObject) -> None:
-        """Raise `UnsupportedFieldError` for tools and calls that the model would not be shown."""
+        """Raise `UnsupportedFieldError` for tools and calls that the prompt cannot contain."""
         if self.prompt != "none" or endpoint.pools:
             return
         path = "tools" if fields.get("tools") else _call_in(fields)
@@ -53,7 +53,7 @@ NO_CALLS = ToolSupport("none", None, "the model generates no text")
 
 
 def _call_in(fields: JsonObject) -> str | None:
-    """Return the path of the first call, or result of one, in a conversation."""
+    """Return the path of the first tool call or tool result in a conversation."""
     for name in ("messages", "input"):
         turns = fields.get(name)
         for index, turn in enumerate(turns if isinstance(turns, list) else ()):

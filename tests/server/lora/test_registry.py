@@ -323,7 +323,7 @@ async def test_a_load_goes_on_without_its_client(tmp_path: Path) -> None:
     adapters = registry(port, tmp_path)
     port.read.clear()
     asking = asyncio.create_task(adapters.load("one", "a"))
-    while all(adapter.state is not State.LOADING for adapter in adapters.every()):
+    while all(adapter.state is not State.LOADING for adapter in adapters.all()):
         await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.wait({asking})
@@ -374,7 +374,7 @@ async def test_a_damaged_state_file_is_put_aside(tmp_path: Path) -> None:
         state_file.write_text(content)
         adapters = registry(ScriptedPort(), tmp_path, state_file)
         await adapters.restore()
-        assert adapters.every() == []
+        assert adapters.all() == []
         assert (tmp_path / "adapters.json.damaged").read_text() == content
     write_adapter(tmp_path / "a")
     state_file.mkdir()
@@ -406,7 +406,7 @@ async def test_any_order_of_events_keeps_the_books_right(tmp_path: Path) -> None
                 adapters.release(adapter)
         except ServerError as error:
             assert error.code in ("adapter_exists", "not_found", "no_adapter_slot")
-        held = {a.id for a in adapters.every() if a.state is not State.LOADING}
+        held = {a.id for a in adapters.all() if a.state is not State.LOADING}
         assert held <= set(port.in_slots)
 
     async with asyncio.timeout(60):
@@ -414,6 +414,6 @@ async def test_any_order_of_events_keeps_the_books_right(tmp_path: Path) -> None
             await asyncio.gather(*(event() for _ in range(8)))
     assert used
     for name in "pqrst":
-        if any(adapter.name == name for adapter in adapters.every()):
+        if any(adapter.name == name for adapter in adapters.all()):
             await adapters.unload(name, wait=True)
-    assert (adapters.every(), port.in_slots, port.paths) == ([], {}, {})
+    assert (adapters.all(), port.in_slots, port.paths) == ([], {}, {})

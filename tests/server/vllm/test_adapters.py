@@ -85,7 +85,7 @@ async def test_adapters_of_the_command_line_and_of_before_a_restart(tmp_path: Pa
 
     again = Engine(lora_config=SimpleNamespace(max_loras=1, max_lora_rank=8))
     restarted = await opened(again, served(), [module("fixed", fixed)], lora_root=tmp_path / "root")
-    assert [(a.name, a.state.value) for a in restarted.every()] == [
+    assert [(a.name, a.state.value) for a in restarted.all()] == [
         ("fixed", "ready"),
         ("one", "failed"),
     ]
@@ -112,11 +112,11 @@ async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> Non
     await adapters.unload("one", wait=True)
     # Its name is gone, and the request still finds what it began with.
     assert models.lora_requests["one"].lora_int_id == 1
-    assert [adapter.in_flight for adapter in adapters.every()] == [1]
+    assert [adapter.in_flight for adapter in adapters.all()] == [1]
     for end in record.on_end:
         end()
-    await adapters.every()[0].gone.wait()
-    assert adapters.every() == []
+    await adapters.all()[0].gone.wait()
+    assert adapters.all() == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ async def test_where_the_state_is_kept(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "adapters.json").mkdir()
     adapters = await opened(Engine(), served(), [], lora_root=tmp_path)
     assert "are forgotten at a restart" in caplog.text
-    assert adapters.every() == []
+    assert adapters.all() == []
 
 
 async def test_faults_of_the_engine_are_translated() -> None:
