@@ -57,10 +57,7 @@ def check(argv: Sequence[str], settings: ServerSettings, *, as_json: bool) -> in
 
 
 def _print(
-    lines: Sequence[tuple[str, str]],
-    problems: Sequence[str],
-    warnings: Sequence[str],
-    out: TextIO,
+    lines: Sequence[tuple[str, str]], problems: Sequence[str], warnings: Sequence[str], out: TextIO
 ) -> None:
     if problems:
         out.write(f"This model cannot run: {'; '.join(problems)}\n")

@@ -27,10 +27,7 @@ _END_S = 5.0
 _WAITING_PER_PROCESS = 8
 MEMORY_BYTES = 2 << 30
 """Memory by which a worker process may grow."""
-_PROCESSES: dict[str, type[BaseProcess]] = {
-    "forkserver": ForkServerProcess,
-    "spawn": SpawnProcess,
-}
+_PROCESSES: dict[str, type[BaseProcess]] = {"forkserver": ForkServerProcess, "spawn": SpawnProcess}
 
 StartProcess = Callable[[Connection], BaseProcess]
 """Starts a process that sends one message when it is ready, then answers jobs on the pipe."""

@@ -84,12 +84,7 @@ class ConnectionSlot:
     __slots__ = ("_connections", "client", "refusal", "reports")
 
     def __init__(
-        self,
-        connections: Connections,
-        client: str,
-        refusal: ServerError | None,
-        *,
-        reports: bool,
+        self, connections: Connections, client: str, refusal: ServerError | None, *, reports: bool
     ) -> None:
         self._connections = connections
         self.client = client

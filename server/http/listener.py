@@ -48,11 +48,7 @@ class HttpServer(uvicorn.Server):
 
     def _connection(self) -> Connection:
         return Connection(
-            self.config,
-            self.server_state,
-            self.lifespan.state,
-            self._settings,
-            self._connections,
+            self.config, self.server_state, self.lifespan.state, self._settings, self._connections
         )
 
 

@@ -25,12 +25,7 @@ from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
 from server.request.record import INTERNAL, RequestRecord, record_of, record_var
-from server.request.request_id import (
-    ANTHROPIC_HEADER,
-    HEADER,
-    request_id_of,
-    with_request_id,
-)
+from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
 from server.request.route_table import Scope as KeyScope
 from server.request.route_table import is_anthropic, route_of, route_path
 

@@ -97,8 +97,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
                 return JSONResponse(_model_info(card) if is_anthropic else card, headers=_VARY)
         names = ", ".join(repr(card["id"]) for card in served)
         raise ModelNotFoundError(
-            f"The model {describe(model)} does not exist; this server has {names}.",
-            param="model",
+            f"The model {describe(model)} does not exist; this server has {names}.", param="model"
         )
 
     return router

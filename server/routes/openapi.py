@@ -17,10 +17,7 @@ from server.wire.endpoint import JsonObject
 
 
 def openapi_router(
-    lifecycle: Lifecycle,
-    frontend: Callable[[], Frontend],
-    version: str,
-    root_path: str,
+    lifecycle: Lifecycle, frontend: Callable[[], Frontend], version: str, root_path: str
 ) -> APIRouter:
     """Return the route; the document exists once the engine has started."""
     router = APIRouter(route_class=DescribedRoute)

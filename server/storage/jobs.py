@@ -51,9 +51,7 @@ BATCHES = JobTable(
     ("completed", "failed", "expired", "cancelled"),
 )
 RESPONSES = JobTable(
-    "responses",
-    ("queued", "in_progress"),
-    ("completed", "incomplete", "failed", "cancelled"),
+    "responses", ("queued", "in_progress"), ("completed", "incomplete", "failed", "cancelled")
 )
 
 

@@ -74,10 +74,7 @@ def _scope(path: str, size: int, internal: InternalRequest) -> Scope:
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [
-            (b"content-type", JSON_TYPE.encode()),
-            (b"content-length", str(size).encode()),
-        ],
+        "headers": [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(size).encode())],
         "client": None,
         "server": None,
         "state": {INTERNAL: internal},

@@ -21,10 +21,7 @@ from server.settings import ServerSettings
 from server.storage.jobs import BATCHES
 
 Kind = Literal["files", "responses"]
-_FLAGS: dict[Kind, str] = {
-    "files": "--max-files-per-key",
-    "responses": "--max-responses-per-key",
-}
+_FLAGS: dict[Kind, str] = {"files": "--max-files-per-key", "responses": "--max-responses-per-key"}
 _ADVICE: dict[Kind, str] = {
     "files": "Delete some.",
     "responses": "Delete some, or send 'store': false.",

@@ -43,10 +43,7 @@ class ToolSupport:
             return
         path = "tools" if fields.get("tools") else _call_in(fields)
         if path is not None:
-            raise UnsupportedFieldError(
-                f"'{path}' is not supported: {self.reason}.",
-                param=path,
-            )
+            raise UnsupportedFieldError(f"'{path}' is not supported: {self.reason}.", param=path)
 
 
 NO_CALLS = ToolSupport("none", None, "the model generates no text")

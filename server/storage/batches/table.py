@@ -55,7 +55,7 @@ def _require_same(batch: Batch, request: BatchRequest) -> Batch:
     if batch.fingerprint != request.fingerprint:
         raise InvalidValueError(
             f"The Idempotency-Key {describe(request.idempotency)} was used with another body, "
-            f"for the batch {batch.id}.",
+            f"for the batch {batch.id}."
         )
     return batch
 

@@ -44,8 +44,7 @@ def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conve
         previous, status, turn_bytes = row
         if not turns and status not in ("completed", "incomplete"):
             raise InvalidValueError(
-                f"The response {describe(last)} is {status} and cannot be continued.",
-                param=_FIELD,
+                f"The response {describe(last)} is {status} and cannot be continued.", param=_FIELD
             )
         turns.append(turn)
         if len(turns) > MAX_TURNS:

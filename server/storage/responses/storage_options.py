@@ -51,10 +51,7 @@ def take_storage_options(
         items=to_json(_items(body.get(_INPUT))),
     )
     if options.background and options.store is False:
-        raise InvalidValueError(
-            "'background': true requires 'store': true.",
-            param="background",
-        )
+        raise InvalidValueError("'background': true requires 'store': true.", param="background")
     if options.previous is not None and body.get("previous_input_messages"):
         raise InvalidValueError(
             "'previous_response_id' and 'previous_input_messages' exclude each other.",
