@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import resource
 from collections import Counter
+from dataclasses import dataclass
 
 from server.errors import ClientConnectionsError, ServerError, TooManyConnectionsError
 from server.observability.metrics import ServerMetrics
@@ -43,7 +44,7 @@ class Connections:
         self._open += 1
         self._of_client[client] += 1
         self._metrics.observe_open_connections(self._open)
-        return ConnectionSlot(self, client, None, reports=True)
+        return ConnectionSlot(self, client)
 
     def leave(self, slot: ConnectionSlot) -> None:
         """Release the slot of a connection that has ended."""
@@ -75,29 +76,25 @@ class Connections:
         return None
 
 
+@dataclass(eq=False, slots=True)
 class ConnectionSlot:
     """The slot of one connection; `refusal` is set if it exceeds a limit.
 
     `reports` says whether the refusal is sent before the connection is closed.
     """
 
-    __slots__ = ("_connections", "client", "refusal", "reports")
-
-    def __init__(
-        self, connections: Connections, client: str, refusal: ServerError | None, *, reports: bool
-    ) -> None:
-        self._connections = connections
-        self.client = client
-        self.refusal = refusal
-        self.reports = reports
+    connections: Connections
+    client: str
+    refusal: ServerError | None = None
+    reports: bool = True
 
     def leave(self) -> None:
         """Release the slot; call it once."""
-        self._connections.leave(self)
+        self.connections.leave(self)
 
     def count(self, reason: str) -> None:
         """Count the limit that ended this connection."""
-        self._connections.count(reason)
+        self.connections.count(reason)
 
 
 def client_of(host: str) -> str:

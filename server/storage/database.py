@@ -12,14 +12,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from server.settings import SettingsError
 from server.storage.disk_errors import disk_errors
 from server.storage.schema import MIGRATIONS, VERSION
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
+P = ParamSpec("P")
+Work = Callable[Concatenate[sqlite3.Connection, P], T]
 
 _READERS = 4
 _LOG_BYTES = 64 << 20
@@ -45,27 +46,29 @@ class Database:
                 "database, move it away (the contents of files are stored beside it)"
             ) from None
 
-    async def run(self, work: Work[T]) -> T:
-        """Run `work` in one transaction; an exception rolls it back.
+    async def run(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `work` with the connection in one transaction; an exception rolls it back.
 
         Raises `StorageFullError` or `StorageUnavailableError` where the disk fails.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._write, work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: self._write(work, *args, **kwargs))
 
-    async def read(self, work: Work[T]) -> T:
-        """Run the read-only `work` on one snapshot. Raises the errors of `run`."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+    async def read(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the read-only `work` on one snapshot, as `run`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, lambda: self._read(work, *args, **kwargs))
 
-    def run_now(self, work: Work[T]) -> T:
-        """Run `work` in one transaction and block until it ends; for the server start."""
-        return self._thread.submit(self._write, work).result()
+    def run_now(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` as `run`, and block until it ends; for the server start."""
+        return self._thread.submit(self._write, work, *args, **kwargs).result()
 
-    def _write(self, work: Work[T]) -> T:
+    def _write(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with disk_errors(), self._connection:
-            return work(self._connection)
+            return work(self._connection, *args, **kwargs)
 
     @disk_errors()
-    def _read(self, work: Work[T]) -> T:
+    def _read(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _connect(self._path)
@@ -73,7 +76,7 @@ class Database:
             self._read_connections.append(connection)
         connection.execute("BEGIN")
         try:
-            return work(connection)
+            return work(connection, *args, **kwargs)
         finally:
             connection.rollback()
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NotRequired, Protocol
 
@@ -123,7 +122,7 @@ class FileStore:
         file_id = new_id("file-")
         part = self._folder.parts / file_id
         try:
-            await self._database.run(partial(self._quotas.reserve, reservation=reservation))
+            await self._database.run(self._quotas.reserve, reservation)
             size = await self._write(part, source.chunks(), reservation)
             purpose, keep_s = check(source.fields)
             now = int(time.time())
@@ -143,13 +142,13 @@ class FileStore:
 
     async def get(self, owner: str, file_id: str) -> StoredFile:
         """Return a file. Raises `NotFoundError`."""
-        return await self._database.read(partial(find, owner=owner, file_id=file_id))
+        return await self._database.read(find, owner, file_id)
 
     async def list_files(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
         """Return a page of the owner's files, and whether more follow."""
-        return await self._database.read(partial(_page, owner=owner, page=page, purpose=purpose))
+        return await self._database.read(_page, owner, page, purpose)
 
     def content_path(self, file_id: str) -> Path:
         """Return the path of the content of a file."""
@@ -157,12 +156,12 @@ class FileStore:
 
     async def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises `NotFoundError`."""
-        await self._database.run(partial(_delete, owner=owner, file_id=file_id))
+        await self._database.run(_delete, owner, file_id)
         await self._remove(file_id)
 
     async def remove_expired(self, now: int) -> int:
         """Delete the files that have expired at `now`; return their number."""
-        expired = await self._database.run(partial(self._delete_expired, now=now))
+        expired = await self._database.run(self._delete_expired, now)
         for file_id in expired:
             await self._remove(file_id)
         return len(expired)
@@ -176,7 +175,7 @@ class FileStore:
 
     async def usage(self) -> tuple[int, int]:
         """Return the number of files and the sum of their bytes."""
-        return await self._database.read(partial(usage_of, kind="files"))
+        return await self._database.read(usage_of, "files")
 
     async def _write(
         self, part: Path, chunks: AsyncIterator[bytes], reservation: Reservation
@@ -193,8 +192,8 @@ class FileStore:
                     )
                 if size > reservation.size:
                     least = size - reservation.size
-                    extend = partial(self._quotas.extend, reservation=reservation, least=least)
-                    await self._database.run(partial(extend, most=_PIECE_BYTES))
+                    extend = self._quotas.extend
+                    await self._database.run(extend, reservation, least, _PIECE_BYTES)
                 await asyncio.to_thread(self._append, file, chunk)
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
@@ -220,7 +219,7 @@ class FileStore:
         """Move a part to the files, then insert its row: a row must never lack its content."""
         try:
             await asyncio.to_thread(self._folder.keep, part, file.id)
-            await self._database.run(partial(self._insert, file=file, reservation=reservation))
+            await self._database.run(self._insert, file, reservation)
         except Exception:
             with suppress(OSError):
                 await asyncio.to_thread(self._unlink, file.id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 
 from server.settings import ServerSettings
 from server.storage.clock import ExpiryClock
@@ -34,7 +33,7 @@ class Store:
 
     def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
         """Assign data that earlier versions stored by position to its owner, or log a warning."""
-        if adopt and (moved := self.database.run_now(partial(adopt_positions, owners=owners))):
+        if adopt and (moved := self.database.run_now(adopt_positions, owners)):
             logger.info("--adopt-unnamed-key-data: %d stored objects were assigned to a key", moved)
         for position, count in self.database.run_now(count_unattributed).items():
             logger.warning(

@@ -14,7 +14,6 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from server.storage.batches import table
@@ -59,7 +58,7 @@ class ResultFiles:
                 self._folder.require(sum(len(result.text) for result in results))
                 await self._truncate_uncounted(results)
                 await asyncio.to_thread(self._append, results)
-                await self._database.run(partial(table.count_results, results=results))
+                await self._database.run(table.count_results, results)
                 break
             except Exception as error:  # noqa: BLE001 (disk errors have many types)
                 self.full = True
@@ -76,7 +75,7 @@ class ResultFiles:
                 part = self._part(batch.id, kind)
                 await asyncio.to_thread(self._folder.keep, part, file.id)
                 files.append(file)
-        await self._database.run(partial(table.end, batch=batch, status=status, files=files))
+        await self._database.run(table.end, batch, status, files)
 
     def _part(self, batch_id: str, kind: str) -> Path:
         return self._folder.parts / f"{batch_id}.{kind}"
@@ -95,7 +94,7 @@ class ResultFiles:
     async def _truncate_uncounted(self, results: Sequence[LineResult]) -> None:
         """Truncate uncounted bytes of an earlier attempt."""
         for batch_id in {result.line.batch for result in results}:
-            batch = await self._database.read(partial(table.reload, batch_id=batch_id))
+            batch = await self._database.read(table.reload, batch_id)
             for kind, size in batch.result_bytes.items():
                 path = self._part(batch_id, kind)
                 if path.exists():

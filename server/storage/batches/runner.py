@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -141,14 +140,14 @@ class BatchRunner:
         elif self._clock.now() >= batch.expires_at:
             await self._cut(batch, "expired")
         elif not batch.unfinished:
-            await self._database.run(partial(table.move, batch_id=batch.id, status="finalizing"))
+            await self._database.run(table.move, batch.id, "finalizing")
             self.wake()
         else:
             await self._start_lines(batch)
 
     async def _read_input(self, batch: Batch) -> None:
         """Insert the lines of the input, or fail the batch with their errors."""
-        await self._database.run(partial(table.delete_lines, batch_id=batch.id))
+        await self._database.run(table.delete_lines, batch.id)
         try:
             file = await self._files.get(batch.owner, batch.input_file)
         except Exception as error:  # noqa: BLE001 (deleted, or gone from the disk)
@@ -159,7 +158,7 @@ class BatchRunner:
         if errors:
             await self._fail(batch, errors)
             return
-        await self._database.run(partial(table.begin, batch_id=batch.id, model=model))
+        await self._database.run(table.begin, batch.id, model)
         self.wake()
 
     async def _insert_lines(
@@ -172,9 +171,7 @@ class BatchRunner:
         while found := await asyncio.to_thread(_next_lines, lines):
             valid = [line for line in found if isinstance(line, InputLine)]
             errors += [line for line in found if not isinstance(line, InputLine)]
-            errors += await self._database.run(
-                partial(table.add_lines, batch_id=batch.id, lines=valid)
-            )
+            errors += await self._database.run(table.add_lines, batch.id, valid)
             models |= {line.model for line in valid}
             if len(errors) >= _SHOWN_ERRORS:
                 break
@@ -182,7 +179,7 @@ class BatchRunner:
 
     async def _fail(self, batch: Batch, errors: list[LineError]) -> None:
         errors.sort(key=lambda error: error["line"] or 0)
-        await self._database.run(partial(table.fail, batch_id=batch.id, errors=errors))
+        await self._database.run(table.fail, batch.id, errors)
         logger.info("%s failed: %s", batch.id, errors[0]["message"])
 
     async def _start_lines(self, batch: Batch) -> None:
@@ -193,9 +190,7 @@ class BatchRunner:
         if self.quota_reached:
             return
         busy = [number for batch_id, number in self._running if batch_id == batch.id]
-        for line in await self._database.read(
-            partial(table.waiting_lines, batch_id=batch.id, busy=busy, limit=free)
-        ):
+        for line in await self._database.read(table.waiting_lines, batch.id, busy, free):
             task = asyncio.create_task(self._answer(batch, line))
             self._running[line.batch, line.number] = _RunningLine(line, task)
 
@@ -243,11 +238,9 @@ class BatchRunner:
         if cancelled:
             await asyncio.wait({running.task for running in cancelled})
             await self._write()
-        while lines := await self._database.read(
-            partial(table.waiting_lines, batch_id=batch.id, busy=(), limit=_SLICE)
-        ):
+        while lines := await self._database.read(table.waiting_lines, batch.id, (), _SLICE):
             await self._results.add([never_run(line, status) for line in lines])
-        batch = await self._database.read(partial(table.reload, batch_id=batch.id))
+        batch = await self._database.read(table.reload, batch.id)
         await self._results.end(batch, status)
 
 

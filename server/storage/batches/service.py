@@ -8,7 +8,6 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -113,7 +112,7 @@ class BatchService:
 
     async def create(self, request: BatchRequest) -> Batch:
         """Create a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""
-        batch = await self._database.run(partial(self._create, request=request))
+        batch = await self._database.run(self._create, request)
         self._runner.wake()
         return batch
 
@@ -127,7 +126,7 @@ class BatchService:
         request = BatchRequest(owner, Endpoint.MESSAGES.value, file.id, WINDOW_S, keep_s=0)
         try:
             valid = await asyncio.to_thread(self._read_messages, self.files.content_path(file.id))
-            batch = await self._database.run(partial(self._begin, request=request, lines=valid))
+            batch = await self._database.run(self._begin, request, valid)
         except Exception:
             await self.files.delete(owner, file.id)
             raise
@@ -136,26 +135,21 @@ class BatchService:
 
     async def get(self, owner: str, batch_id: str, api: Api) -> Batch:
         """Return a batch. Raises `NotFoundError`."""
-        find = partial(table.get, owner=owner, batch_id=batch_id, api=api)
-        return await self._database.read(find)
+        return await self._database.read(table.get, owner, batch_id, api)
 
     async def list_batches(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
         """Return a page of the owner's batches, and whether more follow."""
-        return await self._database.read(partial(table.list_page, owner=owner, page=page, api=api))
+        return await self._database.read(table.list_page, owner, page, api)
 
     async def cancel(self, owner: str, batch_id: str, api: Api) -> Batch:
         """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError`."""
-        batch = await self._database.run(
-            partial(table.cancel, owner=owner, batch_id=batch_id, api=api)
-        )
+        batch = await self._database.run(table.cancel, owner, batch_id, api)
         self._runner.wake()
         return batch
 
     async def delete(self, owner: str, batch_id: str, api: Api) -> None:
         """Delete an ended batch and its files. Raises the errors of `cancel`."""
-        batch = await self._database.run(
-            partial(table.delete, owner=owner, batch_id=batch_id, api=api)
-        )
+        batch = await self._database.run(table.delete, owner, batch_id, api)
         for file_id in (batch.input_file, *batch.result_files):
             # The client may have deleted the file.
             with suppress(NotFoundError):
@@ -217,7 +211,7 @@ class BatchService:
         if count := await self.files.remove_expired(now):
             logger.info("%d files have expired", count)
         if self._keep_s:
-            await self._database.run(partial(table.delete_old, keep_s=self._keep_s, now=now))
+            await self._database.run(table.delete_old, self._keep_s, now)
 
     async def _take_snapshot(self) -> None:
         files, stored = await self.files.usage()

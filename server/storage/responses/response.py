@@ -41,15 +41,15 @@ class Response:
     status: str
     created_at: int
     expires_at: int | None
-    background: bool
-    streams: bool
-    tier: str
-    tries: int
-    request: JsonText | None
     input: JsonText
     answer: JsonText
     output: JsonText
     bytes: int
+    background: bool = False
+    streams: bool = False
+    tier: str = Tier.DEFAULT.value
+    tries: int = 0
+    request: JsonText | None = None
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Response:
@@ -91,15 +91,10 @@ def finished_response(
         status=status,
         created_at=now,
         expires_at=now + keep_s if keep_s else None,
-        background=False,
-        streams=False,
-        tier=Tier.DEFAULT.value,
-        tries=0,
-        request=None,
         input=items,
         answer=answer,
-        bytes=len(items) + len(answer) + len(output),
         output=output,
+        bytes=len(items) + len(answer) + len(output),
     )
 
 
@@ -133,13 +128,12 @@ def queued_response(
         status="queued",
         created_at=now,
         expires_at=now + keep_s if keep_s else None,
+        input=options.items,
+        answer=answer,
+        output=_NO_ITEMS,
+        bytes=len(request) + len(options.items) + len(answer) + len(_NO_ITEMS),
         background=True,
         streams=options.stream,
         tier=tier.value,
-        tries=0,
         request=request,
-        input=options.items,
-        answer=answer,
-        bytes=len(request) + len(options.items) + len(answer) + len(_NO_ITEMS),
-        output=_NO_ITEMS,
     )

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -25,7 +24,7 @@ from server.host.tasks import background_task
 from server.lifecycle import Lifecycle, ServicePhase
 from server.request.options.tier import Tier
 from server.request.record import InternalRequest
-from server.storage.database import Database, T, Work
+from server.storage.database import Database, P, T, Work
 from server.storage.jobs import JobLoop
 from server.storage.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.storage.raw_json import all_fields_of, fields_of, object_of
@@ -126,7 +125,7 @@ class ResponseRunner:
 
     async def _run_safely(self, identity: str, log: EventLog) -> None:
         try:
-            response = await self._store(partial(table.begin, response_id=identity))
+            response = await self._store(table.begin, identity)
             if response is not None:
                 await self._run_begun(response, log)
         except Exception:
@@ -148,7 +147,7 @@ class ResponseRunner:
         if response.streams and not _has_ended(log):
             log.add(_failed_frame(response, log, changes))
         await self._flush(identity, log)
-        await self._store(partial(table.end, response_id=identity, changes=changes))
+        await self._store(table.end, identity, changes)
 
     async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
         assert self._app is not None
@@ -180,15 +179,14 @@ class ResponseRunner:
     async def _flush(self, response_id: str, log: EventLog) -> None:
         """Store the new events of a log."""
         if new := log.frames[log.stored :]:
-            work = partial(table.add_events, begin_at=log.stored, frames=new)
-            await self._store(partial(work, response_id=response_id))
+            await self._store(table.add_events, response_id, log.stored, new)
             log.stored += len(new)
 
-    async def _store(self, work: Work[T]) -> T:
+    async def _store(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work` in the database; retries every 5 s while the disk is full or fails."""
         while True:
             try:
-                return await self._database.run(work)
+                return await self._database.run(work, *args, **kwargs)
             except (StorageFullError, StorageUnavailableError) as error:
                 logger.error("responses in the background wait for the disk: %s", error)
                 await asyncio.sleep(_DISK_PAUSE_S)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -68,8 +67,7 @@ class ResponseService:
     async def reserve(self, reservation: Reservation, size: int) -> None:
         """Reserve storage for a response of at least `size` bytes. Raises `StorageFullError`."""
         await asyncio.to_thread(self._store.folder.require, size)
-        reserve = partial(self._quotas.reserve, reservation=reservation, size=size)
-        await self._database.run(reserve)
+        await self._database.run(self._quotas.reserve, reservation, size)
 
     async def conversation(self, record: RequestRecord, last: str) -> bytes:
         """Return all turns up to `last` as a JSON array of items.
@@ -77,11 +75,10 @@ class ResponseService:
         Its bytes count until the request of `record` ends. Raises `NotFoundError`,
         `InvalidValueError`, `OverloadedError`.
         """
-        find = partial(conversations.find, last=last, max_bytes=self._max_conversation_bytes)
-        found = await self._database.read(partial(find, owner=record.owner))
+        owner, most = record.owner, self._max_conversation_bytes
+        found = await self._database.read(conversations.find, owner, last, most)
         self._continued.hold(found.bytes, record)
-        items_of = partial(conversations.items_of, owner=record.owner, conversation=found)
-        return await self._database.read(items_of)
+        return await self._database.read(conversations.items_of, owner, found)
 
     async def store(self, owner: str, options: StorageOptions, whole: bytes) -> None:
         """Store the response with the JSON text `whole`. Raises `StorageFullError`."""
@@ -90,8 +87,7 @@ class ResponseService:
             owner, options.previous, options.items, whole, keep_s=self._keep_s
         )
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        insert = partial(table.insert, response=response, reservation=options.reservation)
-        await self._database.run(insert)
+        await self._database.run(table.insert, response, options.reservation)
 
     async def begin(
         self, owner: str, options: StorageOptions, raw: bytes, tier: Tier, shown: JsonObject
@@ -100,22 +96,22 @@ class ResponseService:
 
         Raises `StorageFullError`, and `OverloadedError` if too many wait or run.
         """
-        make = partial(queued_response, shown=shown, keep_s=self._keep_s)
-        response = await asyncio.to_thread(make, owner, options, raw, tier)
+        response = await asyncio.to_thread(
+            queued_response, owner, options, raw, tier, shown=shown, keep_s=self._keep_s
+        )
         await run_to_completion(self._queue(response, options))
         return response
 
     async def _queue(self, response: Response, options: StorageOptions) -> None:
         assert options.reservation is not None
-        queue = partial(table.queue, response=response, limits=self._background)
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        await self._database.run(partial(queue, reservation=options.reservation))
+        limits = self._background
+        await self._database.run(table.queue, response, options.reservation, limits)
         self._runner.add(table.Waiting(response.id, response.owner))
 
     async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:
         """Return a response. Raises `NotFoundError`."""
-        get = partial(table.get, owner=owner, response_id=response_id, with_input=with_input)
-        return await self._database.read(get)
+        return await self._database.read(table.get, owner, response_id, with_input=with_input)
 
     async def follow(self, response: Response, after: int) -> AsyncGenerator[str, None]:
         """Yield the events after the number `after`, as they arrive. Raises `InvalidValueError`."""
@@ -128,9 +124,7 @@ class ResponseService:
         log = self._runner.log_of(response.id)
         if log is not None:
             return log.follow(after)
-        stored = await self._database.read(
-            partial(table.events, response_id=response.id, after=after)
-        )
+        stored = await self._database.read(table.events, response.id, after)
         return _each(stored)
 
     async def cancel(self, owner: str, response_id: str) -> Response:
@@ -147,19 +141,18 @@ class ResponseService:
             )
         await self._runner.stop(response_id)
         changes = {"status": "cancelled"}
-        work = partial(table.end, response_id=response_id, changes=changes)
-        return await self._database.run(work) or await self.get(owner, response_id)
+        ended = await self._database.run(table.end, response_id, changes)
+        return ended or await self.get(owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises `NotFoundError`."""
         await self.get(owner, response_id)
         await self._runner.stop(response_id)
-        await self._database.run(partial(table.delete, owner=owner, response_id=response_id))
+        await self._database.run(table.delete, owner, response_id)
 
     async def _refresh(self) -> float:
         """Delete expired responses and count the others."""
-        delete = partial(table.delete_expired, now=self._store.clock.now())
-        if count := await self._database.run(delete):
+        if count := await self._database.run(table.delete_expired, self._store.clock.now()):
             logger.info("%d responses have expired", count)
         self._counts = await self._database.read(RESPONSES.count_by_status)
         return _REFRESH_S

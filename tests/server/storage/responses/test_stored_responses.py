@@ -181,7 +181,7 @@ async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
         await store.database.run(partial(table.get, owner="", response_id="left"))
     await store.database.run(partial(table.delete, owner="", response_id="second"))
     assert await store.database.run(expire) == 1
-    assert await store.database.run(RESPONSES.count_by_status) == {}
+    assert await store.database.run(RESPONSES.count_by_status) == RESPONSES.no_rows()
     store.close()
 
 
