@@ -1,4 +1,4 @@
-"""`/v1/batches`: files of requests, answered in rows that would be padding."""
+"""`/v1/batches`: OpenAI's batches, whose lines run in rows that would be padding."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         openapi_extra=taking(CreateBatchBody.model_json_schema()),
     )
     async def create(request: Request) -> JSONResponse:
-        """Answer the lines of a file; an `Idempotency-Key` makes one batch of several tries."""
+        """Answer the lines of a file; retries with one `Idempotency-Key` create one batch."""
         service = store()
         body = await read_json_object(request, settings)
         given = parse_body(CreateBatchBody, body, settings.unknown_fields)
@@ -52,8 +52,10 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         return JSONResponse(batch.shown())
 
     @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED)
-    async def every(request: Request, after: str | None = None, limit: str = "20") -> JSONResponse:
-        """The batches of the key that asks, the newest first."""
+    async def list_page(
+        request: Request, after: str | None = None, limit: str = "20"
+    ) -> JSONResponse:
+        """List the batches of the caller's API key, the newest first."""
         service = store()
         page = page_of(limit, _MAX_LIMIT, after, "desc")
         found, more = await service.list_batches(owner_of(request), page, Api.OPENAI)
@@ -61,12 +63,12 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:
-        """One batch."""
+        """Return one batch."""
         return JSONResponse((await store().get(owner_of(request), batch_id, Api.OPENAI)).shown())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED)
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
-        """End a batch; the lines that are answered by then are kept."""
+        """Cancel a batch; lines that have been answered keep their results."""
         batch = await store().cancel(owner_of(request), batch_id, Api.OPENAI)
         return JSONResponse(batch.shown())
 

@@ -60,13 +60,13 @@ def console_router() -> APIRouter:
     @router.head("/", include_in_schema=False)
     @router.get("/", response_class=HTMLResponse)
     async def page(request: Request) -> Response:
-        """The console: a playground, and figures of the server."""
+        """Return the console: a playground, and figures of the server."""
         return _answer(files["index.html"], request)
 
     @router.head("/console/{file:path}", include_in_schema=False)
     @router.get("/console/{file:path}", response_class=Response, responses=_FILE)
     async def part(file: str, request: Request) -> Response:
-        """A file of the console."""
+        """Return a file of the console."""
         if file not in files:
             raise RouteNotFoundError(f"The console has no file {describe(file)}.")
         return _answer(files[file], request)

@@ -1,4 +1,4 @@
-"""`/v1/files`: what clients leave here for batches, and what batches leave for them."""
+"""`/v1/files`: input files and result files of batches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ORDER = Query(
 
 
 class FileList(TypedDict):
-    """A page of files, newest first by default."""
+    """A page of files, the newest first by default."""
 
     object: Literal["list"]
     data: list[FileObject]
@@ -107,7 +107,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         return JSONResponse((await files.create(owner_of(request), upload, checked)).shown())
 
     @router.get("/v1/files", response_model=FileList, responses=_LISTED)
-    async def every(
+    async def list_page(
         request: Request,
         purpose: str | None = None,
         after: str | None = None,
@@ -181,8 +181,7 @@ def _checked(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, int | 
         raise MissingFieldError("The field 'purpose' is missing.", param="purpose")
     if purpose != INPUT:
         raise InvalidValueError(
-            f"'purpose' must be {INPUT!r}, the only one that is used here, got "
-            f"{describe(purpose)}.",
+            f"'purpose' must be {INPUT!r}, the only supported one, got {describe(purpose)}.",
             param="purpose",
         )
     anchor, seconds = fields.get(_FIELDS[1]), fields.get(_FIELDS[2])

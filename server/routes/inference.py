@@ -31,7 +31,7 @@ def add_inference_routes(
     settings: ServerSettings,
     admission: Admission,
 ) -> None:
-    """Add one POST route per endpoint; the gate has made sure that there is a front end."""
+    """Add a POST route per endpoint; the gate passes requests only once there is a front end."""
     for endpoint in Endpoint:
         handler = _handler(endpoint, frontend, store, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
@@ -80,9 +80,9 @@ def _handler(
 
 
 def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord) -> None:
-    """Let a request run in the tier that it asks for, and its answer say so.
+    """Set the tier of a request, and the field of its answer that shows it.
 
-    Raises `PermissionDeniedError` for one that it may not have.
+    Raises `PermissionDeniedError` for a tier that is not allowed.
     """
     record.tier = granted(parsed.tier, record.tiers)
     shows_tier = parsed.storage_options is not None
@@ -91,9 +91,9 @@ def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord
 
 
 def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:
-    """Make a permit one for all that a request asks for. Raises `OverloadedError`."""
+    """Extend a permit to all answers of a request. Raises `OverloadedError`."""
     if parsed.storage_options is not None and parsed.storage_options.background:
-        # What is made meanwhile takes its own.
+        # A background response takes its own permit when it runs.
         permit.release()
         return
     permit.grow(parsed.answers)

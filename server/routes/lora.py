@@ -109,7 +109,7 @@ def lora_router(
         return PlainTextResponse(f"Success: LoRA adapter '{given.lora_name}' removed successfully.")
 
     @router.get("/v1/lora_adapters", response_model=JsonObject, responses=_WITHOUT_LORA)
-    async def every(request: Request) -> JSONResponse:
+    async def list_adapters(request: Request) -> JSONResponse:
         """List all adapters with their states."""
         adapters = _registry(frontend())
         data = [_seen(adapter, request, shown) for adapter in adapters.all()]

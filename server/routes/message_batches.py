@@ -43,7 +43,7 @@ class MessageBatchList(TypedDict):
 
 
 class DeletedMessageBatch(TypedDict):
-    """A batch that is gone."""
+    """A deleted batch."""
 
     id: str
     type: Literal["message_batch_deleted"]
@@ -63,21 +63,21 @@ def message_batches_router(
         openapi_extra=taking(BODY_SCHEMA),
     )
     async def create(request: Request) -> Response:
-        """Answer requests of Anthropic's Messages API with spare capacity of the device."""
+        """Answer requests of Anthropic's Messages API in spare rows of the engine."""
         service = store()
         raw = await read_body(request, settings)
-        # Beside the event loop: there may be thousands.
+        # In a thread: there may be thousands.
         lines = await asyncio.to_thread(read, raw, settings.max_batch_lines)
         return JSONResponse(shown(await service.create_messages(owner_of(request), lines)))
 
     @router.get("/v1/messages/batches", response_model=MessageBatchList, responses=_CHECKED)
-    async def every(
+    async def list_page(
         request: Request,
         before_id: str | None = None,
         after_id: str | None = None,
         limit: str = "20",
     ) -> JSONResponse:
-        """The batches of the key that asks, the newest first."""
+        """List the batches of the caller's API key, the newest first."""
         return JSONResponse(await _page(store(), owner_of(request), before_id, after_id, limit))
 
     _add_routes_of_one(router, store)
@@ -87,7 +87,7 @@ def message_batches_router(
 def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> None:
     @router.get("/v1/messages/batches/{batch_id}", response_model=MessageBatch, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:
-        """One batch."""
+        """Return one batch."""
         return JSONResponse(shown(await store().get(owner_of(request), batch_id, Api.ANTHROPIC)))
 
     @router.get(
@@ -102,7 +102,7 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
         "/v1/messages/batches/{batch_id}/cancel", response_model=MessageBatch, responses=_CHECKED
     )
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
-        """End a batch; the requests that are answered by then keep their answers."""
+        """Cancel a batch; requests that have been answered keep their results."""
         batch = await store().cancel(owner_of(request), batch_id, Api.ANTHROPIC)
         return JSONResponse(shown(batch))
 
@@ -110,7 +110,7 @@ def _add_routes_of_one(router: APIRouter, store: Callable[[], BatchService]) -> 
         "/v1/messages/batches/{batch_id}", response_model=DeletedMessageBatch, responses=_CHECKED
     )
     async def delete(batch_id: str, request: Request) -> JSONResponse:
-        """Delete a batch that has ended, with its files."""
+        """Delete an ended batch and its files."""
         await store().delete(owner_of(request), batch_id, Api.ANTHROPIC)
         return JSONResponse(DeletedMessageBatch(id=batch_id, type="message_batch_deleted"))
 
@@ -119,9 +119,7 @@ async def _page(
     service: BatchService, owner: str, before_id: str | None, after_id: str | None, limit: str
 ) -> MessageBatchList:
     if before_id and after_id:
-        raise InvalidValueError(
-            "'before_id' and 'after_id' are two directions; give one of them.", param="before_id"
-        )
+        raise InvalidValueError("'before_id' and 'after_id' exclude each other.", param="before_id")
     page = page_of(limit, _MAX_LIMIT, before_id or after_id, "asc" if before_id else "desc")
     try:
         found, more = await service.list_batches(owner, page, Api.ANTHROPIC)

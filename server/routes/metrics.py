@@ -27,13 +27,13 @@ def metrics_router(
     advice: BucketAdvice,
     storage: StorageServices,
 ) -> APIRouter:
-    """Return the route of the metrics page; it asks the front end only once there has been one."""
+    """Return the route of the metrics page."""
     router = APIRouter(route_class=DescribedRoute)
     one_at_a_time = asyncio.Lock()
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def page() -> Response:
-        """Metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         latest = await advice.latest()
         async with one_at_a_time:
             metrics.observe_lifecycle(lifecycle)

@@ -1,4 +1,4 @@
-"""`/v1/models` and `/v1/models/{id}`: what is served, as OpenAI's or Anthropic's model objects."""
+"""`/v1/models`: the served model and adapters, in OpenAI's or Anthropic's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.wire.endpoint import JsonObject
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 _UNKNOWN: JsonObject = dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at"))
 _VARY = {"vary": "anthropic-version"}
-"""The header of a request that decides about the form."""
+"""Header of requests that selects Anthropic's format."""
 
 
 class ModelObject(TypedDict):
@@ -59,7 +59,7 @@ class ModelPage(TypedDict):
 
 
 def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRouter:
-    """Return the models' routes; the gate has made sure that there is a front end."""
+    """Return the models' routes; the gate passes requests only once there is a front end."""
     router = APIRouter(route_class=DescribedRoute)
 
     async def cards(request: Request) -> list[JsonObject]:
@@ -77,7 +77,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         after_id: str | None = None,
         before_id: str | None = None,
     ) -> JSONResponse:
-        """The served model and its adapters; in Anthropic's form and pages with its header."""
+        """List the model and its adapters; in Anthropic's format and pages with its header."""
         served = await cards(request)
         if record_of(request.scope).anthropic:
             return JSONResponse(_model_page(served, limit, after_id, before_id), headers=_VARY)
@@ -89,7 +89,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         responses=failing(ModelNotFoundError),
     )
     async def model(model: str, request: Request) -> JSONResponse:
-        """One served model or adapter."""
+        """Return one served model or adapter."""
         served = await cards(request)
         for card in served:
             if card["id"] == model:

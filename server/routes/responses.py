@@ -1,4 +1,4 @@
-"""`/v1/responses/{id}`: answers that are kept, and those that are made meanwhile.
+"""`/v1/responses/{id}`: stored responses, including those that run in the background.
 
 `POST /v1/responses` is one of the endpoints of `server.routes.inference`.
 """
@@ -32,20 +32,18 @@ from server.wire.endpoint import JsonObject
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0
-"""As vLLM has it where its flag is not given; these routes work without an engine."""
+"""Default of vLLM's flag; these routes work without an engine."""
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
 _READ = failing(
     *(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError),
     StorageUnavailableError,
 )
 _ORDER = Query(description="`asc` or `desc`.", json_schema_extra={"enum": ["asc", "desc"]})
-_STREAM = Query(
-    description="`true`: the events of a response that was made with `background` and `stream`."
-)
+_STREAM = Query(description="`true`: the events of a response with `background` and `stream`.")
 
 
 class DeletedResponse(TypedDict):
-    """A response that is gone."""
+    """A deleted response."""
 
     id: str
     object: Literal["response"]
@@ -63,30 +61,30 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         stream: Annotated[str, _STREAM] = "false",
         starting_after: str | None = None,
     ) -> Response:
-        """One response, or its events behind the one of a number, as they come."""
-        kept = service()
+        """Return a response, or stream its events after the number `starting_after`."""
+        stored = service()
         _refuse_include(request)
-        response = await kept.get(owner_of(request), response_id)
+        response = await stored.get(owner_of(request), response_id)
         if not _is_true(stream):
             if starting_after is not None:
                 raise InvalidValueError(
                     "'starting_after' needs 'stream=true'.", param="starting_after"
                 )
             return Response(response.shown(), media_type=JSON_TYPE)
-        frames = await kept.follow(response, _number(starting_after))
+        frames = await stored.follow(response, _number(starting_after))
         record = record_of(request.scope)
         record.stream = True
         return SseResponse(HeldStream([], None, frames), record, _KEEP_ALIVE_S)
 
     @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse, responses=_KNOWN)
     async def delete(response_id: str, request: Request) -> JSONResponse:
-        """Forget a response; one that is being made is made no more."""
+        """Delete a response; a running one is aborted."""
         await service().delete(owner_of(request), response_id)
         return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True))
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=JsonObject, responses=_READ)
     async def cancel(response_id: str, request: Request) -> Response:
-        """End a response that is made in the background; one that has ended stays as it is."""
+        """Cancel a background response; one that has ended is unchanged."""
         response = await service().cancel(owner_of(request), response_id)
         return Response(response.shown(), media_type=JSON_TYPE)
 
@@ -100,11 +98,11 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         limit: str = "20",
         order: Annotated[str, _ORDER] = "desc",
     ) -> Response:
-        """The items of a response's own input, last first by default."""
-        kept = service()
+        """List the items of a response's own input, the last first by default."""
+        stored = service()
         _refuse_include(request)
         page = page_of(limit, _MAX_LIMIT, after, order)
-        response = await kept.get(owner_of(request), response_id, with_input=True)
+        response = await stored.get(owner_of(request), response_id, with_input=True)
         items, more = page_of_items(response, page)
         return Response(object_of(listed(items, has_more=more)), media_type=JSON_TYPE)
 
@@ -116,7 +114,7 @@ def _refuse_include(request: Request) -> None:
     for name in ("include", "include[]"):
         if name in request.query_params:
             raise UnsupportedFieldError(
-                "'include' is not supported here: send it when the response is made.",
+                "'include' is not supported here: send it with the request for the response.",
                 param="include",
             )
 

@@ -58,7 +58,7 @@ SERVER_FIELDS: Mapping[str, str] = {
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has reported.",
 }
-"""Fields besides the engine's sections, and what they hold."""
+"""Fields besides the engine's sections, and their contents."""
 
 _REQUEST_LIMITS = (
     *("max_body_bytes", "max_json_depth", "max_messages", "max_prompts", "max_tools", "max_n"),
@@ -86,7 +86,7 @@ def server_info_router(
 
     @router.get("/v1/server_info", response_model=JsonObject)
     async def server_info(request: Request) -> JSONResponse:
-        """Versions, state and configuration; see docs/server_info.md."""
+        """Return versions, state and configuration; see docs/server_info.md."""
         ranks = read_descriptions(run_dir)
         report: Mapping[str, Any] = ranks[0] if ranks else {}
         body: dict[str, Any] = {
@@ -131,7 +131,7 @@ def history_router(history: History) -> APIRouter:
         responses=failing(InvalidValueError),
     )
     async def samples(after: str = "0") -> JSONResponse:
-        """The traffic of the last minutes; see docs/server_info.md."""
+        """Return the traffic of the last minutes; see docs/server_info.md."""
         if not _NUMBER.fullmatch(after):
             raise InvalidValueError(
                 f"after: must be the number of a sample, got {describe(after)}", param="after"

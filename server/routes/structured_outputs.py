@@ -35,7 +35,7 @@ _BODY = {
 def structured_outputs_router(
     frontend: Callable[[], Frontend], settings: ServerSettings
 ) -> APIRouter:
-    """Return the route; the gate of the lifecycle has made sure that there is a front end."""
+    """Return the route; the gate passes requests only once there is a front end."""
     router = APIRouter(route_class=DescribedRoute)
 
     @router.post(
