@@ -41,15 +41,15 @@ SHOWN = ToolSupport("template", "hermes", "it names them")
 
 @dataclass
 class ScriptedProfiler:
-    """Notes what it is told."""
+    """Records its calls."""
 
-    told: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
 
     async def start_profile(self) -> None:
-        self.told.append("start")
+        self.calls.append("start")
 
     async def stop_profile(self) -> None:
-        self.told.append("stop")
+        self.calls.append("stop")
 
 
 @dataclass
@@ -154,7 +154,7 @@ class ScriptedFrontend:
 
 @dataclass
 class ScriptedEngine:
-    """An engine that dies when told to."""
+    """An engine that dies on demand."""
 
     frontend: ScriptedFrontend
     death: str | None = None

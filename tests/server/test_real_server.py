@@ -60,7 +60,7 @@ def client(server: RealServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def test_warm_up_was_told(server: RealServer) -> None:
+def test_warm_up_was_reported(server: RealServer) -> None:
     body = server.client.get("/readyz").json()
     assert body["graphs"]["done"] == body["graphs"]["total"] > 0
     assert server.metric("rbln_serve_warmup_graphs_done") == body["graphs"]["total"]
@@ -392,11 +392,11 @@ def test_metrics_count_the_same_cached_tokens(client: openai.OpenAI, server: Rea
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"), [([], True), (["--no-enable-prompt-tokens-details"], False)]
+    ("flags", "shown"), [([], True), (["--no-enable-prompt-tokens-details"], False)]
 )
-def test_vllms_flag_can_leave_cached_tokens_out(flags: list[str], told: bool) -> None:
+def test_vllms_flag_can_leave_cached_tokens_out(flags: list[str], shown: bool) -> None:
     from server.settings import ServerSettings
     from server.vllm.flags import parse_arguments
 
     args = parse_arguments(["some/model", *flags], ServerSettings())
-    assert args.enable_prompt_tokens_details is told
+    assert args.enable_prompt_tokens_details is shown

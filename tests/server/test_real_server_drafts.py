@@ -98,7 +98,7 @@ def test_a_prediction_is_of_one_answer(client: openai.OpenAI) -> None:
     assert caught.value.code == "unsupported_field"
 
 
-def test_nobody_names_his_own_owner(client: openai.OpenAI) -> None:
+def test_requests_cannot_name_their_owner(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**WISH, extra_body={"vllm_xargs": {"speculation": "mine"}})
     assert (caught.value.code, caught.value.param) == ("unsupported_field", "vllm_xargs")

@@ -1,4 +1,4 @@
-"""How the real server ends: drained, killed under it, killed itself."""
+"""Ends of the real server: drained, its engine killed, killed itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STREAMS = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 900, **ENDLESS},
     "/v1/responses": {"input": "a", "max_output_tokens": 900, **ENDLESS},
 }
-"""One for each kind of stream that can be told not to end by itself."""
+"""One for each kind of stream that can be made endless."""
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_sigterm_finishes_streams_refuses_new_work_and_exits_0(server: RealServe
 def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None:
     with server:
         server.until_ready()
-        told: dict[str, list[str]] = {path: [] for path in STREAMS}
-        streams = [in_flight(server, told[path], path, body) for path, body in STREAMS.items()]
+        received: dict[str, list[str]] = {path: [] for path in STREAMS}
+        streams = [in_flight(server, received[path], path, body) for path, body in STREAMS.items()]
         killed = time.monotonic()
         os.kill(server.engine_pid(), signal.SIGKILL)
         while server.client.get("/readyz").status_code == 200:
@@ -110,7 +110,7 @@ def test_a_killed_engine_is_noticed_within_2_seconds(server: RealServer) -> None
         body = server.client.get("/readyz").json()
         assert body["status"] == "dead"
         assert "exit code -9" in body["reason"]
-        for stream, (path, texts) in zip(streams, told.items(), strict=True):
+        for stream, (path, texts) in zip(streams, received.items(), strict=True):
             stream.join(10)
             assert error_codes("".join(texts)) == ["engine_failed"], path
         assert server.process.wait(30) == 1
@@ -187,16 +187,16 @@ def test_the_end_of_who_reads_the_log_is_not_the_servers(
 def test_sigterm_during_start_up_ends_promptly_with_0(server: RealServer, delay_s: float) -> None:
     with server:
         time.sleep(delay_s)
-        asked = time.monotonic()
+        began = time.monotonic()
         server.terminate()
         assert server.process.wait(10) == 0
-        assert time.monotonic() - asked < 3
+        assert time.monotonic() - began < 3
 
 
 def test_an_engine_that_runs_no_step_for_a_request_is_killed(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
-    """It answers whatever it is asked, and other requests run: that is no hang of the process."""
+    """It answers calls, and other requests run: that is no hang of the process."""
     stalls = ("--scheduler-cls", "tests.server.stalling_scheduler.StallingScheduler")
     model = checkpoints("llama", dtype="float32")
     with RealServer(model, tmp_path, "--step-timeout-s", "4", *stalls) as server:

@@ -172,7 +172,7 @@ def assert_cut_off(path: str, text: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_whoever_is_cut_off_is_told(
+async def test_streams_that_are_cut_off_end_with_an_error(
     tmp_path: Path, signals: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, drain_timeout_s=60 if signals > 1 else 0.2) as service:
@@ -233,7 +233,7 @@ async def test_a_second_signal_kills_an_engine_that_takes_its_time(tmp_path: Pat
         assert engine.killed.is_set()
 
 
-async def test_what_a_dead_engine_leaves_unanswered_is_told(tmp_path: Path) -> None:
+async def test_requests_of_a_dead_engine_end_with_an_error(tmp_path: Path) -> None:
     async with running(tmp_path, death_linger_s=0.1) as service:
         body = {"do": "wait", "stream": True}
         stream = asyncio.create_task(service.client.post(CHAT, json=body))

@@ -67,38 +67,38 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     kill_with_engine(first)
     assert not (tmp_path / "out.jsonl").exists()
     second = started(checkpoints("llama"), tmp_path)
-    _, told = second.communicate(timeout=240)
-    assert second.returncode == 0, told
-    assert f"lines {LINES}/{LINES}, 1 failed" in told
+    _, errors = second.communicate(timeout=240)
+    assert second.returncode == 0, errors
+    assert f"lines {LINES}/{LINES}, 1 failed" in errors
     found = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     assert [one["custom_id"] for one in found] == [f"c{number}" for number in range(LINES)]
     assert found[5]["response"]["body"]["error"]["param"] == "max_tokens"
     texts = [one["response"]["body"]["choices"][0]["text"] for n, one in enumerate(found) if n != 5]
-    # Forty prompts in turn: whoever asks the same is told the same.
+    # Forty prompts in turn: equal prompts have equal answers.
     assert texts[0] == texts[39]
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_wrong_lines_are_told(tmp_path: Path) -> None:
+def test_wrong_lines_are_reported(tmp_path: Path) -> None:
     wrong = [line(1), line(2, method="GET"), line(3, url="/v1/embeddings"), line(1)]
     write(tmp_path / "in.jsonl", wrong)
-    # A folder without a model: the lines are told before an engine would look at it.
+    # A folder without a model: lines are checked before the engine reads it.
     process = started(tmp_path, tmp_path)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "line 2: 'method' must be 'POST'" in told
-    assert "got '/v1/embeddings'" in told and "line 3: 'url' must be" in told
-    assert "line 4: 'custom_id' 'c1' is that of an earlier line" in told
-    assert "model" not in told
+    assert "line 2: 'method' must be 'POST'" in errors
+    assert "got '/v1/embeddings'" in errors and "line 3: 'url' must be" in errors
+    assert "line 4: 'custom_id' 'c1' is that of an earlier line" in errors
+    assert "model" not in errors
 
 
-def test_lines_of_no_endpoint_are_told(tmp_path: Path) -> None:
+def test_lines_of_unknown_endpoints_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line(1, url="/v1/none")])
     process = started(tmp_path, tmp_path)
-    _, told = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "url of the first line: must be one of /v1/chat/completions" in told
-    assert "got '/v1/none'" in told
+    assert "url of the first line: must be one of /v1/chat/completions" in errors
+    assert "got '/v1/none'" in errors
 
 
 @pytest.mark.parametrize(

@@ -66,22 +66,22 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     flags = (*flags, "--speculative-config", drafts)
     done = check(folder(LLAMA), *flags)
     assert done.returncode == 0, done.stderr
-    told = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
-    assert told["architecture"] == "LlamaForCausalLM (generates text)"
-    assert told["layers"] == "4"
-    assert told["KV cache"] == "4 layers, full attention, 2 KV heads of 32 in float8_e4m3fn"
-    assert told["context"] == "256 tokens in blocks of 16"
-    assert told["prefill chunks"] == "16, 32, 64"
-    assert told["decode buckets"] == "1, 2, 4"
-    assert told["drafts"] == "checked by steps of 1x2, 1x3, 2x2, 2x3, 4x2, 4x3"
-    assert told["prefix caching"].startswith("on: ")
-    assert told["adapters"] == "3 slots for ranks up to 16"
-    assert told["device"] == "emulated"
-    assert told["tools"].endswith("(rendered by vLLM, without a Jinja template), calls not read")
-    assert told["memory"].startswith("about ")
-    assert told["  adapters"].endswith(" MiB")
-    assert " blocks of 16 tokens" in told["  KV blocks"]
-    assert told["compile cache"].split()[1:5] == ["0", "of", "13", "graphs"]
+    report = {line[2:18].rstrip(): line[19:] for line in done.stdout.splitlines()[1:]}
+    assert report["architecture"] == "LlamaForCausalLM (generates text)"
+    assert report["layers"] == "4"
+    assert report["KV cache"] == "4 layers, full attention, 2 KV heads of 32 in float8_e4m3fn"
+    assert report["context"] == "256 tokens in blocks of 16"
+    assert report["prefill chunks"] == "16, 32, 64"
+    assert report["decode buckets"] == "1, 2, 4"
+    assert report["drafts"] == "checked by steps of 1x2, 1x3, 2x2, 2x3, 4x2, 4x3"
+    assert report["prefix caching"].startswith("on: ")
+    assert report["adapters"] == "3 slots for ranks up to 16"
+    assert report["device"] == "emulated"
+    assert report["tools"].endswith("(rendered by vLLM, without a Jinja template), calls not read")
+    assert report["memory"].startswith("about ")
+    assert report["  adapters"].endswith(" MiB")
+    assert " blocks of 16 tokens" in report["  KV blocks"]
+    assert report["compile cache"].split()[1:5] == ["0", "of", "13", "graphs"]
 
 
 def test_what_is_told_is_what_is_served(
@@ -89,32 +89,32 @@ def test_what_is_told_is_what_is_served(
 ) -> None:
     checkpoint = checkpoints("llama", dtype="float32")
     room = ("--kv-cache-memory-bytes", str(64 << 20))
-    told = verdict(checkpoint, *FLAGS, *room)
+    report = verdict(checkpoint, *FLAGS, *room)
     with RealServer(checkpoint, tmp_path, *room) as server:
         ready: Any = server.until_ready()
         weight_bytes = server.metric('rbln_device_memory_bytes{kind="weights"')
         kv_bytes = server.metric('rbln_device_memory_bytes{kind="kv"')
         blocks = server.metric("rbln_kv_blocks{")
         resident = psutil.Process(server.engine_pid()).memory_info().rss
-    assert told["num_graphs"] == ready["graphs"]["total"]
-    assert told["weight_bytes"] == weight_bytes
-    assert told["dtype"] == "float32"
-    # One block is nobody's: padded rows write there.
-    assert told["memory"]["num_blocks"] == blocks + 1
-    assert told["memory"]["kv_bytes"] == kv_bytes
+    assert report["num_graphs"] == ready["graphs"]["total"]
+    assert report["weight_bytes"] == weight_bytes
+    assert report["dtype"] == "float32"
+    # One block belongs to no request: padded rows write there.
+    assert report["memory"]["num_blocks"] == blocks + 1
+    assert report["memory"]["kv_bytes"] == kv_bytes
     # An estimate, of which the libraries of the process are most.
-    assert told["memory"]["needed_bytes"] == pytest.approx(resident, rel=0.5)
+    assert report["memory"]["needed_bytes"] == pytest.approx(resident, rel=0.5)
 
 
 def test_windows_and_full_attention_are_groups(verdict: Verdict, folder: Any) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     config = window_model("Gemma3ForCausalLM", "gemma3_text", layer_types=kinds)
-    # Nobody waits for the other rank, and the numbers are of the whole model.
-    told = verdict(folder(config), *FLAGS, "--tensor-parallel-size", "2")
-    groups = [(g["num_layers"], g["kind"], g["window"]) for g in told["kv_groups"]]
+    # The check does not wait for the other rank; numbers are those of the whole model.
+    report = verdict(folder(config), *FLAGS, "--tensor-parallel-size", "2")
+    groups = [(g["num_layers"], g["kind"], g["window"]) for g in report["kv_groups"]]
     assert groups == [(2, "sliding window of 64", 64), (2, "full attention", None)]
-    assert told["num_layers"] == 4
-    assert told["prefix_caching"] is True
+    assert report["num_layers"] == 4
+    assert report["prefix_caching"] is True
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_why_prefix_caching_is_off(
     verdict: Verdict, folder: Any, flags: list[str], reason: str
 ) -> None:
     config = window_model("MistralForCausalLM", "mistral")
-    told = verdict(folder(config), *FLAGS, *flags)
-    assert told["prefix_caching"] is False
-    assert reason in told["prefix_caching_reason"]
-    assert [group["window"] for group in told["kv_groups"]] == [64]
+    report = verdict(folder(config), *FLAGS, *flags)
+    assert report["prefix_caching"] is False
+    assert reason in report["prefix_caching_reason"]
+    assert [group["window"] for group in report["kv_groups"]] == [64]
 
 
 def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
@@ -148,15 +148,15 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
         "num_key_value_heads": 8,
         "head_dim": 128,
     }
-    told = verdict(folder({**LLAMA, **sizes}), address_space=16 << 30)
-    assert told["ok"] is False
-    assert told["weight_bytes"] > 700 * 2**30
-    assert "without any KV cache it needs about" in told["reason"]
-    assert "--tensor-parallel-size" in told["reason"]
+    report = verdict(folder({**LLAMA, **sizes}), address_space=16 << 30)
+    assert report["ok"] is False
+    assert report["weight_bytes"] > 700 * 2**30
+    assert "without any KV cache it needs about" in report["reason"]
+    assert "--tensor-parallel-size" in report["reason"]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "report"),
     [
         (Recipe(format="fp8", block=(64, 128)), "W8A16 FP8 group 128 (published as FP8 W8A8)"),
         (Recipe(format="awq"), "W4A16 group 64 with zero points"),
@@ -164,12 +164,12 @@ def test_a_model_larger_than_the_memory_is_described_in_little_of_it(
     ids=["fp8", "awq"],
 )
 def test_how_weights_are_quantised_is_told(
-    check: Check, folder: Any, recipe: Recipe, told: str
+    check: Check, folder: Any, recipe: Recipe, report: str
 ) -> None:
     path = folder({**LLAMA, "quantization_config": quantization_config(recipe)})
     done = check(path, *FLAGS)
     assert done.returncode == 0, done.stderr
-    assert f": 16 layers {told}" in done.stdout
+    assert f": 16 layers {report}" in done.stdout
 
 
 @pytest.mark.parametrize("feature", CANNOT_RUN)
@@ -207,10 +207,10 @@ def test_how_tools_reach_the_model(check: Check, verdict: Verdict, folder: Any) 
 
 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:
-    told = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
-    assert told["ok"] is False
-    assert "ranks on other hosts that no Ray places" in told["reason"]
-    assert "--distributed-executor-backend ray" in told["reason"]
+    report = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
+    assert report["ok"] is False
+    assert "ranks on other hosts that no Ray places" in report["reason"]
+    assert "--distributed-executor-backend ray" in report["reason"]
 
 
 def test_a_folder_without_a_tokenizer(verdict: Verdict, folder: Any) -> None:
@@ -246,13 +246,13 @@ def test_usage_errors_end_with_2(check: Check, args: list[str], words: str) -> N
     assert done.stdout == ""
 
 
-def test_a_missing_file_is_asked_of_no_hub(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_fetched_from_a_hub(tmp_path: Path) -> None:
     """A process of its own: the hub's client reads where the hub is when it is imported."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.send_error(404)
 
         def do_GET(self) -> None:
@@ -264,7 +264,7 @@ def test_a_missing_file_is_asked_of_no_hub(tmp_path: Path) -> None:
         environ = {**OFFLINE, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": place}
         done = rbln_serve("check", "nowhere/model.gguf", **environ)
         hub.shutdown()
-    assert (done.returncode, asked) == (2, [])
+    assert (done.returncode, requested) == (2, [])
     assert "MODEL: there is no file 'nowhere/model.gguf'" in done.stderr
 
 
@@ -316,7 +316,7 @@ def test_a_gguf_file_is_checked_as_what_it_holds(
     assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
 
 
-def test_the_text_of_a_multimodal_checkpoint_is_asked_for(
+def test_the_text_model_of_a_multimodal_checkpoint_needs_its_flag(
     verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_multimodal_checkpoint("gemma3", tmp_path)

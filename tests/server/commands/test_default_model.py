@@ -75,7 +75,7 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-ASKED: Any = [{"role": "user", "content": "What is the weather in Seoul?"}]
+QUESTION: Any = [{"role": "user", "content": "What is the weather in Seoul?"}]
 
 
 def chat_call(client: openai.OpenAI, forced: bool, strict: bool, stream: bool) -> Any:
@@ -83,7 +83,7 @@ def chat_call(client: openai.OpenAI, forced: bool, strict: bool, stream: bool) -
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     wish: Any = {
         "model": "default-model",
-        "messages": ASKED,
+        "messages": QUESTION,
         "tools": [{"type": "function", "function": tool}],
         "tool_choice": named if forced else "required",
         "temperature": 0,
@@ -100,7 +100,7 @@ def response_call(client: openai.OpenAI, forced: bool, strict: bool, stream: boo
     named: Any = {"type": "function", "name": "get_weather"}
     wish: Any = {
         "model": "default-model",
-        "input": ASKED,
+        "input": QUESTION,
         "tools": [{**named, "parameters": WEATHER, "strict": strict}],
         "tool_choice": named if forced else "required",
         "temperature": 0,
@@ -110,15 +110,15 @@ def response_call(client: openai.OpenAI, forced: bool, strict: bool, stream: boo
         (call,) = client.responses.create(**wish).output
         return json.loads(call.arguments)
     events = client.responses.create(**wish, stream=True)
-    (told,) = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
-    return json.loads(told)
+    (found,) = [e.arguments for e in events if e.type == "response.function_call_arguments.done"]
+    return json.loads(found)
 
 
 def message_call(client: openai.OpenAI, forced: bool, strict: bool, stream: bool) -> Any:
     url = str(client.base_url).removesuffix("/v1/")
     wish: Any = {
         "model": "default-model",
-        "messages": ASKED,
+        "messages": QUESTION,
         "tools": [{"name": "get_weather", "input_schema": WEATHER, "strict": strict}],
         "tool_choice": {"type": "tool", "name": "get_weather"} if forced else {"type": "any"},
         "max_tokens": 256,
@@ -163,7 +163,7 @@ def same(whole: Answer, streamed: Answer) -> bool:
 
 
 def every_limit(ask: Any, *args: Any, step: int = 1, **more: Any) -> tuple[Answer, list[Answer]]:
-    """Return the full answer, and those of smaller limits, asked for in both ways."""
+    """Return the full answer, and those of smaller limits, requested in both ways."""
     full, cut = ask(96, True, *args, **more), list[Answer]()
     assert full.ended == "calls"
     assert full.complete == [arguments for _, arguments in full.calls]
@@ -243,8 +243,8 @@ def called(client: openai.OpenAI, api: str, choice: Any, stream: bool, **more: A
         wish |= {"input": CALL.question, "tools": tools, "max_output_tokens": 96, "store": False}
         if not stream:
             answer = client.responses.create(**wish, tool_choice=choice)
-            told = answer.tool_choice
-            assert (told if isinstance(told, str) else told.to_dict()) == choice
+            found = answer.tool_choice
+            assert (found if isinstance(found, str) else found.to_dict()) == choice
         else:
             events = list(client.responses.create(**wish, tool_choice=choice, stream=True))
             answer = events[-1].response  # type: ignore[union-attr]

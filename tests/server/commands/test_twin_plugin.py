@@ -47,7 +47,7 @@ def distribution(folder: Path, name: str, value: str) -> Path:
 
 @pytest.fixture(params=["ours is found first", "ours is found last"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """What PYTHONPATH must be; a distribution counts where its name is found first."""
+    """Return PYTHONPATH; a distribution counts where its name is found first."""
     twin = distribution(tmp_path / "twin", "vllm-twin", "twin_plugin:register")
     (twin / "twin_plugin.py").write_text(TWIN)
     ours = distribution(tmp_path / "ours", "rbln-serve", "rbln_backend:register")
@@ -84,7 +84,7 @@ def test_python_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
 
 
 @pytest.mark.parametrize(("plugins", "refused"), [("", False), ("rbln", True)])
-def test_a_plugin_that_nobody_wants_is_no_twin(
+def test_an_unselected_plugin_is_no_twin(
     path: str, monkeypatch: pytest.MonkeyPatch, plugins: str, refused: bool
 ) -> None:
     for folder in reversed(path.split(os.pathsep)):

@@ -260,7 +260,7 @@ def test_a_key_file_must_be_a_regular_file_of_bounded_size(tmp_path: Path) -> No
             ring(file=path)
 
 
-async def test_a_key_file_that_becomes_a_pipe_holds_nobody_up(
+async def test_a_key_file_that_becomes_a_pipe_blocks_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"

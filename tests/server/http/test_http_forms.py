@@ -1,4 +1,4 @@
-"""What HTTP clients may say and how: versions, framing, pipelining, and errors of the parser."""
+"""Forms of HTTP requests: versions, framing, pipelining, and errors of the parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection may cost: sizes, times, numbers, bodies nobody wants, answers nobody reads."""
+"""Limits of connections: sizes, times, numbers, unread bodies and unread responses."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_an_idle_connection_is_closed_without_a_word(tmp_path: Path) -> No
         assert await wire.closed(3.0) == b""
 
 
-async def test_many_half_sent_heads_keep_nobody_out(tmp_path: Path) -> None:
+async def test_many_half_sent_heads_do_not_block_other_clients(tmp_path: Path) -> None:
     async with running(tmp_path, header_timeout_s=2.0) as service, AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(connected(service.port)) for _ in range(500)]
         for wire in slow:
@@ -181,7 +181,7 @@ async def test_a_body_that_is_not_sent_after_the_answer_is_not_waited_for(
         await wire.send(post(b"x" * 2000, *[b"connection: close"] * close)[:-1000])
         assert (await wire.answer()).code == "invalid_api_key"
         started = time.monotonic()
-        # With a FIN already, where that can be told apart from the end.
+        # With a FIN already, where that differs from the end.
         await wire.closed()
         await wire.send_until_cut(b"x", 3.0)
         assert time.monotonic() - started < 2.0

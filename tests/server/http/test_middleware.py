@@ -1,4 +1,4 @@
-"""What every request meets at the edge: ids, envelopes, limits, streams, disconnects, counting."""
+"""The HTTP layer of every request: ids, envelopes, limits, streams, disconnects, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proxies and tools meet: silence in streams, a path prefix, the OpenAPI document."""
+"""Support for proxies and tools: keep-alives, a path prefix, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_silence_in_a_stream_is_broken_by_comments(tmp_path: Path) -> None
         assert lines[-1] == "data: [DONE]"
 
 
-async def test_no_comment_unless_asked_for_and_none_in_a_lively_stream(tmp_path: Path) -> None:
+async def test_comments_are_optional_and_absent_from_active_streams(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         assert await lines_of(service, 0.5) == ["data: [DONE]"]
     launcher = ScriptedLauncher()
@@ -71,7 +71,7 @@ async def test_a_client_that_leaves_in_silence_still_aborts(tmp_path: Path) -> N
     "path",
     ["/livez", "/llm/livez", "/llm", "/llm/", "/llmx/livez", "/a/b/livez", "/a/b", "//llm/x"],
 )
-def test_keys_are_asked_for_by_the_path_that_the_router_sees(root: str, path: str) -> None:
+def test_keys_are_required_by_the_path_that_the_router_sees(root: str, path: str) -> None:
     scope = {"path": path, "root_path": root}
     assert route_path(scope) == get_route_path(scope)
 

@@ -147,8 +147,8 @@ async def test_a_background_response_has_a_span_of_its_own_kind(traced: Traced) 
     async with asyncio.timeout(10):
         while len(traced.spans()) < 2:
             await asyncio.sleep(0.01)
-    asked, made = sorted(traced.spans(), key=lambda span: span.kind is not SpanKind.SERVER)
-    assert said(asked)["http.route"] == "/v1/responses"
+    received, made = sorted(traced.spans(), key=lambda span: span.kind is not SpanKind.SERVER)
+    assert said(received)["http.route"] == "/v1/responses"
     assert made.kind is SpanKind.INTERNAL
     assert not [name for name in said(made) if name.startswith(("http.resp", "url.", "server."))]
     assert said(made)["gen_ai.operation.name"] == "chat"

@@ -61,7 +61,7 @@ async def test_it_serves_over_tls_with_a_key_that_has_a_password(
         assert await get(service, old) == 200
 
 
-async def test_clients_can_be_asked_for_a_certificate(tmp_path: Path, authority: Authority) -> None:
+async def test_client_certificates_can_be_required(tmp_path: Path, authority: Authority) -> None:
     cert, key = authority.sign(tmp_path / "a")
     settings = files(cert, key, ssl_ca_certs=authority.file, ssl_cert_reqs="required")
     known = trusting(authority)

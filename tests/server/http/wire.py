@@ -1,4 +1,4 @@
-"""A client that says exactly what it is told to, byte by byte, over a bare connection."""
+"""Client that sends given bytes over a plain connection."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What happens when more is asked than can be answered."""
+"""Behaviour under overload."""

@@ -83,7 +83,7 @@ def test_the_time_to_come_back_follows_the_time_that_answers_take() -> None:
         permit = admission.acquire()
         clock.now += 2
         permit.release()
-    # Four at once would be two a second; nobody waits to come back, also after a quiet time.
+    # Four at once would be two a second; no retry is delayed, also after a quiet time.
     assert admission.retry_after_s() <= 1.5
     clock.now += 600
     held = [admission.acquire() for _ in range(4)]

@@ -76,11 +76,11 @@ def test_two_hundred_streams_that_are_cut_leave_nothing(server: RealServer) -> N
     assert answer.status_code == 200
 
 
-async def one_answer(client: httpx.AsyncClient, told: Counter[str]) -> None:
+async def one_answer(client: httpx.AsyncClient, counts: Counter[str]) -> None:
     """Send one stream and check that what comes is whole, or a refusal that says when."""
     async with client.stream("POST", "/v1/completions", json=SHORT) as answer:
         text = (await answer.aread()).decode()
-    told[str(answer.status_code)] += 1
+    counts[str(answer.status_code)] += 1
     if answer.status_code == 200:
         assert text.endswith("data: [DONE]\n\n")
         assert '"completion_tokens":80' in text
@@ -93,24 +93,24 @@ async def one_answer(client: httpx.AsyncClient, told: Counter[str]) -> None:
 
 def test_fifty_times_the_capacity_gets_an_answer_each(server: RealServer) -> None:
     number = 50 * MAX_NUM_SEQS
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     async def storm() -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-            await asyncio.gather(*(one_answer(client, told) for _ in range(number)))
+            await asyncio.gather(*(one_answer(client, counts) for _ in range(number)))
 
     asyncio.run(storm())
-    assert told.total() == number
+    assert counts.total() == number
     # Each asks for four answers, and so many may be in flight.
-    assert told["200"] >= NUM_STREAMS / 4
-    assert told["429"] > told["200"]
+    assert counts["200"] >= NUM_STREAMS / 4
+    assert counts["429"] > counts["200"]
     rejected = 'rbln_admission_rejections_total{reason="in_flight"}'
-    assert server.metric(rejected) == told["429"]
+    assert server.metric(rejected) == counts["429"]
     until(lambda: at_rest(server), timeout_s=2)
 
 
-def test_a_hung_engine_is_killed_and_told(server: RealServer) -> None:
+def test_a_hung_engine_is_killed_and_reported(server: RealServer) -> None:
     """The last test of this module: its server ends."""
     out: list[str] = []
     engine = server.engine_pid()

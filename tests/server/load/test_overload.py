@@ -40,9 +40,7 @@ async def refused(service: Running, **body: object) -> httpx.Response:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_beyond_the_limit_is_told_when_to_come_back(
-    tmp_path: Path, stream: bool
-) -> None:
+async def test_rejections_above_the_limit_say_when_to_retry(tmp_path: Path, stream: bool) -> None:
     async with running(tmp_path, max_in_flight=3) as service:
         held = await fill(service, 3, stream=stream)
         answer = await refused(service)

@@ -37,16 +37,16 @@ def server(
 
 
 def while_stopped(
-    server: RealServer, wishes: list[tuple[str, dict[str, Any]]], in_flight: int
+    server: RealServer, requests: list[tuple[str, dict[str, Any]]], in_flight: int
 ) -> list[httpx.Response]:
     """Send requests to an engine that stands still until `in_flight` answers have waited for long.
 
-    It takes them in when it goes on, and they count from when they were asked for.
+    It reads them when it goes on; their queue time counts from their arrival.
     """
-    with ThreadPoolExecutor(len(wishes)) as pool:
+    with ThreadPoolExecutor(len(requests)) as pool:
         os.kill(server.engine_pid(), signal.SIGSTOP)
         try:
-            tasks = [pool.submit(server.client.post, path, json=body) for path, body in wishes]
+            tasks = [pool.submit(server.client.post, path, json=body) for path, body in requests]
             until(lambda: server.metric("rbln_admission_in_flight") == in_flight, timeout_s=20)
             time.sleep(1)
         finally:
@@ -69,13 +69,13 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 
 
-def test_waiting_too_long_is_told_by_every_endpoint(server: RealServer) -> None:
-    wishes = [(path, {**body, "stream": s}) for path, body in WAITING for s in (False, True)]
-    for path, body in wishes:
+def test_every_endpoint_reports_a_queue_timeout(server: RealServer) -> None:
+    requests = [(path, {**body, "stream": s}) for path, body in WAITING for s in (False, True)]
+    for path, body in requests:
         # What vLLM makes at its first use must not hold them up below.
         assert server.client.post(path, json={**body, **SHORT.get(path, {})}).status_code == 200
-    answers = while_stopped(server, wishes, in_flight=2 * (1 + 3 + 2 + 1 + 1))
-    for (path, body), answer in zip(wishes, answers, strict=True):
+    answers = while_stopped(server, requests, in_flight=2 * (1 + 3 + 2 + 1 + 1))
+    for (path, body), answer in zip(requests, answers, strict=True):
         assert answer.status_code == 503, (path, body, answer.text)
         error = answer.json()["error"]
         assert error["code"] == "queue_timeout"
@@ -83,7 +83,7 @@ def test_waiting_too_long_is_told_by_every_endpoint(server: RealServer) -> None:
         assert "--max-queue-s" in error["message"]
         assert int(answer.headers["retry-after"]) >= 1
     rejected = 'rbln_admission_rejections_total{reason="queue_timeout"}'
-    assert server.metric(rejected) == len(wishes)
+    assert server.metric(rejected) == len(requests)
     # Nothing of them is left in the engine, and none of them counts as served.
     once = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert once.status_code == 200
@@ -95,8 +95,8 @@ def test_waiting_too_long_is_told_by_every_endpoint(server: RealServer) -> None:
 
 
 def test_prompts_beyond_the_backlog_are_refused(server: RealServer) -> None:
-    wishes = [("/v1/completions", {"prompt": [7] * 400, "max_tokens": 1})] * 8
-    answers = while_stopped(server, wishes, in_flight=2)
+    requests = [("/v1/completions", {"prompt": [7] * 400, "max_tokens": 1})] * 8
+    answers = while_stopped(server, requests, in_flight=2)
     full = [answer for answer in answers if answer.status_code == 429]
     assert len(full) == 6
     assert full[0].json()["error"]["code"] == "overloaded"

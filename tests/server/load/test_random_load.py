@@ -98,9 +98,9 @@ async def load(url: str, seed: int) -> Counter[str]:
 
 def test_every_request_has_one_outcome_and_nothing_is_left_behind(server: RealServer) -> None:
     before = outcomes(server)
-    told = asyncio.run(load(server.url, seed=1))
-    assert told["ok"] + told["left"] == NUM_REQUESTS
-    assert told["left"] > 10
+    found = asyncio.run(load(server.url, seed=1))
+    assert found["ok"] + found["left"] == NUM_REQUESTS
+    assert found["left"] > 10
     until(lambda: server.metric("rbln_serve_in_flight_requests") == 0)
     # vLLM publishes its gauges with the next step.
     answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
@@ -114,7 +114,7 @@ def test_every_request_has_one_outcome_and_nothing_is_left_behind(server: RealSe
     assert counted.total() == NUM_REQUESTS + 1
     assert set(+counted) <= {"ok", "aborted"}, counted
     # A client may leave when everything was sent already.
-    assert 0 < counted["aborted"] <= told["left"]
+    assert 0 < counted["aborted"] <= found["left"]
 
 
 def outcomes(server: RealServer) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold and where it may lie: each fault is refused by name."""
+"""Checks of adapter folders: each fault is rejected by name."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_adapters_of_every_allowed_rank_fit(tmp_path: Path) -> None:
     ],
 )
 def test_faults_of_the_configuration(tmp_path: Path, config: dict[str, Any], words: str) -> None:
-    told = reason(write_adapter(tmp_path / "a", config=config))
-    assert words in told
-    assert "adapter_config.json" in told or "adapter_model.safetensors" in told
-    assert len(told) < 600
+    message = reason(write_adapter(tmp_path / "a", config=config))
+    assert words in message
+    assert "adapter_config.json" in message or "adapter_model.safetensors" in message
+    assert len(message) < 600
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_faults_of_the_configuration(tmp_path: Path, config: dict[str, Any], wor
     ],
 )
 def test_faults_of_the_tensors(tmp_path: Path, tensors: dict[str, Any], words: str) -> None:
-    told = reason(write_adapter(tmp_path / "a", tensors=tensors))
-    assert words in told
-    assert len(told) < 500
+    message = reason(write_adapter(tmp_path / "a", tensors=tensors))
+    assert words in message
+    assert len(message) < 500
 
 
 def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_nothing_outside_the_root_is_read(tmp_path: Path) -> None:
     (root / "circle").symlink_to(root / "circle")
     for path in ("escape", str(outside), "../outside", "inside/../../outside", "/etc"):
         assert "does not lie below --lora-root" in reason(Path(path), root)
-    # What is not there gets the same answer: the root is all that can be asked about.
+    # Missing files get the same answer, so that errors reveal nothing outside the root.
     assert "does not lie below --lora-root" in reason(Path("../nothing"), root)
     for path in ("circle", "nothing", "x" * 300):
         assert "is not a directory" in reason(Path(path), root)
@@ -214,8 +214,8 @@ def test_the_root_may_itself_be_a_link(tmp_path: Path) -> None:
 def test_base_models_are_compared_by_their_last_name(tmp_path: Path) -> None:
     assert short_name("owner/Tiny-1B") == short_name("/data/tiny-1b/") == "tiny-1b"
     assert short_name("/c/hub/models--owner--Tiny-1B/snapshots/0a1b") == "tiny-1b"
-    for told in ("other/TINY", "served", "", None):
-        folder = write_adapter(tmp_path / "a", config={"base_model_name_or_path": told})
+    for name in ("other/TINY", "served", "", None):
+        folder = write_adapter(tmp_path / "a", config={"base_model_name_or_path": name})
         assert check(folder) == 4
     folder = write_adapter(tmp_path / "b", config={"base_model_name_or_path": "else"})
     assert "--lora-base-names" in reason(folder)

@@ -361,7 +361,7 @@ async def test_loaded_adapters_survive_a_restart(tmp_path: Path) -> None:
         assert (two["slot"], two["rank"]) == (None, None)
         body = {"model": "two", "do": "answer"}
         assert code_of(await service.client.post(CHAT, json=body)) == (404, "model_not_found")
-        # What failed is tried again at the next start, until somebody deletes it or loads another.
+        # A failed adapter is loaded again at the next start, until it is deleted or replaced.
         assert json.loads(state_file.read_text()) == written
         assert (await load(service, "two", "a")).status_code == 200
         assert (await unload(service, "one")).status_code == 200

@@ -22,7 +22,7 @@ BLOCK, BLOCKS = 16, 17  # room for one request of 256 tokens, and the block that
 
 
 class Subscriber:
-    """What a router does: subscribes to a topic, and keeps the batches in their order."""
+    """Router that subscribes to a topic and keeps the batches in their order."""
 
     def __init__(self, endpoint: str) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
@@ -32,7 +32,7 @@ class Subscriber:
         self.numbers: list[int] = []
 
     def events(self, *, first_wait_ms: int = 20_000) -> list[BlockStored | BlockRemoved]:
-        """What has come by now: at least one batch, and those that follow it within a moment."""
+        """Return the received batches: at least one, and those that follow it within a moment."""
         found: list[Any] = []
         wait = first_wait_ms
         while self._socket.poll(wait):
@@ -61,7 +61,7 @@ def heard(
     with RealServer(model, folder, *flags, *few) as server:
         server.until_ready()
         subscriber = Subscriber(f"tcp://127.0.0.1:{port}")
-        # A subscription takes a moment to arrive; what is told before is lost.
+        # A subscription takes a moment to arrive; earlier events are lost.
         for number in range(40, 60):
             complete(server, [number] * BLOCK * 2)
             if subscriber.events(first_wait_ms=500):

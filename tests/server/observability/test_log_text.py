@@ -64,7 +64,7 @@ def test_tracebacks_have_causes_frames_and_short_messages() -> None:
 
 @pytest.fixture
 def vllm_log() -> Iterator[io.StringIO]:
-    """What vLLM's handler writes, once it is bounded."""
+    """Return the output of vLLM's handler after `bound_vllm_log`."""
     logger = logging.getLogger("vllm")
     kept = logger.handlers, logger.level, logger.propagate
     stream = io.StringIO()

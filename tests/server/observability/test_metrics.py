@@ -1,4 +1,4 @@
-"""What the server's own metrics say: guides of answers, the tuner's advice, adapters, the loop."""
+"""The server's own metrics: guides of answers, the tuner's advice, adapters, the event loop."""
 
 from __future__ import annotations
 

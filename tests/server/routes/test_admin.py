@@ -25,10 +25,10 @@ async def busy(service: Running) -> asyncio.Task[httpx.Response]:
 async def test_a_drain_refuses_new_work_and_finishes_the_old(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         stream = await busy(service)
-        asked = await service.client.post(DRAIN)
-        assert asked.status_code == 202
-        assert asked.json()["status"] == "draining"
-        assert asked.json()["in_flight"] == 1
+        answer = await service.client.post(DRAIN)
+        assert answer.status_code == 202
+        assert answer.json()["status"] == "draining"
+        assert answer.json()["in_flight"] == 1
         ready = await service.client.get("/readyz")
         assert ready.status_code == 503
         assert ready.json()["reason"] == "POST /admin/drain"
@@ -78,7 +78,7 @@ async def test_a_signal_ends_what_an_admin_began(tmp_path: Path) -> None:
         assert await asyncio.wait_for(asyncio.shield(service.exit_code), 5) == 0
 
 
-async def test_the_death_of_a_drained_engine_is_still_told(tmp_path: Path) -> None:
+async def test_the_death_of_a_drained_engine_is_still_reported(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         await service.client.post(DRAIN)
         service.launcher.engine.death = "engine process ended with exit code -9"

@@ -82,7 +82,7 @@ def _see_kernels(browser: Chrome, port: int, engine: ProgressWriter) -> None:
     until(browser, lambda: text(browser, "headline") == "Building kernels")
     assert text(browser, "phase") == "starting"
     has_value = "return document.getElementById('graphs-progress').hasAttribute('value')"
-    assert not browser.execute_script(has_value), "how far it is nobody knows yet"
+    assert not browser.execute_script(has_value), "progress is unknown at first"
     assert not part(browser, "serving").is_displayed()
     assert not part(browser, "playground").is_displayed()
     assert "–" not in browser.find_element(By.TAG_NAME, "body").text
@@ -118,7 +118,7 @@ def _see_the_end_of_it(browser: Chrome) -> None:
 
 
 def _see_no_store(browser: Chrome) -> None:
-    """Without --data-dir nothing is asked of the store, and nothing said of it."""
+    """Without --data-dir the page neither reads nor shows stored objects."""
     errors_logged(browser)
     browser.refresh()
     until(browser, lambda: "--enable-lora" in text(browser, "adapters-note"))
@@ -302,7 +302,7 @@ def test_batches_and_stored_responses_are_seen(server: RealServer, page: Chrome)
     until(page, lambda: ": 1 incomplete" in text(page, "responses"))
 
 
-def _batch(server: RealServer, wishes: list[dict[str, float]]) -> None:
+def _batch(server: RealServer, requests: list[dict[str, float]]) -> None:
     """Start a batch of a line for each of these."""
     lines = [
         {
@@ -311,7 +311,7 @@ def _batch(server: RealServer, wishes: list[dict[str, float]]) -> None:
             "url": "/v1/completions",
             "body": {"model": "tiny", "prompt": "hi", "max_tokens": 200, "ignore_eos": True} | wish,
         }
-        for number, wish in enumerate(wishes)
+        for number, wish in enumerate(requests)
     ]
     content = "".join(json.dumps(line) + "\n" for line in lines)
     files = {"file": ("in.jsonl", content.encode()), "purpose": (None, "batch")}

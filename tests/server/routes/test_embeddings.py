@@ -80,7 +80,7 @@ def test_texts_in_both_encodings(
     texts = ["hello", LONG, "a b c"]
     ids = [token_ids(server, text) for text in texts]
     assert len(ids[1]) > 128, "several chunks"
-    # The client asks for base64 unless told otherwise.
+    # The client requests base64 by default.
     packed = client.embeddings.create(model="tiny", input=texts)
     plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
     assert [item.index for item in packed.data] == [0, 1, 2]
@@ -291,7 +291,7 @@ def test_a_reranker_classifies_and_scores(checkpoints: CheckpointCache, tmp_path
         assert "classify" in refused.json()["error"]["message"]
 
 
-def test_a_prompt_that_waits_too_long_is_told_and_no_other(server: RealServer) -> None:
+def test_only_the_prompt_that_waits_too_long_times_out(server: RealServer) -> None:
     body = {"model": "tiny", "input": ["a b", "c d"]}
     with ThreadPoolExecutor(1) as pool:
         os.kill(server.engine_pid(), signal.SIGSTOP)

@@ -20,7 +20,7 @@ async def test_a_profile_is_started_and_stopped(tmp_path: Path) -> None:
         for path in (START, STOP):
             answer = await service.client.post(path)
             assert (answer.status_code, answer.content) == (200, b"")
-        assert profiler.told == ["start", "stop"]
+        assert profiler.calls == ["start", "stop"]
 
 
 async def test_without_a_profiler_it_says_how_to_get_one(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ async def test_it_is_for_who_may_change_the_server(tmp_path: Path) -> None:
         with_key = {"authorization": "Bearer sk"}
         assert (await service.client.post(START)).status_code == 401
         assert (await service.client.post(START, headers=with_key)).status_code == 403
-        assert not profiler.told
+        assert not profiler.calls
 
 
 @pytest.mark.engine

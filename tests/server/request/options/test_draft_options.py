@@ -19,7 +19,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize(
-    ("body", "speculates", "wishes", "ignored"),
+    ("body", "speculates", "options", "ignored"),
     [
         ({}, True, DraftOptions(), []),
         ({"prediction": TEXT}, True, DraftOptions(prediction="a b"), []),
@@ -27,7 +27,7 @@ PARTS = {
         ({"prediction": None, "speculative": None}, True, DraftOptions(), []),
         ({"speculative": False}, True, DraftOptions(off=True), []),
         ({"speculative": True}, True, DraftOptions(), []),
-        # A hint that nobody takes.
+        # A hint without effect.
         ({"prediction": TEXT}, False, DraftOptions(), ["prediction"]),
         ({"speculative": False}, False, DraftOptions(off=True), []),
         ({"speculative": True}, False, DraftOptions(), ["speculative"]),
@@ -40,10 +40,10 @@ PARTS = {
     ],
 )
 def test_a_chat_says_what_it_wants(
-    body: dict[str, Any], speculates: bool, wishes: DraftOptions, ignored: list[str]
+    body: dict[str, Any], speculates: bool, options: DraftOptions, ignored: list[str]
 ) -> None:
     body = {"model": "m", **body}
-    assert settle_drafts(Endpoint.CHAT, body, speculates=speculates) == (wishes, ignored)
+    assert settle_drafts(Endpoint.CHAT, body, speculates=speculates) == (options, ignored)
     assert body.keys() <= {"model", "n"}
 
 

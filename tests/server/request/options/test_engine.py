@@ -34,44 +34,44 @@ def client(server: RealServer) -> openai.OpenAI:
 
 
 @pytest.mark.parametrize(
-    ("asked", "used"),
+    ("requested", "used"),
     [("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")],
 )
-def test_answers_say_which_tier_it_was(client: openai.OpenAI, asked: Any, used: str) -> None:
-    chat = client.chat.completions.create(**CHAT, max_tokens=3, service_tier=asked)
+def test_answers_say_which_tier_it_was(client: openai.OpenAI, requested: Any, used: str) -> None:
+    chat = client.chat.completions.create(**CHAT, max_tokens=3, service_tier=requested)
     assert chat.service_tier == used
     chunks = list(
-        client.chat.completions.create(**CHAT, max_tokens=3, service_tier=asked, stream=True)
+        client.chat.completions.create(**CHAT, max_tokens=3, service_tier=requested, stream=True)
     )
     assert {chunk.service_tier for chunk in chunks} == {used}
     response = client.responses.create(
-        model="tiny", input="a", max_output_tokens=3, service_tier=asked
+        model="tiny", input="a", max_output_tokens=3, service_tier=requested
     )
     assert response.service_tier == used
     events = client.responses.create(
-        model="tiny", input="a", max_output_tokens=3, service_tier=asked, stream=True
+        model="tiny", input="a", max_output_tokens=3, service_tier=requested, stream=True
     )
-    told = {event.response.service_tier for event in events if hasattr(event, "response")}
-    assert told == {used}
+    shown = {event.response.service_tier for event in events if hasattr(event, "response")}
+    assert shown == {used}
     for stream in (False, True):
         text = client.post(
             "/completions",
-            body={"model": "tiny", "prompt": "a", "max_tokens": 3, "service_tier": asked}
+            body={"model": "tiny", "prompt": "a", "max_tokens": 3, "service_tier": requested}
             | {"stream": stream},
             cast_to=str,
         )
         assert f'"service_tier":"{used}"' in text
 
 
-def test_who_does_not_ask_is_told_nothing(client: openai.OpenAI) -> None:
+def test_requests_without_a_tier_get_no_field(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(**CHAT, max_tokens=3, stream=True))
     assert {chunk.service_tier for chunk in chunks} == {None}
 
 
 def test_anthropics_tiers(server: RealServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    for asked in ("auto", "standard_only"):
-        message = client.messages.create(**CHAT, max_tokens=3, service_tier=asked)  # type: ignore[call-overload]
+    for requested in ("auto", "standard_only"):
+        message = client.messages.create(**CHAT, max_tokens=3, service_tier=requested)  # type: ignore[call-overload]
         assert message.usage.service_tier == "standard"
     with client.messages.stream(**CHAT, max_tokens=3) as stream:
         assert stream.get_final_message().usage.service_tier == "standard"

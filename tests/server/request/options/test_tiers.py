@@ -1,4 +1,4 @@
-"""Which tier a request gets, what that costs others, and what its answer says."""
+"""Tiers of requests: parsing, permission, their effect on others, and the answer's field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = "anyone=k1\njobs[flex]=k2\ngold[priority+default]=k3\n"
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "asked", "found"),
+    ("endpoint", "requested", "found"),
     [
         (Endpoint.CHAT, None, None),
         (Endpoint.CHAT, "auto", "auto"),
@@ -29,14 +29,14 @@ KEYS = "anyone=k1\njobs[flex]=k2\ngold[priority+default]=k3\n"
         (Endpoint.MESSAGES, "standard_only", "default"),
     ],
 )
-def test_what_is_asked_for(endpoint: Endpoint, asked: str | None, found: str | None) -> None:
-    body: dict[str, Any] = {"service_tier": asked, "model": "m"}
+def test_tiers_of_bodies(endpoint: Endpoint, requested: str | None, found: str | None) -> None:
+    body: dict[str, Any] = {"service_tier": requested, "model": "m"}
     assert take_tier(endpoint, body) == found
     assert body == {"model": "m"}
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "asked"),
+    ("endpoint", "requested"),
     [
         (Endpoint.CHAT, "scale"),
         (Endpoint.CHAT, 1),
@@ -44,14 +44,14 @@ def test_what_is_asked_for(endpoint: Endpoint, asked: str | None, found: str | N
         (Endpoint.CHAT, []),
     ],
 )
-def test_what_is_no_tier(endpoint: Endpoint, asked: object) -> None:
+def test_unknown_tiers_are_rejected(endpoint: Endpoint, requested: object) -> None:
     with pytest.raises(InvalidValueError, match="'service_tier' must be one of 'auto'"):
-        take_tier(endpoint, {"service_tier": asked})
+        take_tier(endpoint, {"service_tier": requested})
 
 
 def test_the_first_tier_of_a_key_is_what_it_gets_without_a_word() -> None:
     gold = tiers_of("priority+default")
-    assert [granted(asked, gold) for asked in (None, "auto", "default")] == [
+    assert [granted(requested, gold) for requested in (None, "auto", "default")] == [
         *(Tier.PRIORITY, Tier.PRIORITY, Tier.DEFAULT)
     ]
     with pytest.raises(

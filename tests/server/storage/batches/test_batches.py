@@ -54,7 +54,7 @@ async def test_every_line_has_its_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metadata", ["[" + "[]," * 20_000 + "[]]", '"' + "x" * 270_000 + '"'])
-async def test_a_batch_is_asked_for_in_a_small_body(tmp_path: Path, metadata: str) -> None:
+async def test_bodies_of_batches_have_a_size_limit(tmp_path: Path, metadata: str) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         body = f'{{"metadata": {metadata}}}'
         headers = {"content-type": "application/json"}

@@ -92,7 +92,7 @@ async def test_a_folder_has_one_server(tmp_path: Path) -> None:
             opened(tmp_path / "data")
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.touch()
     with pytest.raises(SettingsError, match="cannot be written"):
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["garbage", "later"])
-async def test_a_damaged_database_is_told(tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_database_is_reported(tmp_path: Path, damage: str) -> None:
     data = tmp_path / "data"
     async with running(tmp_path, data_dir=data) as service:
         await create(service.client, [line(1)])

@@ -65,7 +65,7 @@ async def test_lists_have_pages(tmp_path: Path) -> None:
         assert (refused["code"], refused["param"]) == ("not_found", "after")
 
 
-async def test_nobody_sees_what_is_another_key_s(tmp_path: Path) -> None:
+async def test_files_and_batches_of_other_keys_are_hidden(tmp_path: Path) -> None:
     keys = {"data_dir": tmp_path / "data", "api_key": ["one=1", "two=2"]}
     async with running(tmp_path, **keys) as service:
         client = service.client

@@ -127,7 +127,7 @@ async def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
         assert (await service.client.get(f"{PATH}/{name}", headers=mine)).status_code == 200
 
 
-async def test_beyond_the_quota_only_what_was_asked_for_fails(tmp_path: Path) -> None:
+async def test_above_the_quota_only_demanded_storage_fails(tmp_path: Path) -> None:
     settings = {"data_dir": tmp_path / "data", "max_responses_per_key": 2}
     async with running(tmp_path, **settings) as service:
         kept = [await create(service.client, store=True) for _ in range(2)]
@@ -157,7 +157,7 @@ async def test_an_answer_does_not_fail_for_want_of_a_disk(
         assert refused.status_code == 500
 
 
-async def test_it_expires_when_nobody_goes_on(tmp_path: Path) -> None:
+async def test_a_response_expires_unless_it_is_continued(tmp_path: Path) -> None:
     store = Store(ServerSettings(data_dir=tmp_path, response_retention_s=3600))
 
     def keep(name: str, previous: str | None, expires_at: int) -> Work[None]:
@@ -219,7 +219,9 @@ async def test_without_a_folder_it_says_how(tmp_path: Path) -> None:
         ),
     ],
 )
-async def test_wrong_wishes(tmp_path: Path, fields: dict[str, Any], code: str, param: str) -> None:
+async def test_invalid_fields(
+    tmp_path: Path, fields: dict[str, Any], code: str, param: str
+) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         _, found, named = await online(service, **fields)
         assert (found, named) == (code, param)
