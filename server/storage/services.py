@@ -9,12 +9,16 @@ from starlette.types import ASGIApp
 
 from server.admission import Admission
 from server.errors import NotEnabledError
+from server.host.tasks import background_task
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
 from server.storage.batches.service import BatchService
 from server.storage.batches.spare_rows import DecodeTimes
+from server.storage.jobs import JobLoop
 from server.storage.responses.service import ResponseService
 from server.storage.store import Store
+
+_REFRESH_S = 5.0
 
 
 class StorageServices:
@@ -61,11 +65,22 @@ class StorageServices:
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
         """Run the background work of the services for the length of the block, then close."""
-        if self._store is None or self.batches is None or self.responses is None:
+        batches, responses = self.batches, self.responses
+        if self._store is None or batches is None or responses is None:
             yield
             return
+
+        async def refresh() -> float:
+            await responses.refresh()
+            await batches.refresh()
+            return _REFRESH_S
+
         try:
-            async with self.batches.working(app), self.responses.working(app):
+            async with (
+                batches.working(app),
+                responses.working(app),
+                background_task(JobLoop("stored objects", refresh).run()),
+            ):
                 yield
         finally:
             self._store.close()

@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -26,27 +26,19 @@ from server.storage.batches.results import ResultFiles
 from server.storage.batches.runner import BatchRunner, LineCounts
 from server.storage.batches.spare_rows import DecodeTimes, SpareRows
 from server.storage.files import INPUT, FileStore
-from server.storage.jobs import BATCHES, JobLoop
+from server.storage.jobs import BATCHES
 from server.storage.rows import Page
 from server.storage.store import Store
 from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
-_REFRESH_S = 5.0
 _EXPIRE_EVERY = 12
 """Refreshes between two deletions of expired data."""
-
-
-@dataclass(frozen=True, slots=True)
-class StorageSnapshot:
-    """Stored objects at the last refresh."""
-
-    batches: dict[str, int] = field(default_factory=BATCHES.no_rows)
-    lines_to_do: int = 0
-    files: int = 0
-    stored_bytes: int = 0
-    free_bytes: int = 0
+_GAUGES = (
+    *("rbln_batch_lines_to_do", "rbln_stored_files", "rbln_stored_bytes"),
+    "rbln_storage_free_bytes",
+)
 
 
 class BatchService:
@@ -73,24 +65,16 @@ class BatchService:
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
         self._clock = store.clock
         self._runner = BatchRunner(store, self.files, self._results, rules, self._spare)
-        self._housekeeping = JobLoop("files and batches", self._refresh)
         self._refreshes = 0
-        self._snapshot = StorageSnapshot()
-
-    @property
-    def statuses(self) -> Mapping[str, int]:
+        self.statuses: Mapping[str, int] = BATCHES.no_rows()
         """Numbers of batches by status, at the last refresh."""
-        return self._snapshot.batches
+        self._stored: dict[str, float] = dict.fromkeys(_GAUGES, 0)
 
     def gauges(self) -> dict[str, float]:
         """Return gauges by the names of metrics."""
-        snapshot = self._snapshot
         return {
-            "rbln_batch_lines_to_do": snapshot.lines_to_do,
+            **self._stored,
             "rbln_batch_lines_running": self._runner.running,
-            "rbln_stored_files": snapshot.files,
-            "rbln_stored_bytes": snapshot.stored_bytes,
-            "rbln_storage_free_bytes": snapshot.free_bytes,
             "rbln_storage_full": self._results.full or self._runner.quota_reached,
         }
 
@@ -104,10 +88,7 @@ class BatchService:
         # Before the first request, since an upload in progress has no row either.
         await self.files.remove_unknown()
         await self._results.recover(await self._database.read(table.unfinished))
-        async with (
-            background_task(self._runner.run(app)),
-            background_task(self._housekeeping.run()),
-        ):
+        async with background_task(self._runner.run(app)):
             yield
 
     async def create(self, request: BatchRequest) -> Batch:
@@ -198,13 +179,18 @@ class BatchService:
             lines.append(line)
         return lines
 
-    async def _refresh(self) -> float:
-        """Delete expired data once a minute, then refresh the snapshot."""
+    async def refresh(self) -> None:
+        """Refresh the gauges; every `_EXPIRE_EVERY` calls, delete expired data first."""
         if not self._refreshes % _EXPIRE_EVERY:
             await self._delete_expired()
         self._refreshes += 1
-        await self._take_snapshot()
-        return _REFRESH_S
+        self.statuses = await self._database.read(BATCHES.count_by_status)
+        lines = await self._database.read(table.lines_to_do)
+        free = await asyncio.to_thread(self._folder.free_bytes)
+        values = (lines, *await self.files.usage(), free)
+        self._stored = dict(zip(_GAUGES, values, strict=True))
+        if lines:
+            self._spare.set_decode_times(await asyncio.to_thread(self._decode_times))
 
     async def _delete_expired(self) -> None:
         now = self._clock.now()
@@ -212,15 +198,3 @@ class BatchService:
             logger.info("%d files have expired", count)
         if self._keep_s:
             await self._database.run(table.delete_old, self._keep_s, now)
-
-    async def _take_snapshot(self) -> None:
-        files, stored = await self.files.usage()
-        self._snapshot = StorageSnapshot(
-            await self._database.read(BATCHES.count_by_status),
-            await self._database.read(table.lines_to_do),
-            files,
-            stored,
-            await asyncio.to_thread(self._folder.free_bytes),
-        )
-        if self._snapshot.lines_to_do:
-            self._spare.set_decode_times(await asyncio.to_thread(self._decode_times))

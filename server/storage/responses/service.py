@@ -16,7 +16,7 @@ from server.lifecycle import Lifecycle
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
-from server.storage.jobs import RESPONSES, JobLoop
+from server.storage.jobs import RESPONSES
 from server.storage.quotas import Reservation
 from server.storage.responses import conversations, table
 from server.storage.responses.response import Response, finished_response, queued_response
@@ -26,8 +26,6 @@ from server.storage.store import Store
 from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
-
-_REFRESH_S = 5.0
 
 
 class ResponseService:
@@ -46,18 +44,13 @@ class ResponseService:
         self._max_conversation_bytes = settings.max_conversation_bytes
         self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
         self._runner = ResponseRunner(store.database, lifecycle, admission)
-        self._counts: Mapping[str, int] = RESPONSES.no_rows()
-
-    @property
-    def statuses(self) -> Mapping[str, int]:
+        self.statuses: Mapping[str, int] = RESPONSES.no_rows()
         """Numbers of responses by status, at the last refresh."""
-        return self._counts
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
         """Run background responses through `app` for the length of the block."""
-        housekeeping = JobLoop("responses", self._refresh)
-        async with background_task(self._runner.run(app)), background_task(housekeeping.run()):
+        async with background_task(self._runner.run(app)):
             yield
 
     def reservation(self, owner: str) -> Reservation:
@@ -150,12 +143,11 @@ class ResponseService:
         await self._runner.stop(response_id)
         await self._database.run(table.delete, owner, response_id)
 
-    async def _refresh(self) -> float:
+    async def refresh(self) -> None:
         """Delete expired responses and count the others."""
         if count := await self._database.run(table.delete_expired, self._store.clock.now()):
             logger.info("%d responses have expired", count)
-        self._counts = await self._database.read(RESPONSES.count_by_status)
-        return _REFRESH_S
+        self.statuses = await self._database.read(RESPONSES.count_by_status)
 
 
 async def _each(frames: list[str]) -> AsyncGenerator[str, None]:
