@@ -37,7 +37,7 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.routes.admin import admin_router
+from server.routes.admin import admin_router, profile_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
 from server.routes.files import files_router
@@ -48,7 +48,6 @@ from server.routes.message_batches import message_batches_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
-from server.routes.profile import profile_router
 from server.routes.response_store import ResponseStore
 from server.routes.responses import responses_router
 from server.routes.server_info import history_router, server_info_router

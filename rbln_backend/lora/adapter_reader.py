@@ -10,8 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_config import check_config
-from rbln_backend.lora.adapter_tensors import TensorName, check_tensors
+from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.vllm_compat.lora import (
     LoRARequest,

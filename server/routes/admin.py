@@ -1,12 +1,20 @@
-"""`/admin`: drains the server and resumes it without a restart."""
+"""Operators' controls: `/admin` drains and resumes the server; profiles of the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import InvalidTypeError, InvalidValueError, describe
+from server.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedOperationError,
+    describe,
+)
+from server.frontend import Frontend, Profiler
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
@@ -58,6 +66,34 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
         """Accept requests again after /admin/drain."""
         lifecycle.take_drain_back()
         return JSONResponse(lifecycle.status())
+
+    return router
+
+
+def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
+    """Return vLLM's routes for profiles of the engine's steps."""
+    router = APIRouter(route_class=DescribedRoute)
+    failures = failing(UnsupportedOperationError)
+
+    def profiler() -> Profiler:
+        found = frontend().profiler
+        if found is None:
+            raise UnsupportedOperationError(
+                "Profiling is off; start the server with RBLN_PROFILER=1."
+            )
+        return found
+
+    @router.post("/start_profile", responses=failures, response_class=Response)
+    async def start_profile() -> Response:
+        """Start profiling the engine's steps; a running profile continues."""
+        await profiler().start_profile()
+        return Response()
+
+    @router.post("/stop_profile", responses=failures, response_class=Response)
+    async def stop_profile() -> Response:
+        """Write the running profile, if there is one."""
+        await profiler().stop_profile()
+        return Response()
 
     return router
 

@@ -61,7 +61,7 @@ class Database:
 
     def run_now(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work` as `run`, and block until it ends; for the server start."""
-        return self._thread.submit(self._write, work, *args, **kwargs).result()
+        return self._thread.submit(lambda: self._write(work, *args, **kwargs)).result()
 
     def _write(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with disk_errors(), self._connection:

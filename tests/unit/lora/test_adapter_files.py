@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_config import check_config
+from rbln_backend.lora.adapter_files import check_config
 
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": ["q"]}
 
