@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="*", metavar="MODEL")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(arguments)
-    asked = args.models or list(models)
-    if unknown := [name for name in asked if name not in models]:
+    names = args.models or list(models)
+    if unknown := [name for name in names if name not in models]:
         parser.error(f"not in {CONFIGS.name}: {', '.join(unknown)}")
     verdicts = load_verdicts()
-    found = ask({name: models[name] for name in asked})
+    found = ask({name: models[name] for name in names})
     changed = [name for name in found if found[name] != verdicts.get(name)]
     for name in changed:
         sys.stdout.write(f"{name}: {found[name].get('reason') or 'can run'}\n")
@@ -75,21 +75,21 @@ def _verdict(
         (folder / name).write_bytes(content)
     done = cli.run("check", str(folder), "--json", *model.get("flags", ()), environ=environ)
     try:
-        told = json.loads(done.stdout)
+        answer = json.loads(done.stdout)
     except ValueError:
         raise SystemExit(f"{done.args} ended with {done.returncode}:\n{done.stderr}") from None
     verdict = {"architecture": model["config"]["architectures"][0]}
     verdict["flags"] = " ".join(model.get("flags", ()))
-    if "num_parameters" not in told:
-        return {**verdict, "reason": told["reason"].replace(str(folder), "MODEL")}
-    groups = told["kv_groups"]
+    if "num_parameters" not in answer:
+        return {**verdict, "reason": answer["reason"].replace(str(folder), "MODEL")}
+    groups = answer["kv_groups"]
     return {
         **verdict,
-        "task": told["task"],
-        "dtype": told["dtype"],
-        "weight_bytes": told["weight_bytes"],
+        "task": answer["task"],
+        "dtype": answer["dtype"],
+        "weight_bytes": answer["weight_bytes"],
         "kv_caches": [f"{group['num_layers']} x {group['kind']}" for group in groups],
-        "quantized_layers": told["quantized_layers"],
+        "quantized_layers": answer["quantized_layers"],
     }
 
 
