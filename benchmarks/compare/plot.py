@@ -1,14 +1,14 @@
-"""Draws a comparison: ``python -m benchmarks plot RUN.jsonl FILE.png``.
+"""Plot a comparison: ``python -m benchmarks.compare.plot RUN.jsonl FILE.png``.
 
-Runs in the peers' environment, which has matplotlib, on the records that the report is made from:
-one row of panels a model, medians over rounds. A dashed line is the machine's limit.
+Runs in the peers' environment, which has matplotlib: one row of panels per model, medians over
+rounds. A dashed line is the machine's limit.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,31 +56,34 @@ def _throughput(axes: Any, log: Log, model: str) -> None:
 
 
 def _steps(axes: Any, log: Log, model: str) -> None:
-    records = [r for r in log.of(StepRecord, model=model) if r.output_tokens > 1]
     bars = []
-    for batch in sorted({r.batch for r in records}):
-        for side in dict.fromkeys(r.side for r in records):
-            mine = [r for r in records if (r.batch, r.side) == (batch, side)]
-            step = _median(r.step for r in mine)
-            if step is not None:
-                work = log.work(model).decode_step(batch, mine[0].context)
-                least = _least(log, model, work.moved, work.flops)
-                bars.append((f"{side}\nx{batch}", side, batch / step, batch / least))
+    for batch, side, mine in _by_size(log.of(StepRecord, model=model, decodes=True), "batch"):
+        if (step := _median(r.step for r in mine)) is not None:
+            work = log.work(model).decode_step(batch, mine[0].context)
+            least = _least(log, model, work.moved, work.flops)
+            bars.append((f"{side}\nx{batch}", side, batch / step, batch / least))
     _bars(axes, f"{model}: decode steps in process", "tokens/s", bars)
 
 
 def _prefill(axes: Any, log: Log, model: str) -> None:
-    records = log.of(StepRecord, model=model, output_tokens=1)
     bars = []
-    for tokens in sorted({r.prompt_tokens for r in records}):
-        for side in dict.fromkeys(r.side for r in records):
-            mine = [r for r in records if (r.prompt_tokens, r.side) == (tokens, side)]
-            seconds = _median(r.prefill for r in mine)
-            if seconds is not None:
-                work = log.work(model).prefill(tokens)
-                least = _least(log, model, work.moved, work.flops)
-                bars.append((f"{side}\n{tokens}", side, tokens / seconds, tokens / least))
+    records = log.of(StepRecord, model=model, decodes=False)
+    for tokens, side, mine in _by_size(records, "prompt_tokens"):
+        if (seconds := _median(r.prefill for r in mine)) is not None:
+            work = log.work(model).prefill(tokens)
+            least = _least(log, model, work.moved, work.flops)
+            bars.append((f"{side}\n{tokens}", side, tokens / seconds, tokens / least))
     _bars(axes, f"{model}: prefill of one prompt", "tokens/s", bars)
+
+
+def _by_size(
+    records: Sequence[StepRecord], size: str
+) -> Iterator[tuple[int, str, list[StepRecord]]]:
+    """Yield the records of each value of the field `size` and side."""
+    for value in sorted({getattr(r, size) for r in records}):
+        for side in dict.fromkeys(r.side for r in records):
+            if mine := [r for r in records if (getattr(r, size), r.side) == (value, side)]:
+                yield value, side, mine
 
 
 def _bars(axes: Any, title: str, unit: str, bars: Sequence[tuple[str, str, float, float]]) -> None:

@@ -11,13 +11,13 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.plans import plan_for
 from benchmarks.compare.quantized_report import BASE, llama_name, markdown, our_name
-from benchmarks.compare.steps import Subject, measure_steps
+from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.engine_process import OURS
 from benchmarks.engines.peers import gguf_of, peers_python
 from benchmarks.engines.sides import StepModel, StepSide, step_sides
@@ -95,12 +95,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
         sides += [_side("llama.cpp", name, path) for name, path in files.items()]
         theirs |= files
     paths |= theirs
-    log.add(
-        header_of(
-            command,
-            {side.side.name: side.side.note for side in sides},
-        )
-    )
+    log.add(header_of(command, {side.side.name: side.side.note for side in sides}))
     subject = Subject(
         checkpoint=checkpoint,
         text_model=text_model,
@@ -113,14 +108,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             prefill_tokens=(PREFILL_TOKENS,),
         ),
     )
-    log.add(
-        ModelRecord(
-            model=subject.name,
-            path=str(text_model),
-            parameters=checkpoint.parameters,
-            work=asdict(subject.work) | {name: step_bytes(path) for name, path in paths.items()},
-        )
-    )
+    log_model(log, subject, text_model, **{name: step_bytes(p) for name, p in paths.items()})
     with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
         measure_steps(log, subject, sides, Path(folder))
 

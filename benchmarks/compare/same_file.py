@@ -12,13 +12,13 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.compare import tables
 from benchmarks.compare.http import HttpComparison
 from benchmarks.compare.plans import plan_for
-from benchmarks.compare.steps import Subject, measure_steps
+from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import peers_python
 from benchmarks.engines.server_process import ServerSide
 from benchmarks.engines.sides import StepSide, server_sides, step_sides
@@ -92,12 +92,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     served = {name: server_sides()[name] for name in _SIDES}
     stepped["ours"] = _steps_of(stepped["ours"], packed)
     served["ours"] = _serving(served["ours"], packed)
-    log.add(
-        header_of(
-            command,
-            {name: side.note for name, side in served.items()},
-        )
-    )
+    log.add(header_of(command, {name: side.note for name, side in served.items()}))
     plan = plan_for(checkpoint.parameters)
     subject = Subject(
         checkpoint=checkpoint,
@@ -106,14 +101,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
         work=ModelWork.of(checkpoint.path),
         plan=replace(plan, rounds=args.rounds, prefill_tokens=_PREFILL_TOKENS),
     )
-    log.add(
-        ModelRecord(
-            model=subject.name,
-            path=str(gguf),
-            parameters=checkpoint.parameters,
-            work=asdict(subject.work),
-        )
-    )
+    log_model(log, subject, gguf)
     with tempfile.TemporaryDirectory(prefix="run-", dir=CACHE_ROOT) as folder:
         say("steps in process")
         measure_steps(log, subject, list(stepped.values()), Path(folder))
@@ -161,8 +149,6 @@ def _markdown(log: Log, header: Header, model: ModelRecord) -> str:
     if others := [record.other_busy_cores for record in log.of(StepRecord)]:
         lines += [disturbance(others), ""]
     for failure in log.of(Failure):
-        lines += [
-            f"**Failed**: {failure.side} ({failure.part}): {failure.text.splitlines()[0]}",
-            "",
-        ]
+        first = failure.text.splitlines()[0]
+        lines += [f"**Failed**: {failure.side} ({failure.part}): {first}", ""]
     return "\n".join(lines)

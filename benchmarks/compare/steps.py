@@ -22,7 +22,14 @@ from benchmarks.models.shapes import Checkpoint
 from benchmarks.runner.command import rotated, say
 from benchmarks.runner.limits import ModelWork, measure_limits
 from benchmarks.runner.machine import busy_cpu_seconds
-from benchmarks.runner.records import EngineRecord, Failure, LimitsRecord, Log, StepRecord
+from benchmarks.runner.records import (
+    EngineRecord,
+    Failure,
+    LimitsRecord,
+    Log,
+    ModelRecord,
+    StepRecord,
+)
 
 PART = "steps"
 _WARM_UP = (4, 4)  # prompt and output tokens
@@ -49,6 +56,18 @@ class _Cell:
     batch: int
     prompt_tokens: int
     output_tokens: int
+
+
+def log_model(log: Log, subject: Subject, path: Path, **step_bytes: int) -> None:
+    """Record the model of a run; `step_bytes` are bytes per decode step by side."""
+    log.add(
+        ModelRecord(
+            model=subject.name,
+            path=str(path),
+            parameters=subject.checkpoint.parameters,
+            work=asdict(subject.work) | step_bytes,
+        )
+    )
 
 
 def measure_round_limits(log: Log, subject: Subject, round_number: int, part: str) -> None:

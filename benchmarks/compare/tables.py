@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from benchmarks.compare.targets import (
@@ -40,82 +41,65 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def decode_steps(log: Log, model: str) -> list[str]:
-    """Return steps by batch and side."""
-    records = [r for r in log.of(StepRecord, model=model) if r.output_tokens > 1]
+    """Return decode steps by batch and side."""
     rows = []
-    for batch, side in _keys(records, lambda r: (r.batch, r.side)):
-        mine = [r for r in records if (r.batch, r.side) == (batch, side)]
+    records = log.of(StepRecord, model=model, decodes=True)
+    for (batch, side), mine in _groups(records, lambda r: (r.batch, r.side)):
         step = _median(mine, lambda r: r.step)
-        first = mine[0]
-        work = log.work(model).decode_step(batch, first.context)
-        bound = log.limits(model, first.round, "steps").binding(work.moved, work.flops)
-        rows.append(
-            [
-                *(str(batch), side, _number(step, 1000, 3)),
-                _number(None if step is None else batch / step, 1, 1),
-                spread(decode_shares(log, model, side, batch), share=True),
-                bound,
-                "" if side == OURS else spread(step_ratios(log, model, side, batch)),
-            ]
-        )
+        work = log.work(model).decode_step(batch, mine[0].context)
+        bound = log.limits(model, mine[0].round, "steps").binding(work.moved, work.flops)
+        cells = [str(batch), side, _number(step, 1000, 3)]
+        cells += [_number(None if step is None else batch / step, 1, 1)]
+        cells += [spread(decode_shares(log, model, side, batch), share=True), bound]
+        rows.append([*cells, _of_ours(side, step_ratios(log, model, side, batch))])
     head = "batch|side|ms per step|tokens/s|of limit|bound by|ours, times as fast"
     return table(head.split("|"), rows)
 
 
 def prefill(log: Log, model: str) -> list[str]:
     """Return prompts of one length by side."""
-    records = [r for r in log.of(StepRecord, model=model) if r.output_tokens == 1]
     rows = []
-    for tokens, side in _keys(records, lambda r: (r.prompt_tokens, r.side)):
-        mine = [r for r in records if (r.prompt_tokens, r.side) == (tokens, side)]
+    records = log.of(StepRecord, model=model, decodes=False)
+    for (tokens, side), mine in _groups(records, lambda r: (r.prompt_tokens, r.side)):
         seconds = _median(mine, lambda r: r.prefill)
-        rows.append(
-            [
-                *(str(tokens), side, _number(seconds, 1000, 1)),
-                _number(None if seconds is None else tokens / seconds, 1, 0),
-                spread(prefill_shares(log, model, side, tokens), share=True),
-                "" if side == OURS else spread(prefill_ratios(log, model, side, tokens)),
-            ]
-        )
+        cells = [str(tokens), side, _number(seconds, 1000, 1)]
+        cells += [_number(None if seconds is None else tokens / seconds, 1, 0)]
+        cells += [spread(prefill_shares(log, model, side, tokens), share=True)]
+        rows.append([*cells, _of_ours(side, prefill_ratios(log, model, side, tokens))])
     head = "prompt tokens|side|ms|tokens/s|of limit|ours, times as fast"
     return table(head.split("|"), rows)
 
 
 def http(log: Log, model: str) -> list[str]:
     """Return loads by concurrency and side."""
-    records = [r for r in log.of(HttpRecord, model=model) if r.concurrency]
     rows = []
-    for concurrency, side in _keys(records, lambda r: (r.concurrency, r.side)):
-        mine = [r for r in records if (r.concurrency, r.side) == (concurrency, side)]
+    records = [r for r in log.of(HttpRecord, model=model) if r.concurrency]
+    for (concurrency, side), mine in _groups(records, lambda r: (r.concurrency, r.side)):
         mark = "" if all(r.is_whole for r in mine) else "~"
+        values: list[tuple[Callable[[HttpRecord], float | None], float, int]] = [
+            (lambda r: r.output_rate, 1, 1),
+            (lambda r: r.ttft, 1000, 1),
+            (lambda r: r.itl, 1000, 2),
+            (lambda r: r.gaps[2] if r.gaps else None, 1000, 1),
+            (lambda r: _per_thousand(r, r.http_cpu_seconds), 1, 3),
+            (lambda r: _per_thousand(r, r.engine_cpu_seconds), 1, 3),
+        ]
+        cells = [_number(_median(mine, value), *form) for value, *form in values]
+        cells.insert(4, spread(_http_shares(log, model, mine), share=True))
         ratios = http_ratios(log, model, side, concurrency, lambda r: r.output_rate)
-        rows.append(
-            [
-                str(concurrency),
-                side,
-                mark + _number(_median(mine, lambda r: r.output_rate), 1, 1),
-                _number(_median(mine, lambda r: r.ttft), 1000, 1),
-                _number(_median(mine, lambda r: r.itl), 1000, 2),
-                _number(_median(mine, lambda r: r.gaps[2] if r.gaps else None), 1000, 1),
-                spread(_http_shares(log, model, mine), share=True),
-                _number(_median(mine, lambda r: _per_thousand(r, r.http_cpu_seconds)), 1, 3),
-                _number(_median(mine, lambda r: _per_thousand(r, r.engine_cpu_seconds)), 1, 3),
-                "" if side == OURS else spread(ratios),
-            ]
-        )
+        first, *rest = cells
+        rows.append([str(concurrency), side, mark + first, *rest, _of_ours(side, ratios)])
     head = (
         "concurrency|side|output tokens/s|TTFT ms|ITL ms|p99 gap ms|ITL, of limit"
         "|HTTP CPU s per 1,000 tokens|engine CPU s per 1,000 tokens|ours, times the tokens/s"
     )
+    note = (
+        "llama.cpp's and transformers' servers have no engine process and answer one request "
+        "at a time: their ITL is that of batch 1, requests wait in TTFT, and other "
+        "concurrencies than 1 and 8 would say nothing more."
+    )
     lines = table(head.split("|"), rows)
-    if lines:
-        lines += [
-            "",
-            "llama.cpp's and transformers' servers have no engine process and answer one request "
-            "at a time: their ITL is that of batch 1, requests wait in TTFT, and other "
-            "concurrencies than 1 and 8 would say nothing more.",
-        ]
-    return lines
+    return [*lines, "", note] if lines else []
 
 
 def _http_shares(log: Log, model: str, records: list[HttpRecord]) -> list[float]:
@@ -134,10 +118,9 @@ def _http_shares(log: Log, model: str, records: list[HttpRecord]) -> list[float]
 
 def mixed(log: Log, model: str) -> list[str]:
     """Return the loads of mixed prompts by side."""
-    records = log.of(HttpRecord, model=model, concurrency=0)
     rows = []
-    for (side,) in _keys(records, lambda r: (r.side,)):
-        mine = [r for r in records if r.side == side]
+    records = log.of(HttpRecord, model=model, concurrency=0)
+    for (side,), mine in _groups(records, lambda r: (r.side,)):
         least = [
             sum(log.work(model).prefill(tokens).flops for tokens in r.prompts)
             / log.limits(model, r.round, "http").flops_per_s
@@ -145,37 +128,24 @@ def mixed(log: Log, model: str) -> list[str]:
             for r in mine
             if r.prompt_rate
         ]
+        cells = [side, " ".join(str(tokens) for tokens in mine[0].prompts)]
+        cells += [_number(_median(mine, lambda r: r.prompt_rate), 1, 0), spread(least, share=True)]
         ratios = http_ratios(log, model, side, 0, lambda r: r.prompt_rate)
-        rows.append(
-            [
-                side,
-                " ".join(str(tokens) for tokens in mine[0].prompts),
-                _number(_median(mine, lambda r: r.prompt_rate), 1, 0),
-                spread(least, share=True),
-                "" if side == OURS else spread(ratios),
-            ]
-        )
+        rows.append([*cells, _of_ours(side, ratios)])
     head = "side|prompt tokens|tokens/s|of FLOP/s limit|ours, times the tokens/s"
     return table(head.split("|"), rows)
 
 
 def starts(log: Log, model: str) -> list[str]:
     """Return cold and warm starts by side."""
-    records = log.of(StartRecord, model=model)
     rows = []
-    for cold, side in _keys(records, lambda r: (not r.cold, r.side)):
-        mine = [r for r in records if (not r.cold, r.side) == (cold, side)]
-        rows.append(
-            [
-                "warm" if cold else "cold",
-                side,
-                _number(_median(mine, lambda r: r.listening_s), 1, 1),
-                _number(_median(mine, lambda r: r.ready_s), 1, 1),
-                _number(_median(mine, lambda r: r.answered_s), 1, 1),
-                _number(_median(mine, lambda r: r.cpu_seconds), 1, 1),
-                str(len(mine)),
-            ]
-        )
+    records = log.of(StartRecord, model=model)
+    for (warm, side), mine in _groups(records, lambda r: (not r.cold, r.side)):
+        times = [
+            _number(_median(mine, attrgetter(name)), 1, 1)
+            for name in ("listening_s", "ready_s", "answered_s", "cpu_seconds")
+        ]
+        rows.append(["warm" if warm else "cold", side, *times, str(len(mine))])
     head = "start|side|listening s|ready s|first completion s|CPU s|starts"
     return table(head.split("|"), rows)
 
@@ -183,57 +153,52 @@ def starts(log: Log, model: str) -> list[str]:
 def memory(log: Log, model: str) -> list[str]:
     """Return memory by side: when ready, and after the loads."""
     rows = []
-    loads = log.of(HttpRecord, model=model)
-    for (side,) in _keys(log.of(StartRecord, model=model), lambda r: (r.side,)):
+    for (side,), _ in _groups(log.of(StartRecord, model=model), lambda r: (r.side,)):
         warm = log.of(StartRecord, model=model, side=side, cold=False)
-        after = [r.pss for r in loads if r.side == side]
-        if not warm:
-            continue
-        cells = [warm[0].pss, warm[0].private, warm[0].rss, max(after, default=0)]
-        rows.append([side, *(f"{size / 2**20:.0f}" if size else _NOTHING for size in cells)])
+        after = [r.pss for r in log.of(HttpRecord, model=model, side=side)]
+        if warm:
+            sizes = [warm[0].pss, warm[0].private, warm[0].rss, max(after, default=0)]
+            rows.append([side, *(f"{size / 2**20:.0f}" if size else _NOTHING for size in sizes)])
     head = "side|when ready|of it private|RSS when ready|highest after a load"
     return table(head.split("|"), rows)
 
 
 def sweep(log: Log, model: str) -> list[str]:
     """Return ours by concurrency."""
-    rows = [
-        [
-            str(record.concurrency),
-            f"{record.output_rate:.1f}",
-            _number(record.itl, 1000, 2),
-            f"{record.pss / 2**20:.0f}",
-            f"{record.rss / 2**20:.0f}",
-        ]
-        for record in log.of(SweepRecord, model=model)
-    ]
+    rows = []
+    for record in log.of(SweepRecord, model=model):
+        sizes = [f"{size / 2**20:.0f}" for size in (record.pss, record.rss)]
+        rate = f"{record.output_rate:.1f}"
+        rows.append([str(record.concurrency), rate, _number(record.itl, 1000, 2), *sizes])
     return table("concurrency|output tokens/s|ITL ms|PSS MiB|RSS MiB".split("|"), rows)
 
 
 def agreement(log: Log, model: str) -> str:
     """Return how often the sides' first tokens agree: rounding makes some of them differ."""
-    records = log.of(StepRecord, model=model)
-
-    def key(r: StepRecord) -> tuple[int, int, int, int]:
-        return r.round, r.batch, r.prompt_tokens, r.output_tokens
-
-    ours = {key(r): r.first_tokens for r in records if r.side == OURS}
+    key = attrgetter("round", "batch", "prompt_tokens", "output_tokens")
+    ours = {key(r): r.first_tokens for r in log.of(StepRecord, model=model, side=OURS)}
     texts = []
-    for (side,) in _keys(records, lambda r: (r.side,)):
+    for (side,), mine in _groups(log.of(StepRecord, model=model), lambda r: (r.side,)):
         pairs = [
-            pair
-            for r in records
-            if r.side == side
-            for pair in zip(ours.get(key(r), []), r.first_tokens, strict=False)
+            pair for r in mine for pair in zip(ours.get(key(r), []), r.first_tokens, strict=False)
         ]
         if side != OURS and pairs:
             texts.append(f"{side} {sum(a == b for a, b in pairs)} of {len(pairs)}")
     return f"First tokens in process that agree with ours: {', '.join(texts)}." if texts else ""
 
 
-def _keys(records: Sequence[T], key: Callable[[T], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return the different keys, of which a side is the last part, in the order of a report."""
-    return sorted({key(record) for record in records}, key=lambda k: (*k[:-1], _SIDES.index(k[-1])))
+def _groups(
+    records: Sequence[T], key: Callable[[T], tuple[Any, ...]]
+) -> list[tuple[tuple[Any, ...], list[T]]]:
+    """Return records by key, of which a side is the last part, in the order of a report."""
+    found: dict[tuple[Any, ...], list[T]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return sorted(found.items(), key=lambda item: (*item[0][:-1], _SIDES.index(item[0][-1])))
+
+
+def _of_ours(side: str, ratios: list[float]) -> str:
+    return "" if side == OURS else spread(ratios)
 
 
 def _median(records: Sequence[T], value: Callable[[T], float | None]) -> float | None:

@@ -1,13 +1,16 @@
-"""The targets of issue 4 and what a run says of each: medians of ratios taken within a round."""
+"""Targets of a comparison and their results: medians of ratios taken within a round."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from benchmarks.compare.plans import DECODE_BATCHES
+from benchmarks.runner.limits import Work
 from benchmarks.runner.records import (
     HttpRecord,
     Log,
@@ -26,7 +29,7 @@ _CREDIBLE_SHARE = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One target; `values` are the paired ones, none if they were not measured."""
+    """One target; `values` are ratios of one round each, none if they were not measured."""
 
     model: str
     target: str
@@ -53,7 +56,7 @@ class Verdict:
 
 
 def verdicts(log: Log) -> list[Verdict]:
-    """Return the verdicts on all targets that speak of the models of `log`."""
+    """Return the verdicts on all targets of the models of `log`."""
     return [
         verdict
         for model in log.of(ModelRecord)
@@ -62,104 +65,66 @@ def verdicts(log: Log) -> list[Verdict]:
 
 
 def _model(log: Log, model: str, parameters: int) -> Iterator[Verdict]:
+    target, rates = partial(Verdict, model=model), partial(http_ratios, log, model, VLLM)
     if parameters >= _LARGE:
         yield from _large(log, model)
-    elif parameters >= _SMALL:
-        for concurrency, least in ((1, 1.7), (8, 2.2)):
-            yield _rate_target(log, model, concurrency, least)
-    else:
-        yield from _small(log, model)
+    for concurrency, least in ((1, 1.7), (8, 2.2)) if _SMALL <= parameters < _LARGE else ():
+        yield _rate_target(log, model, concurrency, least)
+    for concurrency in DECODE_BATCHES if parameters < _SMALL else ():
+        place = f"concurrency {concurrency}, of vLLM CPU's"
+        yield target(target=f"ITL, {place}", most=0.5, values=rates(concurrency, lambda r: r.itl))
+        cpu = rates(concurrency, http_cpu_per_token)
+        yield target(target=f"HTTP process CPU per token, {place}", most=0.6, values=cpu)
     yield from _prefill(log, model)
-    yield Verdict(
-        model=model,
-        target="warm start to ready, of vLLM CPU's",
-        most=0.25,
-        values=_starts(log, model),
-    )
+    starts = _starts(log, model)
+    yield target(target="warm start to ready, of vLLM CPU's", most=0.25, values=starts)
     if levels := log.of(SweepRecord, model=model):
         yield from _sweep(model, levels)
 
 
 def _large(log: Log, model: str) -> Iterator[Verdict]:
+    target = partial(Verdict, model=model)
     for batch, share, over_llama, over_vllm in ((1, 0.9, 1.0, 1.4), (8, 0.85, 1.3, 2.2)):
-        yield Verdict(
-            model=model,
-            target=f"decode steps, batch {batch}, of the limit",
-            least=share,
-            values=decode_shares(log, model, OURS, batch),
-            is_share=True,
-        )
-        yield Verdict(
-            model=model,
-            target=f"decode steps, batch {batch}, speed over llama.cpp",
-            least=over_llama,
-            values=step_ratios(log, model, LLAMA, batch),
-        )
+        name = f"decode steps, batch {batch}"
+        shares = decode_shares(log, model, OURS, batch)
+        yield target(target=f"{name}, of the limit", least=share, values=shares, is_share=True)
+        ratios = step_ratios(log, model, LLAMA, batch)
+        yield target(target=f"{name}, speed over llama.cpp", least=over_llama, values=ratios)
         yield _rate_target(log, model, batch, over_vllm)
 
 
 def _rate_target(log: Log, model: str, concurrency: int, least: float) -> Verdict:
-    return Verdict(
-        model=model,
-        target=f"output tokens/s, concurrency {concurrency}, over vLLM CPU",
-        least=least,
-        values=http_ratios(log, model, VLLM, concurrency, lambda r: r.output_rate),
-    )
-
-
-def _small(log: Log, model: str) -> Iterator[Verdict]:
-    for concurrency in DECODE_BATCHES:
-        yield Verdict(
-            model=model,
-            target=f"ITL, concurrency {concurrency}, of vLLM CPU's",
-            most=0.5,
-            values=http_ratios(log, model, VLLM, concurrency, lambda r: r.itl),
-        )
-        yield Verdict(
-            model=model,
-            target=f"HTTP process CPU per token, concurrency {concurrency}, of vLLM CPU's",
-            most=0.6,
-            values=http_ratios(log, model, VLLM, concurrency, http_cpu_per_token),
-        )
+    values = http_ratios(log, model, VLLM, concurrency, lambda r: r.output_rate)
+    target = f"output tokens/s, concurrency {concurrency}, over vLLM CPU"
+    return Verdict(model=model, target=target, least=least, values=values)
 
 
 def _prefill(log: Log, model: str) -> Iterator[Verdict]:
-    lengths = sorted({r.prompt_tokens for r in log.of(StepRecord, model=model, output_tokens=1)})
-    for tokens in lengths:
-        yield Verdict(
-            model=model,
-            target=f"prefill of {tokens} tokens, of the FLOP/s limit",
-            least=0.85,
-            values=prefill_shares(log, model, OURS, tokens),
-            is_share=True,
+    target = partial(Verdict, model=model)
+    for tokens in sorted({r.prompt_tokens for r in log.of(StepRecord, model=model, decodes=False)}):
+        name = f"prefill of {tokens} tokens"
+        shares = prefill_shares(log, model, OURS, tokens)
+        yield target(
+            target=f"{name}, of the FLOP/s limit", least=0.85, values=shares, is_share=True
         )
-        yield Verdict(
-            model=model,
-            target=f"prefill of {tokens} tokens, speed over llama.cpp",
-            least=1.4,
-            values=prefill_ratios(log, model, LLAMA, tokens),
-        )
-    yield Verdict(
-        model=model,
-        target="prompt tokens/s, mixed lengths at once, over vLLM CPU",
-        least=1.2,
-        values=http_ratios(log, model, VLLM, 0, lambda r: r.prompt_rate),
+        ratios = prefill_ratios(log, model, LLAMA, tokens)
+        yield target(target=f"{name}, speed over llama.cpp", least=1.4, values=ratios)
+    mixed = http_ratios(log, model, VLLM, 0, lambda r: r.prompt_rate)
+    yield target(
+        target="prompt tokens/s, mixed lengths at once, over vLLM CPU", least=1.2, values=mixed
     )
 
 
 def _sweep(model: str, levels: list[SweepRecord]) -> Iterator[Verdict]:
-    pairs = list(pairwise(levels))
+    target = partial(Verdict, model=model)
     span = f"concurrency {levels[0].concurrency} to {levels[-1].concurrency}"
-    yield Verdict(
-        model=model,
+    steps = [after.output_rate / before.output_rate for before, after in pairwise(levels)]
+    yield target(
         target=f"output tokens/s over the level before, {span}, the lowest",
         least=1.0,
-        values=[min(after.output_rate / before.output_rate for before, after in pairs)]
-        if pairs
-        else [],
+        values=[min(steps)] if steps else [],
     )
-    yield Verdict(
-        model=model,
+    yield target(
         target=f"memory over that at the first level, {span}, the highest",
         most=1.05,
         values=[max(level.pss for level in levels) / levels[0].pss],
@@ -173,84 +138,60 @@ def http_cpu_per_token(record: HttpRecord) -> float | None:
 
 def decode_shares(log: Log, model: str, side: str, batch: int) -> list[float]:
     """Return, by round, the least time of a decode step over the measured one."""
-    shares = []
-    for record in log.of(StepRecord, model=model, side=side, batch=batch):
-        if record.output_tokens > 1 and record.step is not None:
-            work = log.work(model).decode_step(batch, record.context)
-            limits = log.limits(model, record.round, "steps")
-            shares.append(limits.seconds(work.moved, work.flops) / record.step)
-    return shares
+    records = log.of(StepRecord, model=model, side=side, batch=batch, decodes=True)
+    works = [log.work(model).decode_step(batch, record.context) for record in records]
+    return _shares(log, records, [record.step for record in records], works)
 
 
 def prefill_shares(log: Log, model: str, side: str, tokens: int) -> list[float]:
     """Return, by round, the least time of a prefill over the measured one."""
-    shares = []
-    found = log.of(StepRecord, model=model, side=side, prompt_tokens=tokens, output_tokens=1)
-    for record in found:
-        if record.prefill is not None:
-            work = log.work(model).prefill(tokens)
-            limits = log.limits(model, record.round, "steps")
-            shares.append(limits.seconds(work.moved, work.flops) / record.prefill)
-    return shares
+    records = log.of(StepRecord, model=model, side=side, prompt_tokens=tokens, decodes=False)
+    works = [log.work(model).prefill(tokens)] * len(records)
+    return _shares(log, records, [record.prefill for record in records], works)
+
+
+def _shares(
+    log: Log, records: Sequence[StepRecord], seconds: Sequence[float | None], works: Sequence[Work]
+) -> list[float]:
+    return [
+        log.limits(record.model, record.round, "steps").seconds(work.moved, work.flops) / measured
+        for record, measured, work in zip(records, seconds, works, strict=True)
+        if measured is not None
+    ]
 
 
 def step_ratios(log: Log, model: str, peer: str, batch: int) -> list[float]:
-    """Return, by round, how many times faster a decode step of ours is than `peer`'s."""
-    ours, theirs = (
-        {
-            r.round: r.step
-            for r in log.of(StepRecord, model=model, side=side, batch=batch)
-            if r.output_tokens > 1
-        }
-        for side in (OURS, peer)
-    )
-    return _ratios(theirs, ours)
+    """Return, by round, the speed of a decode step of ours relative to `peer`'s."""
+    fields = {"model": model, "batch": batch, "decodes": True}
+    return _ratios(log, StepRecord, (peer, OURS), lambda r: r.step, **fields)
 
 
 def prefill_ratios(log: Log, model: str, peer: str, tokens: int) -> list[float]:
-    """Return, by round, how many times faster a prefill of ours is than `peer`'s."""
-    ours, theirs = (
-        {
-            r.round: r.prefill
-            for r in log.of(
-                StepRecord, model=model, side=side, prompt_tokens=tokens, output_tokens=1
-            )
-        }
-        for side in (OURS, peer)
-    )
-    return _ratios(theirs, ours)
+    """Return, by round, the speed of a prefill of ours relative to `peer`'s."""
+    fields = {"model": model, "prompt_tokens": tokens, "decodes": False}
+    return _ratios(log, StepRecord, (peer, OURS), lambda r: r.prefill, **fields)
 
 
 def http_ratios(
-    log: Log,
-    model: str,
-    peer: str,
-    concurrency: int,
-    value: Callable[[HttpRecord], float | None],
+    log: Log, model: str, peer: str, concurrency: int, value: Callable[[HttpRecord], float | None]
 ) -> list[float]:
     """Return, by round, `value` of ours over that of `peer`; concurrency 0 is mixed prompts."""
-    ours, theirs = (
-        {
-            r.round: value(r)
-            for r in log.of(HttpRecord, model=model, side=side, concurrency=concurrency)
-        }
-        for side in (OURS, peer)
-    )
-    return _ratios(ours, theirs)
+    fields = {"model": model, "concurrency": concurrency}
+    return _ratios(log, HttpRecord, (OURS, peer), value, **fields)
 
 
 def _starts(log: Log, model: str) -> list[float]:
-    ours, theirs = (
-        dict(enumerate(r.ready_s for r in log.of(StartRecord, model=model, side=s, cold=False)))
-        for s in (OURS, VLLM)
+    ours, theirs = (log.of(StartRecord, model=model, side=s, cold=False) for s in (OURS, VLLM))
+    pairs = zip(ours, theirs, strict=False)
+    return [a.ready_s / b.ready_s for a, b in pairs if a.ready_s and b.ready_s]
+
+
+def _ratios(
+    log: Log, kind: Any, sides: tuple[str, str], value: Callable[[Any], Any], **fields: object
+) -> list[float]:
+    """Return, by round, the value of the first side over that of the second."""
+    above, below = (
+        {record.round: value(record) for record in log.of(kind, side=side, **fields)}
+        for side in sides
     )
-    return _ratios(dict(ours), dict(theirs))
-
-
-def _ratios(above: dict[int, float | None], below: dict[int, float | None]) -> list[float]:
-    ratios = []
-    for key, numerator in above.items():
-        denominator = below.get(key)
-        if numerator and denominator:
-            ratios.append(numerator / denominator)
-    return ratios
+    return [above[key] / below[key] for key in above if above[key] and below.get(key)]

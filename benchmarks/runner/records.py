@@ -83,6 +83,11 @@ class StepRecord:
     other_busy_cores: float
 
     @property
+    def decodes(self) -> bool:
+        """True unless the record measures prefill."""
+        return self.output_tokens > 1
+
+    @property
     def step(self) -> float | None:
         """The median decode step, once the first two have brought the caches back."""
         return statistics.median(self.step_seconds[2:]) if len(self.step_seconds) > 4 else None
