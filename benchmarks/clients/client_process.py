@@ -1,4 +1,4 @@
-"""A client of a server as a process of its own: it reads one JSON object and answers one."""
+"""Client process of a server: reads one JSON object and writes one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class ClientProcess:
-    """``python -m MODULE`` with ``request`` on its standard input, started when it is made."""
+    """``python -m MODULE`` with ``request`` on its standard input, started at construction."""
 
     def __init__(self, module: str, request: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -25,9 +25,9 @@ class ClientProcess:
         self._process.stdin.flush()
 
     def end(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Close its input and return what it tells when it is done.
+        """Close its input and return its result.
 
-        Raises ``subprocess.SubprocessError`` if it fails, or is not done in time; then it is ended.
+        Raises ``subprocess.SubprocessError`` if it fails or exceeds the time, which ends it.
         """
         try:
             answer = self._process.communicate(timeout=timeout_s)[0]

@@ -19,7 +19,7 @@ from benchmarks.models.text_checkpoint import prompt_text
 from benchmarks.runner.machine import busy_cpu_seconds
 from benchmarks.runner.records import HttpRecord
 
-# A load that was cut off leaves work behind, and an engine that slept has to wake up.
+# An aborted load leaves work, and a stopped engine needs time to resume.
 _SETTLED_CORES = 0.2
 _SETTLE_S, _SETTLE_LIMIT_S = 0.2, 4.0
 _PREPARATION_TOKENS = 4
@@ -76,24 +76,24 @@ def sample(
 
 
 class Meter:
-    """CPU time from when it is made."""
+    """CPU time since construction."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
         self._began, self._own = time.perf_counter(), server.cpu_seconds()
-        self._everyone, self._clients = busy_cpu_seconds(), _client_cpu_seconds()
+        self._all, self._clients = busy_cpu_seconds(), _client_cpu_seconds()
 
     def read(self) -> tuple[CpuSeconds, float]:
-        """The server's, and the cores that others kept busy, clients that have ended left out."""
+        """Return the server's CPU time, and the cores of others without finished clients."""
         wall = time.perf_counter() - self._began
         used = self._server.cpu_seconds().since(self._own)
         clients = _client_cpu_seconds() - self._clients
-        others = busy_cpu_seconds() - self._everyone - used.http - used.engine - clients
+        others = busy_cpu_seconds() - self._all - used.http - used.engine - clients
         return used, max(0.0, others) / wall
 
 
 def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
-    """Run the client process; returns an `Outcome` as a dictionary."""
+    """Run the client process and return an `Outcome` as a dictionary."""
     client = ClientProcess("benchmarks.clients.load", asdict(load))
     try:
         answer = client.end(load.budget_seconds + _CLIENT_GRACE_S)
@@ -106,7 +106,7 @@ def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
 
 
 def settle(server: ServerProcess) -> None:
-    """Wait until the server has next to nothing to do, but not for ever: some threads spin."""
+    """Wait until the server is nearly idle, for a limited time because some threads spin."""
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     while time.monotonic() < deadline:
         before = server.cpu_seconds()
@@ -117,6 +117,6 @@ def settle(server: ServerProcess) -> None:
 
 
 def _client_cpu_seconds() -> float:
-    """Return the CPU time of this process's children that have ended: the clients."""
+    """Return the CPU time of this process's finished children, the clients."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -1,12 +1,12 @@
-"""Load on an OpenAI-compatible server from a process of its own: ``python -m benchmarks load``.
+"""Load on an OpenAI-compatible server: ``python -m benchmarks.clients.load``.
 
 The first line of standard input is one JSON object, a `Load`; standard output one JSON object, an
 `Outcome`. Requests are `/v1/completions` streams, kept at `concurrency` at a time until all have
 been sent (a closed loop). Whatever is unfinished when the budget is spent is cut off by closing its
 connection.
 
-The client shares the machine with the server, so while a stream runs it only notes when how many
-events came; texts are read when the stream has ended.
+The client shares the machine with the server, so during a stream it only records times and counts
+of events; texts are parsed after the stream.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Load:
 class RequestOutcome:
     """One stream; times in seconds since the first request was sent.
 
-    `tokens` is what the server's usage says, else the number of events with a text. `error` is None
-    for a stream that ended by itself.
+    `tokens` is from the server's usage, else the number of events with a text. `error` is None for
+    a complete stream.
     """
 
     sent: float
@@ -102,7 +102,7 @@ class _Stream(asyncio.Protocol):
             self._ended.set_result(None)
 
     def cut(self) -> None:
-        """Close the connection; the server takes that as a client that left."""
+        """Close the connection, which the server treats as a disconnect."""
         self.error = CUT
         self._transport.abort()
 
@@ -177,7 +177,7 @@ async def run(load: Load) -> Outcome:
 
 def main() -> None:
     """Serve the one load on standard input."""
-    # Whoever reads outcomes alone, such as plot.py, has no uvloop.
+    # Readers of outcomes, such as plot.py, have no uvloop.
     import uvloop
 
     load = Load(**json.loads(sys.stdin.readline()))

@@ -1,4 +1,4 @@
-"""Large valid bodies from several clients at once: ``python -m benchmarks storm_load``.
+"""Large valid bodies from several clients: ``python -m benchmarks.clients.storm_load``.
 
 The first line of standard input is one JSON object, `{"port": …, "model": …, "clients": …,
 "budget_seconds": …}`; the end of standard input ends the storm. Standard output is one JSON object,
@@ -34,7 +34,7 @@ _TOOL = {
 def bodies(model: str) -> list[tuple[str, bytes]]:
     """Return requests at the default limits of each kind, by path; they cost the engine little."""
     chat = {"model": model, "max_tokens": 1}
-    every: list[tuple[str, dict[str, Any]]] = [
+    made: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {**chat, "messages": [_TURN] * 2000}),
         ("/v1/chat/completions", {**chat, "messages": [_PARTS] * 2000}),
         ("/v1/chat/completions", {**chat, "messages": [_TURN], "tools": [_TOOL] * 200}),
@@ -45,7 +45,7 @@ def bodies(model: str) -> list[tuple[str, bytes]]:
         ("/tokenize", {"model": model, "prompt": "hello " * 30_000}),
         ("/detokenize", {"model": model, "tokens": [5] * 1000}),
     ]
-    return [(path, json.dumps(body).encode()) for path, body in every]
+    return [(path, json.dumps(body).encode()) for path, body in made]
 
 
 def storm(

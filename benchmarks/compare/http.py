@@ -1,4 +1,4 @@
-"""The part of a comparison that starts servers, loads them over HTTP and looks at their memory."""
+"""Part of a comparison over HTTP: starts, loads and memory of servers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SWEEP_BUDGET_S = 60.0
 class HttpComparison:
     """Servers of one model, logs in `folder`.
 
-    With `own_caches` every side has a cache root of its own there, empty at the first start, which
-    has to be a cold one; else all use the user's.
+    With `own_caches` every side has its own cache root there, empty at the first start, which must
+    be a cold one; else all use the user's.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HttpComparison:
                             living.remove(server)
 
     def sweep(self, side: ServerSide) -> None:
-        """Load `side` alone with more and more requests at a time."""
+        """Load `side` alone with increasing concurrency."""
         most = str(max(SWEEP_CONCURRENCY))
         with ExitStack() as stack:
             server = self._start(side.with_flags("--max-num-seqs", most), stack, cold=None)
@@ -151,7 +151,7 @@ class HttpComparison:
             )
             return False
         self._log.add(record)
-        _tell(record)
+        _log_record(record)
         return True
 
     def _concurrency(self, side: ServerSide) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class HttpComparison:
         return (*(CONCURRENCY if is_ours else self._subject.plan.peer_concurrency), 0)
 
 
-def _tell(record: HttpRecord) -> None:
+def _log_record(record: HttpRecord) -> None:
     if record.concurrency:
         rate, itl = record.output_rate, record.itl
         what = "no token" if rate is None else f"{rate:.1f} tokens/s"

@@ -85,7 +85,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     paths |= {our_name(width): quantized_checkpoint(text_model, width) for width in args.width}
     peer = "vllm-cpu-all-cores"
     theirs = {f"{peer} {width}": quantized_checkpoint(text_model, width) for width in args.vllm}
-    # What ours are started with names no GGUF.
+    # Ours needs no GGUF.
     gguf = text_model
     sides = [_side(OURS.name, name, path) for name, path in paths.items()]
     sides += [_side(peer, name, path) for name, path in theirs.items()]
@@ -114,13 +114,13 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
 
 
 def _side(runner: str, name: str, path: Path) -> StepSide:
-    """The side `runner` of ``step_sides`` with a file or folder of its own, called `name`."""
+    """Return the side `runner` of ``step_sides`` as `name`, with its own file or folder."""
     plain = step_sides()[runner]
     field = "gguf" if path.is_file() else "model"
 
     def arguments(model: StepModel) -> dict[str, Any]:
         given = plain.arguments(model) | {field: str(path)}
-        # Graphs for longer chunks than the prefill that is measured would only take time to build.
+        # Graphs for chunks longer than the measured prefill are not needed.
         return given if path.is_file() else given | {"max_num_batched_tokens": PREFILL_TOKENS}
 
     side = replace(plain.side, name=name, note=f"{plain.side.note}; {path.name}")

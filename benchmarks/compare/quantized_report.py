@@ -1,4 +1,4 @@
-"""The report of a quantised run, from its records.
+"""Report of a quantised run, from its records.
 
 A ratio is taken between two sides of one round, and only then the median over rounds.
 """
@@ -21,7 +21,7 @@ from benchmarks.runner.records import (
 )
 
 BASE = "ours bf16"
-# The least speed of ours at one width, in bfloat16's at batch 1, and whom it has to beat.
+# Minimum speed of ours at a width relative to bfloat16 at batch 1, and the peer to exceed.
 _TARGETS = {"w8": (1.7, "llama.cpp Q8_0"), "w4": (2.7, "llama.cpp Q4_0")}
 
 Value = Callable[[StepRecord], float | None]
@@ -129,7 +129,7 @@ def _cells(steps: list[StepRecord], side: str, batch: int) -> list[StepRecord]:
 
 
 def _ratios(steps: list[StepRecord], slow: str, fast: str, batch: int) -> list[float]:
-    """By round: how many steps of `fast` take as long as one of `slow`."""
+    """Return, by round, the step time of `slow` over that of `fast`."""
     slow_steps = {record.round: record.step for record in _cells(steps, slow, batch)}
     return [
         slow_steps[record.round] / record.step  # type: ignore[operator]

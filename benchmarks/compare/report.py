@@ -1,4 +1,4 @@
-"""The report of a comparison, in Markdown."""
+"""Report of a comparison, in Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PRODUCTS = {"tiles": "bfloat16 tiles", "pairs": "bfloat16 pairs", "FMA": "float
 
 
 def markdown(log: Log) -> str:
-    """Return the report of `log`, as far as it goes."""
+    """Return the report of the records in `log`."""
     parts = [_heading(log.of(Header)[0]), _targets(log)]
     parts += [_model(log, model) for model in log.of(ModelRecord)]
     return "\n".join(parts)

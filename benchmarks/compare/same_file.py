@@ -1,9 +1,8 @@
 """One GGUF file on ours, on vLLM's CPU backend and on llama.cpp: starts, first token, decode.
 
-``python -m benchmarks same_file --save``. llama.cpp reads the file as it is, ours the checkpoint
-that is made of it, vLLM, which reads no such files, the same in bfloat16. Rounds, cells and starts
-are those of ``compare``; see benchmarks/README.md. Invariant: one run gives all figures
-of a report.
+``python -m benchmarks same_file --save``. llama.cpp reads the file, ours the checkpoint made of it,
+and vLLM, which reads no such files, the same in bfloat16. Rounds, cells and starts are those of
+``compare``; see benchmarks/README.md. Invariant: one run gives all figures of a report.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _steps_of(side: StepSide, folder: Path) -> StepSide:
 
 
 def _serving(side: ServerSide, folder: Path) -> ServerSide:
-    """`side` over `folder`, under the name that clients ask all sides for."""
+    """Return `side` over `folder`, with the served name of all sides."""
     return replace(
         side,
         note=f"{side.note}; {step_bytes(folder) / 1e6:.0f} MB of weights",

@@ -1,4 +1,4 @@
-"""The part of a comparison that drives engines in process: decode steps and prefill."""
+"""Part of a comparison in process: decode steps and prefill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOWEST_TOKEN = 300  # above the special tokens and single bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One model of a comparison, in both forms, and how much of it to measure."""
+    """One model of a comparison in both forms, with its measuring plan."""
 
     checkpoint: Checkpoint
     text_model: Path
@@ -86,7 +86,7 @@ def measure_round_limits(log: Log, subject: Subject, round_number: int, part: st
 
 
 def measure_steps(log: Log, subject: Subject, sides: Sequence[StepSide], logs: Path) -> None:
-    """Measure every side round by round; a side that fails is recorded and left out from then."""
+    """Measure every side round by round; a failing side is recorded and skipped afterwards."""
     model = StepModel(
         text_model=subject.text_model,
         gguf=subject.gguf,
@@ -110,7 +110,7 @@ def measure_steps(log: Log, subject: Subject, sides: Sequence[StepSide], logs: P
                         engines.remove(engine)
                         continue
                     log.add(record)
-                    _tell(record)
+                    _log_record(record)
 
 
 def _start(
@@ -157,11 +157,11 @@ def _sample(engine: EngineProcess, subject: Subject, round_number: int, cell: _C
     with engine.awake():
         # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.ask_within([prompt(_WARM_UP[0])], _WARM_UP[1], budget)
-        wall, own, everyone = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
+        wall, own, all_busy = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         answer = engine.ask_within(prompts, cell.output_tokens, budget)
         wall = time.perf_counter() - wall
         own = engine.cpu_seconds() - own
-        everyone = busy_cpu_seconds() - everyone
+        all_busy = busy_cpu_seconds() - all_busy
     return StepRecord(
         model=subject.name,
         round=round_number,
@@ -173,11 +173,11 @@ def _sample(engine: EngineProcess, subject: Subject, round_number: int, cell: _C
         first_token_seconds=answer["first_token_seconds"],
         step_seconds=[round(seconds, 6) for seconds in answer["step_seconds"]],
         first_tokens=[row[0] for row in answer["tokens"] if row],
-        other_busy_cores=max(0.0, everyone - own) / wall,
+        other_busy_cores=max(0.0, all_busy - own) / wall,
     )
 
 
-def _tell(record: StepRecord) -> None:
+def _log_record(record: StepRecord) -> None:
     if record.output_tokens == 1:
         seconds = record.prefill
         what = "cut off" if seconds is None else f"{record.prompt_tokens / seconds:.0f} tokens/s"

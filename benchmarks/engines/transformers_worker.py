@@ -19,7 +19,7 @@ from benchmarks.engines.worker_protocol import answers_to_parent, timed_answer
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token of the batch was there; stops at the end of the time budget."""
+    """Criterion that records the time of each token and stops at the end of the budget."""
 
     def __init__(self, budget_seconds: float) -> None:
         self.started = time.perf_counter()
@@ -72,8 +72,8 @@ def _generate(model: Any, command: dict[str, Any]) -> dict[str, Any]:
         stopping_criteria=StoppingCriteriaList([clock]),
     )
     tokens = output[:, inputs.shape[1] :].tolist()
-    everyone = list(range(len(prompts)))
-    return timed_answer([(time, everyone) for time in clock.times], tokens)
+    rows = list(range(len(prompts)))
+    return timed_answer([(time, rows) for time in clock.times], tokens)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 
 class Answers:
-    """The worker's side of the pipe."""
+    """Worker's end of the pipe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

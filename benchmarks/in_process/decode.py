@@ -1,18 +1,15 @@
-"""Measures decode and prefill against vLLM's own CPU backend, both sides alternating in one run.
+"""Decode and prefill against vLLM's CPU backend, alternating in one run.
 
-``python -m benchmarks decode --model 160m --batch 1 8 --save``. See benchmarks/README.md for what
-is measured and how. Invariant: every figure of a report comes from one run of this command.
+``python -m benchmarks decode --model 160m --batch 1 8 --save``; see benchmarks/README.md.
+Invariant: every figure of a report comes from one run of this command.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.engine_process import (
@@ -24,13 +21,13 @@ from benchmarks.engines.engine_process import (
 )
 from benchmarks.in_process.decode_report import ModelResult, Run, Sample, markdown
 from benchmarks.models.shapes import SHAPES, Checkpoint, find_checkpoint
-from benchmarks.runner.command import Command, begin, positive, rotated, say
+from benchmarks.runner.command import Command, begin, positive, rotated, say, started
 from benchmarks.runner.machine import busy_cpu_seconds, read_bandwidth
 
 MAX_MODEL_LEN = 512
 KV_CACHE_BYTES = 1 << 30
 WARM_UP_TOKENS = 8
-# The first output token is timed this many times a round: it is short, hence noisy.
+# Timings of the first output token per round; it is short, hence noisy.
 PREFILL_REPEATS = 3
 
 
@@ -94,7 +91,7 @@ def _check_lengths(args: argparse.Namespace) -> None:
 
 
 def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what both sides are started with; everything else is each side's default."""
+    """Return the engine arguments of all sides; the rest is each side's default."""
     return {
         "model": str(checkpoint.path),
         "dtype": "bfloat16",
@@ -111,17 +108,11 @@ def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, 
 def measure_model(
     checkpoint: Checkpoint, sides: Sequence[Side], args: argparse.Namespace
 ) -> ModelResult:
-    """Measure every side over `checkpoint`; `args` are this command's, the first side is ours."""
+    """Measure every side over `checkpoint`; the first side is ours."""
     engine_args = _engine_args(checkpoint, args)
     samples: list[Sample] = []
     bandwidths: list[float] = []
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
-        engines = []
-        for side in sides:
-            say(f"  starting {side.name}")
-            process = EngineProcess(side, engine_args, logs / f"{side.name}.log")
-            engines.append(stack.enter_context(process))
+    with started(EngineProcess(side, engine_args) for side in sides) as engines:
         for round_number in range(1, args.rounds + 1):
             bandwidths.append(read_bandwidth(checkpoint.step_weight_bytes))
             for batch in args.batch:

@@ -1,4 +1,4 @@
-"""The raw numbers of a decode measurement, what follows from them, and the two ways to write them.
+"""Samples of a decode measurement, derived figures and the report.
 
 Units: seconds and bytes in the data, milliseconds and GB/s (10^9 bytes) in the report. A ratio is
 taken between two sides of one round and batch, and only then the median over rounds.
@@ -19,7 +19,7 @@ class Sample:
     """One side at one batch in one round.
 
     `prefill_seconds` are whole calls for one output token, `total_seconds` one for all of them.
-    `busy_cores` is the engine's CPU time over wall time, `other_busy_cores` everybody else's.
+    `busy_cores` is the engine's CPU time over wall time, `other_busy_cores` that of others.
     """
 
     round: int
@@ -199,7 +199,7 @@ def _rounds(run: Run, model: ModelResult, batches: list[int]) -> list[str]:
 
 
 def _agreement(run: Run, model: ModelResult) -> str:
-    """Both sides run the same model only if their first greedy tokens mostly agree."""
+    """Return the counts of equal first greedy tokens, which mostly agree for one model."""
     ours, *peers = run.sides
     expected = {(s.round, s.batch): s.first_tokens for s in model.samples if s.side == ours}
     texts = []

@@ -1,10 +1,9 @@
-"""Cost of experts: one layer's ops by the experts they read, and whole engines.
+"""Cost of experts: one layer's ops by the experts that they read, and whole engines.
 
     python -m benchmarks experts [--rows 1 8 64] [--batch 1 8] [--rounds 3] [--save]
 
-The layer is measured in this process, weights cold in the cache as a model's would be; the engines
-as ``decode`` measures them, with its rules: ours by its optimised and its plain path,
-and vLLM's own CPU backend.
+The layer is measured in this process with cold weights, as in a model. Engines are measured by the
+rules of ``decode``: ours by its optimised and its plain path, and vLLM's CPU backend.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _PEERS = [OURS_PLAIN.name, "vllm-cpu-all-cores"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One layer of experts over `rows` random rows; seconds of each way, bytes that it reads."""
+    """One layer of experts over `rows` random rows: seconds of each path, and bytes read."""
 
     rows: int
     chosen: int
@@ -73,7 +72,7 @@ class ExpertsRun:
 
 
 class _Layers:
-    """Enough layers of packed experts that none is in the cache when its turn comes."""
+    """Layers of packed experts, enough that each is out of the cache when it is used."""
 
     def __init__(self, copies: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -86,14 +85,14 @@ class _Layers:
         self.unpacked = itertools.cycle(self.plain)
 
     def opt(self, x: Tensor, logits: Tensor) -> Tensor:
-        """The op that routes, then the one that reads the chosen experts."""
+        """Run the routing op, then the op that reads the chosen experts."""
         weights, ids = OPS.moe_route(logits, TOP_K, True)
         w13, w2 = next(self.packed)
         mixed: Tensor = OPS.moe(x, weights, ids, w13, None, w2, None, INTERMEDIATE, "silu")
         return mixed
 
     def custom(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Weights by expert, as the documented custom kernel takes them."""
+        """Run the custom kernel's op with weights by expert."""
         by_expert = _by_expert(logits)
         counts = (by_expert != 0).sum(dim=0, dtype=torch.int32)
         w13, w2 = next(self.packed)
@@ -103,7 +102,7 @@ class _Layers:
         return mixed
 
     def native(self, x: Tensor, logits: Tensor) -> Tensor:
-        """Every expert over every row, by the kernels of linear layers."""
+        """Run every expert over every row, by the kernels of linear layers."""
         by_expert = _by_expert(logits)
         w13, w2 = next(self.packed)
         total: Tensor = torch.zeros(x.shape)
@@ -116,7 +115,7 @@ class _Layers:
         return summed
 
     def torch_grouped(self, x: Tensor, logits: Tensor) -> Tensor:
-        """The chosen experts in PyTorch, as transformers computes them."""
+        """Run the chosen experts in PyTorch, as in transformers."""
         weights, ids = _routed(logits)
         w13, w2 = next(self.unpacked)
         total: Tensor = torch.zeros_like(x)
@@ -149,7 +148,7 @@ def _by_expert(logits: Tensor) -> Tensor:
 
 
 def measure_layer(layers: _Layers, rows: int) -> LayerRow:
-    """Time each way over the same rows; raises ValueError if they do not agree."""
+    """Time each path over the same rows."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
     logits = torch.randn(rows, EXPERTS, generator=generator).bfloat16()

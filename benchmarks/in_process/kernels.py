@@ -1,12 +1,11 @@
-"""The emulator's kernels against PyTorch's own, and both against what the machine can do.
+"""The emulator's kernels against PyTorch's, and both against the machine's limits.
 
     python -m benchmarks kernels [--threads N] [--only PART] [--dtype float32 bfloat16]
 
 Each row is the best of several passes over operands that are cold in the last-level cache where a
 model's would be. "limit" is the larger of bytes over the read bandwidth and FLOPs over the peak of
-all cores (of float32 FMAs; for bfloat16 of AMX's tiles or else of AVX-512's pairs, where there are
-any), both measured in the same run; a fraction of 1 leaves nothing to gain, and one thread cannot
-reach it.
+all cores (`bfloat16_peak`, or float32 FMAs), both measured in the same run. One thread cannot reach
+a fraction of 1.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 _COLD_BYTES = 192 << 20
 _SECONDS = 0.4
 _BLOCK = 128
-# Bits of a number, and numbers that share a scale.
+# Bits of a value, and values per scale.
 _PACKED = {
     "int4": (4, 128),
     "int8": (8, 2048),
@@ -44,7 +43,7 @@ _PACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kernel call: ours, PyTorch's, and the work it cannot avoid."""
+    """One kernel call: ours, PyTorch's, and the unavoidable work."""
 
     name: str
     ours: Callable[[], object]
@@ -54,7 +53,7 @@ class Case:
 
 
 def best_seconds(call: Callable[[], object]) -> float:
-    """The shortest of the calls that fit in the time budget (3 at least)."""
+    """Return the shortest of the calls within the time budget (at least 3)."""
     call()
     best, passes, end = float("inf"), 0, time.perf_counter() + _SECONDS
     while passes < 3 or time.perf_counter() < end:
@@ -66,7 +65,7 @@ def best_seconds(call: Callable[[], object]) -> float:
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """One large projection over the rows of decode buckets and prefill chunks."""
+    """Yield one large projection over the rows of decode buckets and prefill chunks."""
     columns, depth = 8192, 2048
     size = columns * depth * dtype.itemsize
     weights = [torch.randn(columns, depth).to(dtype) for _ in range(max(1, _COLD_BYTES // size))]
@@ -84,7 +83,7 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def packed_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The same projection over packed weights; PyTorch's are of ``dtype``."""
+    """Yield the same projection over packed weights; PyTorch's are of ``dtype``."""
     columns, depth = 8192, 2048
     theirs = torch.randn(columns, depth).to(dtype)
     for name, (bits, group) in _PACKED.items():
@@ -107,7 +106,7 @@ def packed_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def _packed_words(name: str, shape: tuple[int, ...]) -> Tensor:
     words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
-    # No number of e4m3 that is larger than 2, and so no NaN.
+    # e4m3 values of at most 2, hence no NaN.
     return words & 0x3F3F3F3F if name == "e4m3" else words
 
 
@@ -123,7 +122,7 @@ def _cycle(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 
 def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill over a paged cache; PyTorch gets its keys in one dense tensor."""
+    """Yield decode and prefill over a paged cache; PyTorch's keys are one dense tensor."""
     for batch, heads, group, size, start, length in (
         *((1, 8, 4, 64, 2047, 1), (8, 8, 4, 64, 2047, 1), (8, 8, 1, 128, 1023, 1)),
         *((1, 8, 4, 64, 0, 256), (1, 8, 4, 64, 1792, 256), (1, 8, 4, 128, 768, 256)),
@@ -134,7 +133,7 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _new_tokens(
     dtype: torch.dtype, batch: int, heads: int, group: int, size: int, length: int
 ) -> tuple[Tensor, ...]:
-    """Queries [batch, heads, group, length, size], and keys and values with one for each group."""
+    """Return queries [batch, heads, group, length, size], and keys and values with group 1."""
     return tuple(
         torch.randn(batch, length, heads, n, size).to(dtype).permute(0, 2, 3, 1, 4)
         for n in (group, 1, 1)
@@ -169,7 +168,7 @@ def _attention_case(
 
 
 def window_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Decode and prefill in the middle of a context that is longer than the window."""
+    """Yield decode and prefill within a context that is longer than the window."""
     for batch, heads, group, size, window, length in (
         *((1, 8, 4, 64, 1024, 1), (8, 8, 4, 64, 1024, 1), (8, 8, 8, 64, 128, 1)),
         *((1, 8, 4, 64, 1024, 256), (1, 8, 8, 64, 128, 256), (1, 4, 2, 256, 512, 256)),
@@ -197,14 +196,14 @@ def _window_case(
         lambda: functional.scaled_dot_product_attention(
             flat, dense[0], dense[1], attn_mask=seen, enable_gqa=True
         ),
-        # The block is read and, moved by the new tokens, written.
+        # The block is read and written, shifted by the new tokens.
         4 * batch * heads * window * size * dtype.itemsize,
         4 * batch * heads * group * length * window * size,
     )
 
 
 def small_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The ops between the products."""
+    """Yield the ops between the products."""
     for rows in (1, 8, 256):
         x, residual = (torch.randn(rows, 2048).to(dtype) for _ in range(2))
         weight, up = torch.randn(2048).to(dtype), torch.randn(rows, 16384).to(dtype)
@@ -238,7 +237,7 @@ _CASES = (linear_cases, packed_cases, attention_cases, window_cases, small_cases
 
 
 def report(case: Case, limits: Limits) -> str:
-    """Measure both sides of ``case``; one line of the table."""
+    """Measure both sides of ``case``; return one line of the table."""
     ours, theirs = best_seconds(case.ours), best_seconds(case.theirs)
     return (
         f"{case.name:42} {ours * 1e3:9.3f} {theirs * 1e3:9.3f} {theirs / ours:7.2f}"

@@ -1,8 +1,8 @@
-"""Measures what the prefix cache saves: the same prompts with it and without, in one run.
+"""Savings of the prefix cache: the same prompts with it and without, in one run.
 
 ``python -m benchmarks prefix --save``. Models with full attention, with sliding windows and with
 both; see benchmarks/README.md. Invariant: every figure of a report comes from one run of this
-command, and both engines of a comparison are given the same prompts.
+command, and both engines get the same prompts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 
 
 def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what both engines are started with; everything else is the backend's default."""
+    """Return the arguments of both engines; the rest is the backend's default."""
     wanted = args.shared_tokens + args.own_tokens + args.output_tokens
     max_model_len = -(-wanted // BLOCK_SIZE) * BLOCK_SIZE
     if max_model_len > checkpoint.max_position_embeddings:
@@ -98,7 +98,7 @@ def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, 
         "block_size": BLOCK_SIZE,
         "skip_tokenizer_init": True,
         "seed": 0,
-        # Without statistics the engine notes no first-token times.
+        # First-token times need statistics.
         "disable_log_stats": False,
     }
 
@@ -145,7 +145,7 @@ def _measure_model(checkpoint: Checkpoint, args: argparse.Namespace) -> ModelRes
 
 
 def _prompts(checkpoint: Checkpoint, seed: str, args: argparse.Namespace) -> list[list[int]]:
-    """Return prompts that begin alike; no two rounds share anything."""
+    """Return prompts with a common prefix; no two rounds share tokens."""
     chooser = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -191,7 +191,7 @@ def _sample(
 
 
 def _computed_tokens(run_dir: Path) -> int:
-    """Return the prompt tokens that the engine's prefill graphs have computed so far."""
+    """Return the prompt tokens computed so far by the engine's prefill graphs."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(run_dir / "metrics"))  # type: ignore[no-untyped-call]
     samples = [s for family in registry.collect() for s in family.samples]

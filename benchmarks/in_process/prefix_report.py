@@ -1,4 +1,4 @@
-"""The raw numbers of a prefix measurement, what follows from them, and the two ways to write them.
+"""Samples of a prefix measurement, derived figures and the report.
 
 Units: seconds in the data, milliseconds in the report. A ratio is taken between the two engines of
 one round and arrival, and only then the median over rounds.
@@ -21,8 +21,8 @@ ARRIVALS = ("one by one", "all at once")
 class Sample:
     """One engine, `caching` on or off, over all requests of one round and arrival.
 
-    `prefill_tokens` is counted by the worker, `cached_tokens` is what the engine says of each
-    request; `ttft_seconds` run from a request's submission to its first token.
+    `prefill_tokens` is counted by the worker, `cached_tokens` by the engine for each request;
+    `ttft_seconds` are from a request's submission to its first token.
     """
 
     round: int
@@ -37,12 +37,12 @@ class Sample:
 
     @property
     def median_ttft_ms(self) -> float:
-        """The median over the requests, in milliseconds."""
+        """Median over the requests, in milliseconds."""
         return 1000 * statistics.median(self.ttft_seconds)
 
     @property
     def first_ttft_ms(self) -> float:
-        """The first request's, which can hit nothing, in milliseconds."""
+        """Time of the first request, which cannot hit a prefix, in milliseconds."""
         return 1000 * self.ttft_seconds[0]
 
 
@@ -62,7 +62,7 @@ class ModelResult:
         return [s for s in self.samples if s.caching == caching and s.arrival == arrival]
 
     def equal_outputs(self) -> tuple[int, int]:
-        """Return how many of how many requests got the same tokens from both engines."""
+        """Return the number of requests with equal tokens from both engines, and of all."""
         pairs = [
             (with_cache, without)
             for arrival in ARRIVALS

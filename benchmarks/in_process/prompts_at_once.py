@@ -1,8 +1,8 @@
-"""Several short prompts at once: how long until each has its first token, all sides alternating.
+"""Time to first token of several short prompts at once, all sides alternating.
 
-``python -m benchmarks prompts_at_once --model moe 15m smollm2 --rounds 5 --save``. Ours as it
-comes, ours with one prompt in each prefill step, and vLLM's CPU backend with a thread on every
-core. No prefix is hit. Invariant: every figure of a report comes from one run of this command.
+``python -m benchmarks prompts_at_once --model moe 15m smollm2 --rounds 5 --save``. Ours with its
+defaults, ours with one prompt per prefill step, and vLLM's CPU backend on every core. No prefix is
+hit. Invariant: every figure of a report comes from one run of this command.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.engines.engine_process import OURS, EngineProcess, Side, vllm_cpu_all_cores
 from benchmarks.models.experts_model import moe_checkpoint
@@ -31,6 +28,7 @@ from benchmarks.runner.command import (
     rotated,
     say,
     spread,
+    started,
 )
 from benchmarks.runner.machine import busy_cpu_seconds
 from rbln_backend.checkpoints.catalogue import CATALOGUE
@@ -123,7 +121,7 @@ def _measure_model(
         "model": str(checkpoint.path),
         "dtype": "bfloat16",
         "max_model_len": min(512, checkpoint.max_position_embeddings),
-        # With one prompt, too, graphs are those of several.
+        # Runs with one prompt use the graphs of several.
         "max_num_seqs": max(_SEQUENCES, args.prompts),
         "kv_cache_memory_bytes": 1 << 29,
         "enable_prefix_caching": False,
@@ -131,12 +129,7 @@ def _measure_model(
         "seed": 0,
     }
     samples = []
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
-        engines = []
-        for side in sides:
-            process = EngineProcess(side, engine_args, logs / f"{side.name}.log")
-            engines.append(stack.enter_context(process))
+    with started(EngineProcess(side, engine_args) for side in sides) as engines:
         for round_number in range(args.rounds):
             for lengths in args.lengths:
                 for engine in rotated(engines, round_number):
@@ -147,7 +140,7 @@ def _measure_model(
 
 
 def _prompts(checkpoint: Checkpoint, lengths: str, number: int, count: int) -> list[list[int]]:
-    """Every side gets the same prompts; no two rounds do."""
+    """Return a round's prompts, equal for all sides and different in every round."""
     chooser = random.Random(f"{number} {lengths}")
     shortest, _, longest = lengths.partition("-")
     sizes = [chooser.randint(int(shortest), int(longest or shortest)) for _ in range(count)]
@@ -160,10 +153,10 @@ def _sample(engine: EngineProcess, place: tuple[str, int, str], prompts: list[li
     with engine.awake():
         # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.ask_within([prompt[::-1] for prompt in prompts], 1, _BUDGET_S)
-        wall, own, everyone = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
+        wall, own, all_busy = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         answer = engine.ask_within(prompts, 1, _BUDGET_S)
         wall = time.perf_counter() - wall
-        other = busy_cpu_seconds() - everyone - (engine.cpu_seconds() - own)
+        other = busy_cpu_seconds() - all_busy - (engine.cpu_seconds() - own)
     sample = Sample(
         model=model,
         round=number,

@@ -1,8 +1,7 @@
-"""Splits a decode step of the engine process into its parts; says what is not the graph.
+"""Times of the parts of a decode step in the engine process, in and outside the graph.
 
-``python -m benchmarks step_profile --model 15m --batch 1 8 --save``. A real engine runs in this
-process, without an HTTP side; its own methods are timed from here, so that the product has no
-clocks for it. See benchmarks/README.md.
+``python -m benchmarks step_profile --model 15m --batch 1 8 --save``. An engine runs in this process
+without HTTP; its methods are timed from here, so the product needs no clocks for it.
 """
 
 from __future__ import annotations
@@ -92,10 +91,10 @@ def _measure_batch(
 ) -> BatchResult:
     load = DecodeLoad(core, checkpoint, batch, args.prompt_tokens, args.temperature)
     with _StepClock(core) as clock:
-        wall, own, everybody = time.perf_counter(), time.process_time(), busy_cpu_seconds()
+        wall, own, all_busy = time.perf_counter(), time.process_time(), busy_cpu_seconds()
         steps = [clock.step() for _ in load.decode_steps(args.steps)]
         wall = time.perf_counter() - wall
-        own, everybody = time.process_time() - own, busy_cpu_seconds() - everybody
+        own, all_busy = time.process_time() - own, busy_cpu_seconds() - all_busy
     profile = cProfile.Profile()
     for _ in load.decode_steps(PROFILED_STEPS):
         profile.runcall(core.step)
@@ -104,7 +103,7 @@ def _measure_batch(
         batch=batch,
         steps=steps,
         functions=_functions(profile),
-        other_busy_cores=max(0.0, everybody - own) / wall,
+        other_busy_cores=max(0.0, all_busy - own) / wall,
     )
 
 
@@ -236,7 +235,7 @@ class _StepClock:
 
 
 def _functions(profile: cProfile.Profile) -> list[Function]:
-    """The functions with the most time of their own, per step."""
+    """Return the functions with the most own time, per step."""
     profile.create_stats()
     stats: dict[tuple[str, int, str], tuple[Any, ...]] = profile.stats
     rows = [

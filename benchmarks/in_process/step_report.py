@@ -1,4 +1,4 @@
-"""The report of benchmarks.step_profile."""
+"""Report of the parts of a decode step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.runner.command import RunHeader, disturbance, heading
 
 TARGETS_US = {1: 350.0, 8: 600.0}
-"""What a step may cost besides its graph, by batch size."""
+"""Maximum microseconds of a step outside its graph, by batch size."""
 _OUTSIDE = ("graph", "decode (HTTP process)")
 
 
@@ -33,7 +33,7 @@ class BatchResult:
     other_busy_cores: float
 
     def overheads(self) -> list[float]:
-        """Microseconds of each step in the engine process outside the graph."""
+        """Return the microseconds of each step in the engine process outside the graph."""
         return [sum(us for part, us in step.items() if part not in _OUTSIDE) for step in self.steps]
 
 

@@ -1,22 +1,31 @@
-"""Measures what more ranks cost or gain on one machine: every arrangement in turn, in one run.
+"""Cost of several ranks on one machine, alternating in one run.
 
 ``python -m benchmarks world_size --model 160m --batch 1 8 --save``. All arrangements share the
-machine's cores, so that no gain is to be expected here: the figures show what ranks cost.
+machine's cores, so the figures show the cost of ranks, not their gain.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engines.engine_process import OURS, EngineProcess, Side
-from benchmarks.in_process.world_size_report import Run, Sample, markdown
 from benchmarks.models.shapes import Checkpoint, find_checkpoint
-from benchmarks.runner.command import Command, add_model_and_batch, begin, positive, rotated, say
+from benchmarks.runner.command import (
+    Command,
+    RunHeader,
+    add_model_and_batch,
+    begin,
+    disturbance,
+    heading,
+    positive,
+    rotated,
+    say,
+    started,
+)
 from benchmarks.runner.machine import busy_cpu_seconds
 
 MAX_MODEL_LEN = 512
@@ -29,6 +38,33 @@ ARRANGEMENTS: dict[str, dict[str, int]] = {
     "PP=2": {"pipeline_parallel_size": 2},
     "TP=2 x PP=2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One batch of one arrangement in one round.
+
+    `step_ms` is the time from submission to the end over the tokens of a request, including
+    prefill, because tokens of a small model arrive in bursts. `cpu_ms` is the CPU time of all
+    processes of the engine.
+    """
+
+    arrangement: str
+    round: int
+    batch: int
+    step_ms: float
+    cpu_ms: float
+    other_busy_cores: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(RunHeader):
+    """One run of the command."""
+
+    model: str
+    parameters: int
+    arrangements: list[str]
+    samples: list[Sample]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,11 +84,8 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     samples: list[Sample] = []
-    with tempfile.TemporaryDirectory(prefix="rbln-ranks-") as logs, ExitStack() as stack:
-        engines = [
-            stack.enter_context(_engine(name, checkpoint, max(args.batch), Path(logs)))
-            for name in ARRANGEMENTS
-        ]
+    processes = (_engine(name, checkpoint, max(args.batch)) for name in ARRANGEMENTS)
+    with started(processes) as engines:
         for number in range(1, args.rounds + 1):
             for batch in args.batch:
                 for engine in rotated(engines, number):
@@ -67,12 +100,11 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     )
 
 
-def _engine(name: str, checkpoint: Checkpoint, batch: int, logs: Path) -> EngineProcess:
-    say(f"starting {name}")
+def _engine(name: str, checkpoint: Checkpoint, batch: int) -> EngineProcess:
     arguments: dict[str, Any] = {
         "model": str(checkpoint.path),
         "max_model_len": MAX_MODEL_LEN,
-        # A stage takes its part of the requests, so that all arrangements have the same graphs.
+        # A stage runs its part of the requests, so all arrangements have the same graphs.
         "max_num_seqs": 2 * batch,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
         "skip_tokenizer_init": True,
@@ -80,7 +112,7 @@ def _engine(name: str, checkpoint: Checkpoint, batch: int, logs: Path) -> Engine
         **ARRANGEMENTS[name],
     }
     side = Side(name=name, platform=OURS.platform, env=OURS.env, note=OURS.note)
-    return EngineProcess(side, arguments, logs / f"{name.replace(' ', '-')}.log")
+    return EngineProcess(side, arguments)
 
 
 def _sample(
@@ -93,10 +125,10 @@ def _sample(
         ]
         for row in range(batch)
     ]
-    own, everybody = engine.cpu_seconds(), busy_cpu_seconds()
+    own, all_busy = engine.cpu_seconds(), busy_cpu_seconds()
     with engine.awake():
         answer = engine.ask_within(prompts, output_tokens, BUDGET_SECONDS)
-    own, everybody = engine.cpu_seconds() - own, busy_cpu_seconds() - everybody
+    own, all_busy = engine.cpu_seconds() - own, busy_cpu_seconds() - all_busy
     steps = len(answer["tokens"][0])
     return Sample(
         arrangement=engine.side.name,
@@ -104,5 +136,35 @@ def _sample(
         batch=batch,
         step_ms=round(1000 * answer["seconds"] / steps, 3),
         cpu_ms=round(1000 * own / steps, 3),
-        other_busy_cores=max(0.0, everybody - own) / answer["seconds"],
+        other_busy_cores=max(0.0, all_busy - own) / answer["seconds"],
     )
+
+
+def markdown(run: Run) -> str:
+    """Return the report."""
+    lines = [
+        *heading("Steps by world size", run),
+        f"- Model {run.model}, {run.parameters / 1e6:.1f}M parameters. Ranks divide the cores.",
+        f"- {disturbance([sample.other_busy_cores for sample in run.samples])}",
+    ]
+    for batch in sorted({sample.batch for sample in run.samples}):
+        lines += ["", f"## Batch {batch}", "", *_table(run, batch)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(run: Run, batch: int) -> list[str]:
+    rows = [
+        "Milliseconds per token of every request, prefill included, medians over the rounds.",
+        "",
+        "| ranks | step | least | processor time | tokens/s | step of one rank over it |",
+        "|---|---|---|---|---|---|",
+    ]
+    alone = None
+    for name in run.arrangements:
+        mine = [s for s in run.samples if (s.batch, s.arrangement) == (batch, name)]
+        step = statistics.median(s.step_ms for s in mine)
+        alone = alone or step
+        least, cpu = min(s.step_ms for s in mine), statistics.median(s.cpu_ms for s in mine)
+        rates = f"{1000 * batch / step:.0f} | {alone / step:.2f}"
+        rows.append(f"| {name} | {step:.2f} | {least:.2f} | {cpu:.2f} | {rates} |")
+    return rows

@@ -1,4 +1,4 @@
-"""Seconds of single calls that record metrics, and of a scrape, on files as a service has them."""
+"""Seconds of single calls that record metrics, and of a scrape, on files of a service's form."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def time_calls(run_dir: Path, decode_buckets: Sequence[int]) -> dict[str, float]
 
 
 def _least_s(call: Callable[[], object]) -> float:
-    """Return the least over repeats: whatever else runs only adds to a call."""
+    """Return the minimum over repeats, because other load only adds to a call."""
     call()
     timer = timeit.Timer(call)
     number = max(1, int(_LEAST_S / max(timer.timeit(1), 1e-7)))

@@ -1,8 +1,8 @@
-"""Cost of our own metrics: decode steps and HTTP loads with and without them, and single calls.
+"""Cost of metrics: decode steps and HTTP loads with and without them, and single calls.
 
 ``python -m benchmarks metrics_cost --model 15m --batch 1 8 --http --save``. An engine in this
-process takes a few steps with recorders and a few without, and so on (metrics/unmetered.py), and
-so do the streams of a server. See benchmarks/README.md.
+process and a server's streams alternate between a few steps with recorders and a few without
+(metrics/unmetered.py). See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _BUCKETS = tuple(range(1, 33))
 _PROMPT_TOKENS = 32
-# Few, since the machine drifts within a tenth of a second; several, since a step finds the caches
-# as the one before left them; odd, since a step's time depends on the context's length modulo 16.
+# Few, because the machine drifts within 0.1 s; several, because a step depends on the caches that
+# the previous one left; odd, because a step's time depends on the context's length modulo 16.
 _STEPS_A_TURN = 7
 
 
@@ -84,10 +84,10 @@ def _compare_batch(
 ) -> Pairs:
     load = DecodeLoad(core, checkpoint, batch, _PROMPT_TOKENS, 0.0)
     _sample(core, load, switch, args.steps)
-    wall, own, everybody = time.perf_counter(), time.process_time(), busy_cpu_seconds()
+    wall, own, all_busy = time.perf_counter(), time.process_time(), busy_cpu_seconds()
     pairs = [_sample(core, load, switch, args.steps) for _ in range(args.rounds)]
     wall = time.perf_counter() - wall
-    other = busy_cpu_seconds() - everybody - (time.process_time() - own)
+    other = busy_cpu_seconds() - all_busy - (time.process_time() - own)
     result = Pairs(f"batch {batch}", "µs a step", pairs, max(0.0, other) / wall)
     say(f"  {result.label}: {result.cost:+.2%}")
     return result

@@ -1,4 +1,4 @@
-"""Streams of one server, some tokens with metrics of ours, some without, and so on."""
+"""Streams of one server, alternating between some tokens with metrics and some without."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compare_loads(
 
 def _server(text_model: Path, folder: Path) -> ServerProcess:
     ours = server_sides()["ours"]
-    # The checkout's own command: the installed one may be another's.
+    # This checkout's command; the installed one may be another checkout's.
     path = [str(Path(__file__).parents[2]), str(folder / "plugin")]
     side = replace(
         ours,
@@ -58,13 +58,13 @@ def _server(text_model: Path, folder: Path) -> ServerProcess:
 
 
 def _pairs(server: ServerProcess, switch: Switch, level: int, rounds: int) -> Pairs:
-    wall, everybody = time.perf_counter(), busy_cpu_seconds()
+    wall, all_busy = time.perf_counter(), busy_cpu_seconds()
     before, own = server.cpu_seconds(), time.process_time()
     pairs = [_sample(server, switch, level, str(turn)) for turn in range(rounds)]
-    wall, everybody = time.perf_counter() - wall, busy_cpu_seconds() - everybody
+    wall, all_busy = time.perf_counter() - wall, busy_cpu_seconds() - all_busy
     used = server.cpu_seconds().since(before)
     ours = used.http + used.engine + time.process_time() - own
-    other = max(0.0, everybody - ours) / wall
+    other = max(0.0, all_busy - ours) / wall
     result = Pairs(f"HTTP, concurrency {level}", "ms a token", pairs, other)
     say(f"  {result.label}: {result.cost:+.2%}")
     return result
@@ -90,7 +90,7 @@ def _sample(server: ServerProcess, switch: Switch, level: int, seed: str) -> tup
 
 @dataclass
 class _Turns:
-    """Whose turn it is, and the seconds between tokens with metrics ([0]) and without ([1])."""
+    """The current turn, and the seconds between tokens with metrics ([0]) and without ([1])."""
 
     switch: Switch
     number: int = 0
@@ -102,14 +102,14 @@ class _Turns:
 
 
 async def _stream(port: int, body: dict[str, Any], turns: _Turns, *, leads: bool) -> int:
-    """Read one answer; the stream that leads says when the turn ends. Returns its events."""
+    """Read one answer and return its events; the leading stream ends the turns."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(http_request(body, port))
     events, last, turn = 0, 0.0, -1
     while b"[DONE]" not in (data := await reader.read(1 << 16)) and data:
         now = time.perf_counter()
         count = data.count(EVENT)
-        # A gap that a change of turns lies in is of neither.
+        # A gap across a change of turns counts for neither.
         if count == 1 and turn == turns.number:
             turns.gaps[turn % 2].append(now - last)
         last, turn, events = now, turns.number, events + count

@@ -1,4 +1,4 @@
-"""The report of benchmarks.metrics_cost."""
+"""Report of the cost of metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.metrics.calls import A_GAUGE, A_STEP
 from benchmarks.runner.command import RunHeader, disturbance, heading
 
 TARGET = 0.01
-"""The share of throughput that metrics may cost."""
+"""Maximum share of throughput that metrics cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class Pairs:
 
     @property
     def costs(self) -> list[float]:
-        """The share of time that metrics added, pair by pair."""
+        """Added share of time by pair."""
         return [metered / without - 1.0 for metered, without in self.samples]
 
     @property
     def cost(self) -> float:
-        """The median share."""
+        """Median share."""
         return statistics.median(self.costs)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The quartiles of the shares."""
+        """Quartiles of the shares."""
         if len(self.samples) < 2:
             return self.cost, self.cost
         first, _, third = statistics.quantiles(self.costs, n=4)
@@ -82,7 +82,7 @@ def markdown(run: Run) -> str:
 
 
 def _by_calls(run: Run, pairs: Pairs) -> float:
-    """Return what the calls of a decode step take of it, in a model with one KV cache group."""
+    """Return the share of a decode step that its calls take, with one KV cache group."""
     without = statistics.median(sample[1] for sample in pairs.samples)
     return (run.calls[A_STEP] + run.calls[A_GAUGE]) * 1e6 / without
 

@@ -1,9 +1,8 @@
-"""This service without its metrics, to measure what they cost: a seam of the benchmarks alone.
+"""Switch for the service's metrics, for benchmarks only.
 
 While a `Switch` is off, the recorders of steps, KV blocks, masks and requests do nothing. It is a
-byte that processes share, so that it can be turned from one step to the next, in a server too:
-`plugin_folder` makes a distribution of nothing but an entry point, which vLLM calls in every
-process that has the folder on its path.
+byte that processes share, so it can change between steps, also in a server: `plugin_folder` writes
+a distribution with an entry point, which vLLM calls in every process with the folder on its path.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def recorders() -> list[tuple[type, str]]:
 
 
 def install(switch: Switch) -> Callable[[], None]:
-    """Make recorders of this process obey `switch`; returns a function that undoes it."""
+    """Make recorders of this process follow `switch`; return a function that undoes it."""
     before = [(owner, name, getattr(owner, name)) for owner, name in recorders()]
     for owner, name, method in before:
         setattr(owner, name, _switched(method, switch.cell))
@@ -71,7 +70,7 @@ def install(switch: Switch) -> Callable[[], None]:
 
 
 def plugin_folder(folder: Path) -> Switch:
-    """Make `folder` one that installs the switch in every vLLM process that can import from it."""
+    """Write a distribution to `folder` that installs the switch in vLLM processes."""
     dist = folder / "bench_unmetered-0.dist-info"
     dist.mkdir(parents=True)
     (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-unmetered\nVersion: 0\n")
@@ -81,7 +80,7 @@ def plugin_folder(folder: Path) -> Switch:
 
 
 def _switched(method: Callable[..., Any], cell: mmap) -> Callable[..., Any]:
-    # The call itself is paid on both sides, and counted as cost of the metrics where it passes on.
+    # Both sides pay for this call; the metrics' side counts it as their cost.
     def record(*args: Any, **kwargs: Any) -> Any:
         return None if cell[0] else method(*args, **kwargs)
 

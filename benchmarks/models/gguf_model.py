@@ -1,9 +1,8 @@
-"""Writes a Llama checkpoint as GGUF: ``python -m benchmarks gguf_model CHECKPOINT FILE``.
+"""Write a Llama checkpoint as GGUF: ``python -m benchmarks.models.gguf_model CHECKPOINT FILE``.
 
-Runs in the peers' environment, which has `gguf`, and needs neither torch nor transformers. Weights
-keep their bfloat16 bits; norms become float32, as llama.cpp wants them. Rows of the query and key
-projections change places, because its Llama rotates neighbouring dimensions where transformers
-rotates halves.
+Runs in the peers' environment, which has `gguf` but neither torch nor transformers. Weights keep
+their bfloat16 bits; norms become float32, as llama.cpp requires. Rows of the query and key
+projections are permuted, because llama.cpp rotates neighbouring dimensions and transformers halves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Matrix formats that `quantized_model` writes: one class for each published format.
 
-All round to nearest: the speed is that of any other checkpoint of the shape, the answers are not
-worth much.
+All round to nearest: the speed is that of any checkpoint of the shape, the answers have no quality.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Words:
         numbers = (groups / scales.float().unsqueeze(-1)).round_().clamp_(-most - 1, most)
         fields = (numbers.flatten(1) + (most + 1)).to(torch.uint8)
         if self.bits == 4:
-            # The first number lies in the lowest bits.
+            # The first value is in the lowest bits.
             fields = fields[:, 0::2] | (fields[:, 1::2] << 4)
         stem = name.removesuffix("weight")
         yield f"{stem}weight_packed", fields.contiguous().view(torch.int32)

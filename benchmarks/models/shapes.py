@@ -126,9 +126,9 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk and what a decode step has to read of it.
+    """A checkpoint on disk and the bytes that a decode step reads.
 
-    `step_weight_bytes` counts, in bfloat16, every weight but the input embedding, of which a step
+    `step_weight_bytes` counts every weight in bfloat16 except the input embedding, of which a step
     reads only a few rows; a tied embedding is read whole, as the LM head.
     """
 
@@ -146,7 +146,7 @@ def find_checkpoint(name: str) -> Checkpoint:
     Raises ValueError if `name` is neither.
     """
     if name in SHAPES:
-        return _describe(name, _build_once(name))
+        return built_checkpoint(name, SHAPES[name])
     path = Path(name)
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -177,10 +177,11 @@ def _describe(name: str, path: Path) -> Checkpoint:
     )
 
 
-def _build_once(name: str) -> Path:
-    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    place = CACHE_ROOT / f"{name}-{digest}"
-    return built_once(place, lambda folder: _build(folder, SHAPES[name]))
+def built_checkpoint(name: str, shape: Shape) -> Checkpoint:
+    """Return the checkpoint of `shape`, built on first use."""
+    digest = hashlib.sha256(Path(__file__).read_bytes() + repr(shape).encode()).hexdigest()[:12]
+    place = built_once(CACHE_ROOT / f"{name}-{digest}", lambda folder: _build(folder, shape))
+    return _describe(name, place)
 
 
 def built_once(place: Path, build: Callable[[Path], None]) -> Path:
@@ -237,7 +238,7 @@ def _scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
 
 
 def _gemma_scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
-    """As `_scale`, of a Gemma: it multiplies embeddings by the root of their width."""
+    """Return `_scale` for a Gemma, which multiplies embeddings by the root of their width."""
     mean, std = _scale(name, fan_in, tied)
     if name == "model.embed_tokens.weight":
         return mean, std * fan_in**-0.5

@@ -27,12 +27,12 @@ _WORDS = (
 
 
 def billing(turn: int) -> str:
-    """Return the line with which Claude Code begins its system prompt; its end always changes."""
+    """Return the first line of Claude Code's system prompt; its end changes with every turn."""
     return f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={turn:05x};"
 
 
 def clock(turn: int) -> str:
-    """Return a line with the time, which some agents put at the head of their system prompt."""
+    """Return a line with the time, as at the head of some agents' system prompts."""
     return f"Current time: 2026-11-23 10:{turn:02d}"
 
 
@@ -56,7 +56,7 @@ class Session:
         self._steps: list[tuple[str, str, Body, str]] = []
 
     def step(self) -> None:
-        """Add a turn: what the agent said, the tool that it called with what, what came back."""
+        """Add a turn: the agent's text, its tool call with arguments, and the result."""
         name = self._chooser.choice(TOOLS)
         given = {"path": self._text(3), "text": self._text(12)}
         self._steps.append((self._text(15), name, given, self._text(90)))

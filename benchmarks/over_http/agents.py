@@ -1,30 +1,37 @@
-"""Replays sessions of coding agents: seconds a turn, and what share of each prompt was cached.
+"""Sessions of coding agents: seconds per turn, and the cached share of each prompt.
 
-``python -m benchmarks agents --save``. Both sides get the same requests, turn by turn in turn, once
-with a head of the prompt that stays and once with a line of the time there; see
-benchmarks/README.md. Invariant: every figure of a report comes from one run of this command.
+``python -m benchmarks agents --save``. All sides get the same requests, alternating by turn, once
+with a constant head of the prompt and once with a changing time; see benchmarks/README.md.
+Invariant: every figure of a report comes from one run of this command.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients.event_stream import events
 from benchmarks.engines.server_process import ServerProcess, ServerSide, Serving
 from benchmarks.engines.sides import server_sides
 from benchmarks.models.shapes import find_checkpoint
 from benchmarks.models.text_checkpoint import WORDS, text_checkpoint
 from benchmarks.over_http.agent_sessions import Head, Session, clock
-from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, rotated, say
+from benchmarks.runner.command import (
+    Command,
+    RunHeader,
+    begin,
+    heading,
+    positive,
+    rotated,
+    say,
+    started,
+)
 
 MAX_MODEL_LEN = 16384
 _TEMPLATE = Path(__file__).parents[2] / "tests" / "checkpoint_text" / "chat_template.jinja"
@@ -40,7 +47,7 @@ APIS: Mapping[str, tuple[str, Callable[[Session, str, int], dict[str, Any]]]] = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One request of a session; seconds to the first event with a piece of the answer, and all."""
+    """One request of a session; seconds to the first piece of the answer, and in total."""
 
     side: str
     api: str
@@ -77,22 +84,15 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     checkpoint = find_checkpoint(args.model)
     text_model = text_checkpoint(checkpoint.path)
     turns: list[Turn] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-agents-")))
-        servers = []
-        for side in _sides(args.side):
-            say(f"starting {side.name}")
-            serving = Serving.of(text_model, MAX_MODEL_LEN, _KV_CACHE_BYTES)
-            server = ServerProcess(side, serving, folder / f"{side.name}.log")
-            servers.append(stack.enter_context(server))
+    processes = (
+        ServerProcess(side, Serving.of(text_model, MAX_MODEL_LEN, _KV_CACHE_BYTES))
+        for side in _sides(args.side)
+    )
+    with started(processes) as servers:
         for api in args.api:
             for head in HEADS:
                 turns += _session(servers, api, head, args)
-    return Run(
-        **begun,
-        model=checkpoint.name,
-        turns=turns,
-    )
+    return Run(**begun, model=checkpoint.name, turns=turns)
 
 
 def _sides(names: Sequence[str]) -> list[ServerSide]:
@@ -140,30 +140,18 @@ def _session(
 
 
 def _ask(server: ServerProcess, path: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return when the first piece of the answer came, and the last usage."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.serving.port, timeout=_TIMEOUT_S)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise server.error(f"answered {answer.status}: {answer.read(300)!r}")
-        first = 0.0
-        usage: dict[str, Any] = {}
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if not first and "delta" in event["type"]:
-                first = time.perf_counter()
-            found = event.get("usage") or (event.get("response") or {}).get("usage")
-            usage = found or usage
-        return first or time.perf_counter(), usage
-    finally:
-        connection.close()
+    """Return the time of the first piece of the answer, and the last usage."""
+    first = 0.0
+    usage: dict[str, Any] = {}
+    for event in events(server, path, body, _TIMEOUT_S):
+        if not first and "delta" in event["type"]:
+            first = time.perf_counter()
+        usage = event.get("usage") or (event.get("response") or {}).get("usage") or usage
+    return first or time.perf_counter(), usage
 
 
 def _prompt_of(usage: dict[str, Any]) -> tuple[int, int]:
-    """Return the tokens of a prompt and how many were cached, as either API tells them."""
+    """Return the prompt tokens and the cached ones, from either API's usage."""
     if (details := usage.get("input_tokens_details")) is not None:
         return usage["input_tokens"], details["cached_tokens"]
     cached = usage.get("cache_read_input_tokens") or 0

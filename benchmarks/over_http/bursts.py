@@ -1,8 +1,8 @@
-"""Writes a trace of requests that come in bursts, for ``rbln-serve tune --trace``.
+"""Write a trace of bursts of requests for ``rbln-serve tune --trace``.
 
-``python -m benchmarks bursts > bursts.jsonl``. As agents make them that fan out: some five, eleven
-or twenty questions at once about one document, with answers of about one length. What a server
-then decodes lies between powers of two, which is what its default buckets are.
+``python -m benchmarks bursts > bursts.jsonl``. Bursts are those of agents that fan out: about five,
+eleven or twenty questions at once about one document, with answers of similar length. Decode
+batches then lie between powers of two, which are the default buckets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Cost of the connection limits: requests and frames a second with them and without.
+"""Cost of the connection limits: requests and frames per second with them and without.
 
-``python -m benchmarks connections --rounds 40 --save``. Two servers without
-an engine (over_http/connections_server.py), one with uvicorn's connections and one with ours, get
-the same load by turns. CPU seconds say more than rates where other work shares the machine.
+``python -m benchmarks connections --rounds 40 --save``. Two servers without an engine
+(`connections_server.py`), one with uvicorn's connections and one with ours, get the same load,
+alternating. On a shared machine CPU seconds are more reliable than rates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.runner.machine import Machine, describe_machine
 
 _SIDES = ("uvicorn", "ours")
 _CONNECTIONS = 8
-# Of each load: the path, how an answer ends, requests of a connection, what one request counts.
+# Of each load: the path, the end of an answer, requests per connection, weight of a request.
 _LOADS = {
     "`/livez`": ("/livez", b"}", 100, 1),
     "SSE frames": ("/stream", b"0\r\n\r\n", 2, FRAMES),
@@ -36,7 +36,7 @@ _LOADS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn: things a second, and microseconds of the server's CPU time for each."""
+    """One turn: requests or frames per second, and microseconds of server CPU time for each."""
 
     load: str
     side: str
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that was measured."""
+    """All samples of one command."""
 
     started: str
     command: str
@@ -55,10 +55,10 @@ class Run:
 
 
 class _Client(asyncio.Protocol):
-    """Sends a request whenever the answer to the one before is complete."""
+    """Client that sends a request whenever the previous answer is complete."""
 
     def __init__(self, path: str, end: bytes, requests: int) -> None:
-        # As many headers as a client of the API sends.
+        # The headers of an API client.
         self._request = (
             f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: application/json\r\n"
             "accept-encoding: gzip, deflate\r\nconnection: keep-alive\r\n"
@@ -97,7 +97,7 @@ class _Server:
         self._port = int(self._process.stdout.readline())
 
     def _cpu_seconds(self) -> float:
-        # Of its only thread that does anything, and finer than the clock ticks elsewhere.
+        # The time of its only busy thread, finer than clock ticks.
         return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[0]) / 1e9
 
     async def sample(self, load: str) -> Sample:
@@ -135,7 +135,7 @@ async def _take_turns(servers: list[_Server], rounds: int) -> list[Sample]:
     samples = []
     for turn in range(-2, rounds):
         for load in _LOADS:
-            # Who goes first changes, since the machine drifts.
+            # The first side changes, because the machine drifts.
             for server in servers if turn % 2 else servers[::-1]:
                 sample = await server.sample(load)
                 if turn >= 0:

@@ -1,7 +1,7 @@
-"""The server that benchmarks/connections.py measures: the application without an engine.
+"""The application without an engine, for `connections.py`.
 
-``python -m benchmarks connections_server uvicorn|ours`` says its port and serves until it is ended,
-over uvicorn's own connections or over those with limits.
+``python -m benchmarks.over_http.connections_server uvicorn|ours`` prints its port and serves over
+uvicorn's own connections or over those with limits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FRAME = {
 
 
 class _Application:
-    """The service's own application, and frames that cost nothing to make."""
+    """The service's application, and a stream of constant frames."""
 
     def __init__(self, settings: ServerSettings, metrics: ServerMetrics, folder: Path) -> None:
         self._app = create_app(

@@ -1,8 +1,8 @@
-"""A long prompt over HTTP, by itself and beside a stream: its first token, and the stream's gaps.
+"""First token of a long prompt over HTTP, alone and beside a stream, and the stream's gaps.
 
-``python -m benchmarks long_prompt --save``. Ours and vLLM's CPU backend with a thread on every
-core, servers with their own defaults, by turns; no prefix is hit. Invariant: every figure of a
-report comes from one run of this command.
+``python -m benchmarks long_prompt --save``. Ours and vLLM's CPU backend on every core, servers with
+their defaults, alternating; no prefix is hit. Invariant: every figure of a report comes from one
+run of this command.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import argparse
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.clients.client_process import ClientProcess
@@ -36,6 +33,7 @@ from benchmarks.runner.command import (
     rotated,
     say,
     spread,
+    started,
 )
 
 _SIDES = ("ours", "vllm-cpu-all-cores")
@@ -83,15 +81,12 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     sides = [_with_positions(server_sides()[name], args.tokens) for name in _SIDES]
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
-        servers = []
-        for side in sides:
-            say(f"  starting {side.name}")
-            path = text_checkpoint(checkpoint.path)
-            serving = Serving.of(path, _length(args.tokens), _KV_CACHE_BYTES)
-            server = ServerProcess(side, serving, folder / f"{side.name}.log")
-            servers.append(stack.enter_context(server))
+    path = text_checkpoint(checkpoint.path)
+    processes = (
+        ServerProcess(side, Serving.of(path, _length(args.tokens), _KV_CACHE_BYTES))
+        for side in sides
+    )
+    with started(processes) as servers:
         samples = []
         for number in range(args.rounds):
             for beside in (False, True):
@@ -109,7 +104,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 
 
 def _with_positions(side: ServerSide, tokens: int) -> ServerSide:
-    """Return the side for texts longer than its checkpoint says; the weights are random."""
+    """Return the side for texts longer than its checkpoint's context; the weights are random."""
     flags = ("--hf-overrides", json.dumps({"max_position_embeddings": _length(tokens)}))
     return side.with_flags(*flags)
 

@@ -1,7 +1,7 @@
 """Gain and cost of a batch in the padding: streams alone and beside it.
 
-``python -m benchmarks padding --save``: pairs in turn in one server whose only decode bucket has
-eight rows, then a batch alone against a closed loop of clients; see benchmarks/README.md.
+``python -m benchmarks padding --save``: alternating pairs in one server whose only decode bucket
+has eight rows, then a batch alone against a closed loop of clients; see benchmarks/README.md.
 Invariant: every figure of a report comes from one run of this command.
 """
 
@@ -51,8 +51,8 @@ class Window:
     """Streams for a while; times in seconds.
 
     `gap` is the median over streams of a token's time after the first, `gap_p99` that of events.
-    `earned` are tokens of lines' answers in rows of the streams' steps, `read` of their prompts;
-    what lines do before the first stream and after the last is in neither.
+    `earned` are answer tokens of lines in rows of the streams' steps, `read` are prompt tokens.
+    Neither counts work before the first stream or after the last.
     """
 
     streams: int
@@ -115,7 +115,7 @@ def _side(data: Path) -> ServerSide:
 
 
 class _Bench:
-    """One server, and prompts of which none comes twice."""
+    """One server, and prompts without repetition."""
 
     def __init__(self, server: ServerProcess, args: argparse.Namespace) -> None:
         self._server = server
@@ -125,7 +125,7 @@ class _Bench:
         self._client = OpenAI(base_url=f"{self._url}/v1", api_key="none")
 
     def pairs(self, streams: int) -> Iterator[Window]:
-        """Yield windows alone and beside a batch; which comes first changes."""
+        """Yield windows alone and beside a batch, in alternating order."""
         for number in range(self._args.pairs):
             for beside in (number % 2 == 0, number % 2 == 1):
                 if not beside:
@@ -162,7 +162,7 @@ class _Bench:
         return window
 
     def idle(self) -> tuple[float, float]:
-        """Tokens/s of a batch without clients, and of as many clients as there are rows."""
+        """Return the tokens/s of a batch without clients, and of one client per row."""
         lines = BUCKET * self._args.requests
         began, before = time.perf_counter(), self._generated()
         with self._batch(lines, until="completed"):
@@ -174,7 +174,7 @@ class _Bench:
 
     @contextmanager
     def _batch(self, lines: int, until: str = "in_progress") -> Iterator[None]:
-        """A batch that reached the state `until`, and is cancelled afterwards if it runs."""
+        """Start a batch, wait for the state `until`, and cancel it afterwards if it runs."""
         content = "".join(json.dumps(self._line(number)) + "\n" for number in range(lines))
         file = self._client.files.create(
             file=("lines.jsonl", io.BytesIO(content.encode())), purpose="batch"

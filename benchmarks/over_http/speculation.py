@@ -1,4 +1,4 @@
-"""Speculation against none over HTTP, in turn: seconds a token, and whether the text is the same.
+"""Speculation against none over HTTP, alternating: seconds per token, and equality of texts.
 
 ``python -m benchmarks speculation --save --model FOLDER``, see benchmarks/README.md: a model whose
 text repeats itself as real text does (`rbln-serve fetch smollm2` says where it lies). Invariant:
@@ -8,18 +8,15 @@ every figure of a report comes from one run of this command.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.clients.event_stream import events
 from benchmarks.engines.server_process import ServerProcess, ServerSide, Serving
 from benchmarks.engines.sides import server_sides
 from benchmarks.models.shapes import find_checkpoint
@@ -33,6 +30,7 @@ from benchmarks.runner.command import (
     positive,
     rotated,
     say,
+    started,
 )
 
 _CONFIG = {
@@ -92,14 +90,11 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     begun = begin(command)
     checkpoint = find_checkpoint(args.model)
     turns: list[Turn] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-drafts-")))
-        servers = []
-        for side in _sides(args.config, max(args.batch)):
-            say(f"starting {side.name}")
-            serving = Serving.of(checkpoint.path, _MAX_MODEL_LEN, _KV_CACHE_BYTES)
-            server = ServerProcess(side, serving, folder / f"{side.name}.log")
-            servers.append(stack.enter_context(server))
+    processes = (
+        ServerProcess(side, Serving.of(checkpoint.path, _MAX_MODEL_LEN, _KV_CACHE_BYTES))
+        for side in _sides(args.config, max(args.batch))
+    )
+    with started(processes) as servers:
         number = 0
         for task in args.task:
             for batch in args.batch:
@@ -124,7 +119,7 @@ def _round(
     number: int,
     most: int,
 ) -> list[Turn]:
-    """Ask each side the same; who goes first changes, so that no side always follows rest."""
+    """Send the same requests to each side; the first side changes with the round."""
     bodies = [TASKS[task](number + row) for row in range(batch)]
     answers: dict[str, tuple[list[Answer], float, float]] = {}
     for server in rotated(servers, round_number):
@@ -153,7 +148,7 @@ def _round(
 def _ask_all(
     threads: ThreadPoolExecutor, server: ServerProcess, bodies: Sequence[dict[str, Any]], most: int
 ) -> tuple[list[Answer], float]:
-    """Return the answers to all at once, and what they took."""
+    """Return the answers to concurrent requests, and the seconds."""
     began = time.perf_counter()
     given = list(threads.map(lambda body_fields: _ask(server, body_fields, most), bodies))
     return given, time.perf_counter() - began
@@ -168,24 +163,11 @@ def _ask(server: ServerProcess, body_fields: dict[str, Any], most: int) -> Answe
         "stream_options": {"include_usage": True},
         **body_fields,
     }
-    connection = http.client.HTTPConnection("127.0.0.1", server.serving.port, timeout=_TIMEOUT_S)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise server.error(f"answered {answer.status}: {answer.read(300)!r}")
-        pieces, tokens = list[str](), 0
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            for choice in event["choices"]:
-                pieces.append(choice["delta"].get("content") or "")
-            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-        return Answer(tokens=tokens, text="".join(pieces))
-    finally:
-        connection.close()
+    pieces, tokens = list[str](), 0
+    for event in events(server, "/v1/chat/completions", body, _TIMEOUT_S):
+        pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    return Answer(tokens=tokens, text="".join(pieces))
 
 
 def markdown(run: Run) -> str:

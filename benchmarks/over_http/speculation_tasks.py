@@ -1,6 +1,6 @@
-"""Requests whose answers repeat what is known already, and one whose answer does not.
+"""Requests whose answers repeat known text, and one whose answer does not.
 
-Each has a number that changes its texts, so that no answer is that of an earlier request.
+The number of a request changes its texts, so no answer repeats an earlier one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _QUOTED_SENTENCES = 120
 
 
 def edit(number: int) -> dict[str, Any]:
-    """A file of 150 lines with one name changed; the answer has been begun."""
+    """Return a request to rename a variable in 150 lines; the answer's start is given."""
     before, after = f"cursor_{number}", f"position_{number}"
     source = _source(number, before)
     begun = "```python\n" + "\n".join(source[:4]).replace(before, after) + "\n"
@@ -35,13 +35,13 @@ def edit(number: int) -> dict[str, Any]:
 
 
 def edit_with_prediction(number: int) -> dict[str, Any]:
-    """The same with the file as it is as the prediction."""
+    """Return the same request with the unchanged file as prediction."""
     rest = "\n".join(_source(number, f"cursor_{number}")[4:]) + "\n```"
     return {**edit(number), "prediction": {"type": "content", "content": rest}}
 
 
 def fill_json(number: int) -> dict[str, Any]:
-    """Twelve objects of six fields, by a schema."""
+    """Return a request for twelve objects of six fields, by a schema."""
     texts = {name: {"type": "string", "maxLength": 24} for name in ("title", "city", "language")}
     numbers = {name: {"type": "integer", "maximum": 9999} for name in ("year", "pages", "copies")}
     item = {
@@ -68,7 +68,7 @@ def fill_json(number: int) -> dict[str, Any]:
 
 
 def quote(number: int) -> dict[str, Any]:
-    """The first sentences of a text of some 2,000 tokens, word for word."""
+    """Return a request to repeat a text of about 2,000 tokens word for word."""
     chooser = random.Random(number)
     sentences = []
     for _ in range(_QUOTED_SENTENCES):
@@ -93,7 +93,7 @@ def quote(number: int) -> dict[str, Any]:
 
 
 def talk(number: int) -> dict[str, Any]:
-    """A question that asks for a text of its own."""
+    """Return a request for a new text."""
     subject = _NOUNS[number % len(_NOUNS)]
     return {
         "messages": [

@@ -1,8 +1,7 @@
-"""Measures how long a server takes to its first token: cold, from a volume, from a bundle.
+"""Time of a server's start to its first token: cold, from a volume, from a bundle.
 
-``python -m benchmarks start_up MODEL [MODEL ...] --save``. Kinds take turns in every repeat, each
-with a cache root of its own, so that a slow minute of the machine meets all of them. See
-benchmarks/README.md.
+``python -m benchmarks start_up MODEL [MODEL ...] --save``. Kinds alternate in every repeat, each
+with its own cache root, so that drift of the machine affects all. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 
 
 def _checkpoint(name: str) -> Path:
-    """Raises ValueError for what is neither a folder nor a name."""
+    """Return the checkpoint of a folder or name. Raises ValueError for anything else."""
     if name in SHAPES:
         return text_checkpoint(find_checkpoint(name).path)
     if not (Path(name) / "config.json").is_file():
@@ -122,7 +121,7 @@ def _measure_model(name: str, path: Path, args: argparse.Namespace) -> ModelStar
         bench.prepare()
         samples = []
         for repeat in range(args.repeats):
-            # Each kind is first in turn: what one leaves in the page cache helps the next.
+            # The first kind changes, because each leaves files in the page cache for the next.
             turn = repeat % len(args.kinds)
             for kind in (*args.kinds[turn:], *args.kinds[:turn]):
                 samples.append(bench.sample(kind, repeat))
@@ -132,7 +131,7 @@ def _measure_model(name: str, path: Path, args: argparse.Namespace) -> ModelStar
 
 
 class _Bench:
-    """A volume, a bundle of it, and a fresh root for every start that wants one."""
+    """A volume, a bundle of it, and new cache roots for the starts that need one."""
 
     def __init__(self, model: Path, flags: Sequence[str], folder: Path) -> None:
         self._model = model
@@ -197,7 +196,7 @@ class _Bench:
             words = [sys.executable, "-m", "server", "serve", str(serving.text_model)]
             return [*words, "--host", "127.0.0.1", "--port", str(serving.port), *self._flags]
 
-        # As root, nothing but this keeps a folder from being written.
+        # For root, only this makes a folder read-only.
         env = {"VLLM_RBLN_CACHE_READ_ONLY": "1"} if kind == "mounted" else {}
         return ServerSide(
             name=f"start_up {kind}", note=KINDS[kind], command=command, ready="/readyz", env=env
@@ -219,7 +218,7 @@ class _Bench:
 
 
 def markdown(run: Run) -> str:
-    """The report."""
+    """Return the report."""
     lines = [
         "# Start-up",
         "",

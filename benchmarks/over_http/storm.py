@@ -1,8 +1,7 @@
-"""Two streams with and without a storm of large bodies beside them: the gaps between their tokens.
+"""Gaps between tokens of two streams, with and without a storm of large bodies beside them.
 
-``python -m benchmarks storm --model 160m --save``. Rounds without a storm and with one alternate;
-the storm's clients share the machine with the server, as the streams' client does. See
-benchmarks/README.md.
+``python -m benchmarks storm --model 160m --save``. Rounds with and without a storm alternate; all
+clients share the machine with the server. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from benchmarks.models.text_checkpoint import prompt_text, text_checkpoint
 from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, say
 
 TARGET = 2.0
-"""How many times as long the p99 gap may become."""
+"""Maximum ratio of the p99 gap with a storm to that without."""
 _STREAMS = 2
 _PROMPT_TOKENS = 32
 _MAX_MODEL_LEN = 1024
@@ -36,7 +35,7 @@ _BUDGET_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Milliseconds between tokens of one round, its seconds, and what the storm got done."""
+    """Milliseconds between tokens of one round, its seconds, and the storm's counts."""
 
     p50: float
     p99: float

@@ -9,19 +9,22 @@ import shlex
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.engines.engine_process import EngineProcessError
+from benchmarks.engines.sleeping_process import SleepingProcess
 from benchmarks.models.shapes import SHAPES
 from benchmarks.runner.machine import Machine, describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Threads of one engine wait for each other many times a step, so a little company costs much.
+# Threads of an engine wait for each other many times per step, so little other load costs much.
 DISTURBED_CORES = 0.1
 
 
@@ -57,10 +60,11 @@ def begin(command: str) -> dict[str, Any]:
 
 RunT = TypeVar("RunT", bound=MeasuredRun)
 T = TypeVar("T")
+ProcessT = TypeVar("ProcessT", bound=SleepingProcess)
 
 
 def raw_numbers(run: Any) -> str:
-    """Return all that a run measured, from which every figure of its report can be derived."""
+    """Return all measurements of a run as JSON."""
     return json.dumps(asdict(run), indent=1, default=str) + "\n"
 
 
@@ -96,7 +100,7 @@ class Command(Generic[RunT]):
             "--save", action="store_true", help="write a dated report under benchmarks/results/"
         )
         args = self.parser.parse_args(words)
-        # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+        # A stopped engine cannot notice its parent's exit, so SIGTERM has to unwind the stack.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             run = self.measure(args, shlex.join(["python", "-m", "benchmarks", self.name, *words]))
@@ -145,8 +149,21 @@ def save(name: str, started: str, machine: Machine, report: str, raw: str) -> No
     say(f"written: {RESULTS / stem}.md and .json")
 
 
+@contextmanager
+def started(processes: Iterable[ProcessT]) -> Iterator[list[ProcessT]]:
+    """Start the processes, with logs in a temporary folder, and end them after the block."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
+        living = []
+        for process in processes:
+            say(f"  starting {process.side.name}")
+            process.log = folder / f"{process.side.name}.log"
+            living.append(stack.enter_context(process))
+        yield living
+
+
 def machine_lines(machine: Machine, load_before: float) -> list[str]:
-    """Return the lines of a report that say what it was measured on."""
+    """Return the lines of a report that describe the machine."""
     lscpu = ", ".join(f"{name} {value}" for name, value in machine.lscpu.items())
     versions = ", ".join(f"{name} {value}" for name, value in machine.versions.items())
     return [
@@ -170,13 +187,13 @@ def heading(title: str, run: RunHeader) -> list[str]:
 
 
 def rotated(items: Sequence[T], number: int) -> list[T]:
-    """Return `items` from place `number` on: the first one changes, so that none follows rest."""
+    """Return `items` rotated by `number`, so that the first one changes with every round."""
     turn = number % max(1, len(items))
     return [*items[turn:], *items[:turn]]
 
 
 def disturbance(other_busy_cores: list[float]) -> str:
-    """Return what a report says of other processes, by the cores they kept busy per sample."""
+    """Return a report's sentence on other processes, from their busy cores per sample."""
     disturbed = sum(cores > DISTURBED_CORES for cores in other_busy_cores)
     text = (
         "While a side was measured, other processes kept "

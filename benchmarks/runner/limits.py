@@ -1,7 +1,7 @@
-"""The least time a step can take on this machine: its work over the measured limits.
+"""Least time of a step on this machine: its work over the measured limits.
 
-Only work that cannot be avoided counts: weights and keys and values once, multiplications that the
-model defines. Padding, activations and whatever an implementation adds are its loss.
+Only unavoidable work counts: weights, keys and values once, and the model's multiplications.
+Padding, activations and other work of an implementation do not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
-    unit: str = "FMA"  # what multiplies: "FMA" of float32, or "pairs" or "tiles" of bfloat16
+    unit: str = "FMA"  # "FMA" of float32, or "pairs" or "tiles" of bfloat16
 
     def seconds(self, moved: int, flops: int) -> float:
         """Return the least time to read `moved` bytes and do `flops` operations."""
         return max(moved / self.bytes_per_s, flops / self.flops_per_s)
 
     def binding(self, moved: int, flops: int) -> str:
-        """Return which of the two needs that time: "memory" or the unit."""
+        """Return the limit that determines that time: "memory" or the unit."""
         by_memory = moved / self.bytes_per_s >= flops / self.flops_per_s
         return "memory" if by_memory else self.unit
 
@@ -106,9 +106,9 @@ def measure_limits(weight_bytes: int) -> Limits:
 
 
 def bfloat16_peak(threads: int) -> tuple[float, str]:
-    """Return the FLOP/s of bfloat16 weights that `threads` cores reach, and by which unit.
+    """Return the peak FLOP/s of bfloat16 weights on `threads` cores, and the unit.
 
-    AMX's tiles where there are any, else AVX-512's pairs where there are any, else float32 FMAs.
+    AMX's tiles if available, else AVX-512's pairs if available, else float32 FMAs.
     """
     if tiles := tile_peak(threads):
         return tiles, "tiles"

@@ -1,4 +1,4 @@
-"""Runs whose records are on disk from the first on, so that a cut run has a report, too."""
+"""Runs that write every record at once, so that an interrupted run has a report, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure_logged(
 
     ``measure`` takes the command line as well: ``name`` with its arguments ``words``.
     """
-    # A stopped engine cannot notice that we are gone: a polite end has to unwind the stack.
+    # A stopped engine cannot notice its parent's exit, so SIGTERM has to unwind the stack.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runs = CACHE_ROOT / "runs"
     runs.mkdir(parents=True, exist_ok=True)
@@ -37,20 +37,20 @@ def measure_logged(
     try:
         measure(log, shlex.join(["python", "-m", "benchmarks", name, *words]))
     finally:
-        # What is there when the time is up is worth a report, too.
+        # An interrupted run is reported, too.
         if log.records:
             report(log)
 
 
 def header_of(command: str, sides: Mapping[str, str]) -> Header:
-    """Return what heads the log of a run that begins now; ``sides`` says what each is."""
+    """Return the header of a run that begins now; ``sides`` describes each side."""
     begun = begin(command)
     begun["machine"] = asdict(begun["machine"])
     return Header(**begun, peer_versions=peer_versions(), sides=dict(sides))
 
 
 def stem_of(log: Log, name: str) -> str:
-    """Return what the saved files of a run are called, but for their ends."""
+    """Return the stem of the saved files of a run."""
     header = log.of(Header)[0]
     return f"{header.started[:10]}-{Machine(**header.machine).slug}-{name}"
 

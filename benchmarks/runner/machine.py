@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-# The instruction sets that the kernels of either side choose by.
+# The instruction sets that select kernels of any side.
 _RELEVANT_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_bf16"
@@ -31,7 +31,7 @@ _LSCPU_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The hardware and software of one run; `cores` are those this process may use."""
+    """Hardware and software of one run; `cores` are those of this process's affinity."""
 
     cpu: str
     lscpu: dict[str, str]
@@ -44,7 +44,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """A file-name part such as ``amd-epyc-2core-avx2``: names alone may hide a generation."""
+        """Return a file-name part such as ``amd-epyc-2core-avx2``."""
         words = "".join(c if c.isalnum() else " " for c in self.cpu.lower()).split()
         known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
         widest = next((flag for flag in known if flag in self.flags), "x86")
@@ -70,28 +70,28 @@ def describe_machine() -> Machine:
 
 
 def read_bandwidth(size: int) -> float:
-    """Bytes per second at which all cores together read one buffer of `size` bytes over and over.
+    """Return the bytes per second at which all cores together read a buffer of `size` bytes.
 
-    The best pass of 0.8 seconds: whatever disturbs a pass only makes it slower. A buffer that fits
-    in the last-level cache gives that cache's bandwidth, as weights of that size would.
+    The best pass of 0.8 seconds. A buffer that fits in the last-level cache gives that cache's
+    bandwidth, as weights of that size would.
     """
     return _probe(len(os.sched_getaffinity(0)), "read", str(size))
 
 
 def fma_peak(threads: int) -> float:
-    """Return the FLOP/s of independent float32 FMAs that `threads` cores at once can keep up."""
+    """Return the FLOP/s of independent float32 FMAs on `threads` cores."""
     return _probe(threads, "fma")
 
 
 def pair_peak(threads: int) -> float | None:
-    """Return the FLOP/s of AVX-512's products of bfloat16 pairs; None where there are none."""
+    """Return the FLOP/s of AVX-512's products of bfloat16 pairs, or None without them."""
     return _probe(threads, "pairs") or None
 
 
 def tile_peak(threads: int, weight_bytes: int = 0) -> float | None:
-    """Return the FLOP/s of products of bfloat16 by AMX's tiles; None where there are none.
+    """Return the FLOP/s of bfloat16 products by AMX's tiles, or None without them.
 
-    Over tiles that stay in registers, or with weights that come from a buffer of `weight_bytes`.
+    Over tiles in registers, or with weights from a buffer of `weight_bytes`.
     """
     return _probe(threads, "tiles", *([str(weight_bytes)] if weight_bytes else [])) or None
 
@@ -103,7 +103,7 @@ def _probe(threads: int, *words: str) -> float:
 
 @cache
 def _probe_program() -> Path:
-    """Build probe.c, which takes a second, for as long as this process lives."""
+    """Build probe.c, which takes a second, for the lifetime of this process."""
     folder = tempfile.TemporaryDirectory(prefix="rbln-probe-")
     atexit.register(folder.cleanup)
     program = Path(folder.name) / "probe"

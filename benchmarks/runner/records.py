@@ -1,6 +1,6 @@
 """Records of a comparison: one line of JSON per measurement, written immediately.
 
-Units: seconds and bytes. A run that is cut short leaves a file that reads as far as it came.
+Units: seconds and bytes. The file of an interrupted run is readable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.runner.limits import Limits, ModelWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The run: command line, machine (machine.Machine as a dictionary), what each side is."""
+    """The run: command line, machine (`Machine` as a dictionary), descriptions of sides."""
 
     started: str
     command: str
@@ -39,7 +39,7 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsRecord:
-    """The limits of the machine at the start of a round, every engine stopped."""
+    """Limits of the machine at the start of a round, with every engine stopped."""
 
     model: str
     round: int
@@ -67,7 +67,7 @@ class EngineRecord:
 class StepRecord:
     """One command to an engine in process; `output_tokens` 1 is a measurement of prefill.
 
-    `step_seconds` are those of worker_protocol; `other_busy_cores` what other processes used.
+    `step_seconds` are those of worker_protocol; `other_busy_cores` are those of other processes.
     """
 
     model: str
@@ -89,12 +89,12 @@ class StepRecord:
 
     @property
     def step(self) -> float | None:
-        """The median decode step, once the first two have brought the caches back."""
+        """Median decode step without the first two, which fill the caches."""
         return statistics.median(self.step_seconds[2:]) if len(self.step_seconds) > 4 else None
 
     @property
     def context(self) -> float:
-        """The mean number of tokens in the cache during the timed steps."""
+        """Mean number of tokens in the cache during the timed steps."""
         return self.prompt_tokens + len(self.step_seconds) / 2
 
     @property
@@ -106,7 +106,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRecord:
-    """One load on a server: `prompts` are lengths in tokens, one per request that was planned."""
+    """One load on a server: `prompts` are lengths in tokens, one per planned request."""
 
     model: str
     round: int
@@ -138,20 +138,20 @@ class HttpRecord:
 
     @property
     def ttft(self) -> float | None:
-        """The median over requests that got a token."""
+        """Median over requests with a token."""
         return _median([outcome.ttft for outcome in self.outcomes])
 
     @property
     def itl(self) -> float | None:
-        """The median over requests of their mean time per token after the first."""
+        """Median over requests of their mean time per token after the first."""
         return _median([outcome.itl for outcome in self.outcomes])
 
     @property
     def output_rate(self) -> float | None:
         """Output tokens per second, end to end.
 
-        Of a load that was cut off while every request was decoding it is the rate that the rest
-        would give at the pace so far; of any other one that was cut off, the rate so far.
+        For a load that was cut off while every request was decoding, the rate is extrapolated;
+        for others that were cut off, it is the rate so far.
         """
         outcomes = self.outcomes
         if self.is_whole or not self.tokens:
@@ -171,7 +171,7 @@ class HttpRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRecord:
-    """One start of a server, `cold` with an empty cache root; see ServerProcess for the times."""
+    """One start of a server, `cold` with an empty cache root; `ServerProcess` has the times."""
 
     model: str
     side: str
@@ -199,7 +199,7 @@ class SweepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A side that could not be measured, and why."""
+    """A side that could not be measured, with the reason."""
 
     model: str
     part: str
@@ -231,7 +231,7 @@ class Log:
         self.records: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """Keep `record`, on disk before this returns."""
+        """Add `record` and write it to disk."""
         self.records.append(record)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"record": type(record).__name__} | asdict(record)) + "\n")
