@@ -84,7 +84,7 @@ def http(log: Log, model: str) -> list[str]:
             (lambda r: _per_thousand(r, r.http_cpu_seconds), 1, 3),
             (lambda r: _per_thousand(r, r.engine_cpu_seconds), 1, 3),
         ]
-        cells = [_number(_median(mine, value), *form) for value, *form in values]
+        cells = [_number(_median(mine, value), factor, n) for value, factor, n in values]
         cells.insert(4, spread(_http_shares(log, model, mine), share=True))
         ratios = http_ratios(log, model, side, concurrency, lambda r: r.output_rate)
         first, *rest = cells

@@ -158,7 +158,8 @@ def started(processes: Iterable[ProcessT]) -> Iterator[list[ProcessT]]:
         for process in processes:
             say(f"  starting {process.side.name}")
             process.log = folder / f"{process.side.name}.log"
-            living.append(stack.enter_context(process))
+            stack.enter_context(process)
+            living.append(process)
         yield living
 
 
