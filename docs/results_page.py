@@ -26,17 +26,23 @@ _QUOTED: dict[str, str] = {
     f"2026-11-21-{_AMD_AVX2}-compare": _README,
     f"2026-11-21-{_AMD_AVX2}-compare-1.2b": _README,
     f"2026-11-21-{_AMD_AVX2}-compare-15m-http": _README,
-    f"2026-11-21-{_AMD_AVX2}-step_profile": "[decision 17]"
+    f"2026-11-21-{_AMD_AVX2}-step_profile": "[decision 15]"
+    "(decisions/0015-async-scheduling-is-left-off.md), [decision 17]"
     "(decisions/0017-graphs-are-recorded-and-repeated.md)",
     f"2026-11-22-{_AMD}-experts": _MOE,
     f"2026-11-22-{_AMD}-start_up": "[compile_cache](compile_cache.md)",
     f"2026-11-22-{_AMD}-world_size": "[parallelism](parallelism.md)",
     f"2026-11-22-{_INTEL}-storm": "[decision 35]"
     "(decisions/0035-large-bodies-are-read-beside-the-event-loop.md)",
+    f"2026-11-23-{_INTEL}-agents": "[decision 39]"
+    "(decisions/0039-every-documented-field-has-a-treatment.md)",
+    f"2026-11-23-{_INTEL}-speculation": "[speculation](speculation.md#cost)",
     f"2026-11-23-{_INTEL}-quantized-1.2b": _QUANTIZED,
     f"2026-11-23-{_INTEL}-quantized-gpt-oss-0.9b": _QUANTIZED,
+    f"2026-11-23-{_AMD}-padding": "[batches](batches.md)",
     f"2026-11-24-{_AMD}-compare": _README,
-    f"2026-11-24-{_AMD}-long_prompt": _README,
+    f"2026-11-24-{_AMD}-long_prompt": f"{_README}, [decision 59]"
+    "(decisions/0059-scores-are-products-of-pairs.md)",
     f"2026-11-24-{_AMD}-prompts_at_once": "[decision 52]"
     "(decisions/0052-prompts-lie-end-to-end-in-a-chunk.md)",
     f"2026-11-24-{_AMD}-quantized-1.2b": _QUANTIZED,
