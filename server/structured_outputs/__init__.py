@@ -1,1 +1,1 @@
-"""The gate of structured outputs: what an answer is to obey is tried before it is promised."""
+"""The gate of structured outputs: compiles grammars before the engine receives them."""

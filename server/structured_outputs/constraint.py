@@ -1,4 +1,4 @@
-"""What an answer is to obey: one constraint of a request, its limits, why it is refused."""
+"""A constraint of a request on its answer, and the limits of constraints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from server.settings import ServerSettings
 
 BACKEND = "xgrammar"
-"""The grammar backend of vLLM's that `rbln_backend.platform` pins; rewritten schemas go to
-llguidance all the same."""
+"""vLLM's grammar backend, set by `rbln_backend.platform`; rewritten schemas go to llguidance."""
 
 
-class Kind(enum.Enum):
-    """How a constraint is written; the value is the field of `structured_outputs`."""
+class ConstraintKind(enum.Enum):
+    """Kind of a constraint; the value is the field of `structured_outputs`."""
 
     JSON = "json"
     REGEX = "regex"
@@ -26,16 +25,16 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One constraint; `param` is where the request has it.
+    """One constraint; `param` is its place in the request.
 
-    `text` is what the engine gets: JSON for a schema, a choice or a structural tag. One that is
-    not `exact` is followed as far as the backend can. A `derived` one was made by vLLM of parts
-    that were inspected one by one, and is only tried. A schema that is `tagged` may come to stand
-    in a structural tag, of which the backend takes schemas as they are; others are rewritten.
-    `shares` is how many schemas it consists of, each of which has the time of one.
+    `text` is JSON for a schema, a choice or a structural tag. Without `exact`, keywords that the
+    grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
+    inspected already. The schema of a `tagged` one becomes part of a structural tag, for which the
+    backend takes schemas as they are; others are rewritten. `shares` is the number of its schemas,
+    each of which adds the processor time of one.
     """
 
-    kind: Kind
+    kind: ConstraintKind
     text: str
     param: str
     exact: bool = True
@@ -46,7 +45,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SchemaLimits:
-    """How large a constraint may be; see `SchemaSettings`."""
+    """Size limits of a constraint; see `SchemaSettings`."""
 
     max_bytes: int
     max_depth: int
@@ -67,11 +66,11 @@ class SchemaLimits:
 
 
 class UnusableError(ValueError):
-    """A constraint cannot be used; the message says why and where in it."""
+    """A constraint cannot be used; the message has the reason and the place in it."""
 
 
 def job_key(constraints: Sequence[Constraint], *, exact: bool = True) -> bytes:
-    """Return what tells two sets of constraints apart; without `exact`, as if none were."""
+    """Return the cache key of constraints; without `exact`, as if none of them were exact."""
     digest = hashlib.sha256()
     for item in constraints:
         head = f"{item.kind.value} {item.exact and exact} {item.tagged} {len(item.text)}\n"

@@ -1,6 +1,6 @@
-"""Whether a constraint can be used, as far as that shows without compiling it.
+"""Checks of a constraint without compiling it.
 
-Pure functions over the constraint's text. They may take long for hostile input, and so run in a
+Pure functions of the constraint's text. Hostile input may take them long, so that they run in a
 trial process, never on the event loop.
 """
 
@@ -11,7 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.constraint import (
+    Constraint,
+    ConstraintKind,
+    SchemaLimits,
+    UnusableError,
+)
 from server.structured_outputs.schema_exactness import check_exact
 from server.structured_outputs.schema_form import check_form
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
@@ -19,16 +24,16 @@ from server.structured_outputs.schema_refs import check_refs
 
 
 def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
-    """Raise `UnusableError` if the constraint is too large, malformed or beyond the backend."""
+    """Raise `UnusableError` if the constraint is too large, malformed or not supported."""
     text = constraint.text
-    if constraint.kind is Kind.REGEX:
+    if constraint.kind is ConstraintKind.REGEX:
         _check_regex(text, limits)
-    elif constraint.kind is Kind.GRAMMAR:
+    elif constraint.kind is ConstraintKind.GRAMMAR:
         if not text.strip():
             raise UnusableError("it is empty")
-    elif constraint.kind is Kind.CHOICE:
+    elif constraint.kind is ConstraintKind.CHOICE:
         _check_choice(json.loads(text), limits)
-    elif constraint.kind is Kind.JSON:
+    elif constraint.kind is ConstraintKind.JSON:
         schema = parsed(text)
         _check_schema(schema, limits, exact=constraint.exact and constraint.tagged)
         if not constraint.tagged:
@@ -88,7 +93,7 @@ def _check_schema(schema: Any, limits: SchemaLimits, *, exact: bool) -> None:
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:
-    """Yield the JSON schemas inside of a structural tag of either form."""
+    """Yield the JSON schemas in a structural tag of either form."""
     stack = [tag]
     while stack:
         value = stack.pop()

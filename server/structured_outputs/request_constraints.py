@@ -1,6 +1,6 @@
-"""Which constraints a request's body has, and under which names. Pure functions.
+"""Constraints of a request's body, with their places in it. Pure functions.
 
-What has the wrong JSON type is left to the request models, which refuse it.
+Values of the wrong JSON type are skipped here; the request models refuse them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import json
 from typing import Any
 
 from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
-from server.structured_outputs.constraint import BACKEND, Constraint, Kind
+from server.structured_outputs.constraint import BACKEND, Constraint, ConstraintKind
 from server.tools.choice import ToolChoice, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 ANY_OBJECT = '{"type": "object"}'
-"""What `json_object` asks for."""
+"""Schema of `json_object`."""
 
 _GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _COMPACT = "start the server with --structured-outputs-config.disable_any_whitespace true"
 TOOLS = "tools"
 GUIDES = (*_KINDS, TOOLS)
-"""How an answer can be guided; the label of a metric."""
+"""Kinds of guidance; values of a metric's label."""
 _WITHOUT_EFFECT = {
     "disable_any_whitespace": _COMPACT,
     "disable_additional_properties": "set additionalProperties in the schema",
     "whitespace_pattern": f"{_COMPACT} for none at all",
 }
-"""Options of `structured_outputs` that the backend would ignore, and what to do instead."""
+"""Options of `structured_outputs` that the backend would ignore, with their alternatives."""
 
 
 def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
-    """Return what the answer is to obey; each list is compiled together, each tool alone.
+    """Return the constraints of the answer; each list is compiled together, each tool alone.
 
     Raises `MissingFieldError`, `InvalidValueError` or `UnsupportedFieldError`.
     """
@@ -51,11 +51,11 @@ def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constrai
 
 
 def kind_of(jobs: list[list[Constraint]]) -> str:
-    """Return which of `GUIDES` guides an answer that has these constraints."""
+    """Return the kind of guidance, one of `GUIDES`, of an answer with these constraints."""
     first = jobs[0][0]
     if first.param.startswith(f"{TOOLS}["):
         return TOOLS
-    if first.kind is Kind.JSON and first.text == ANY_OBJECT:
+    if first.kind is ConstraintKind.JSON and first.text == ANY_OBJECT:
         return "json_object"
     return first.kind.value
 
@@ -89,30 +89,30 @@ def kind_constraint(kind: str, value: Any, path: str) -> list[Constraint]:
                 f"'{path}' must be true; leave it out for an answer that nothing guides.",
                 param=path,
             )
-        return [Constraint(Kind.JSON, ANY_OBJECT, path)]
+        return [Constraint(ConstraintKind.JSON, ANY_OBJECT, path)]
     if isinstance(value, str):
         fits = kind != "choice"
     elif isinstance(value, list):
         fits = kind == "choice" and all(isinstance(item, str) for item in value)
     else:
-        # The route that validates takes more than requests do: an object without its quotes.
+        # The validation route accepts objects too, not only their JSON text.
         fits = kind in ("json", "structural_tag") and isinstance(value, dict)
         fits |= kind == "json" and isinstance(value, bool)
     if not fits:
         return []
     text = value if isinstance(value, str) else json.dumps(value)
-    return [Constraint(Kind(kind), text, path)]
+    return [Constraint(ConstraintKind(kind), text, path)]
 
 
 def format_constraint(value: object, name: str, *, nested: bool = True) -> list[Constraint]:
-    """Return the constraint of a `response_format`; `nested`: its schema has a name around it."""
+    """Return the constraint of a `response_format`; `nested`: its schema is in `json_schema`."""
     if not isinstance(value, dict):
         return []
     kind = value.get("type")
     if kind == "json_object":
-        return [Constraint(Kind.JSON, ANY_OBJECT, name)]
+        return [Constraint(ConstraintKind.JSON, ANY_OBJECT, name)]
     if kind == "structural_tag" and nested:
-        return [Constraint(Kind.STRUCTURAL_TAG, json.dumps(value), name)]
+        return [Constraint(ConstraintKind.STRUCTURAL_TAG, json.dumps(value), name)]
     if kind != "json_schema":
         return []
     inner: Any = value
@@ -127,7 +127,9 @@ def format_constraint(value: object, name: str, *, nested: bool = True) -> list[
     schema = inner.get("schema")
     if schema is None:
         raise MissingFieldError(f"The field '{path}' is missing.", param=path)
-    return [Constraint(Kind.JSON, json.dumps(schema), path, inner.get("strict") is not False)]
+    return [
+        Constraint(ConstraintKind.JSON, json.dumps(schema), path, inner.get("strict") is not False)
+    ]
 
 
 def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
@@ -142,7 +144,7 @@ def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
 
 
 def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
-    """Return the schemas of the parameters of those tools whose calls are guided."""
+    """Return the parameter schemas of the tools whose calls are guided."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
         return []
@@ -159,6 +161,8 @@ def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
         any_strict |= strict
         if isinstance(schema := get_field(tool, name), dict):
             text = json.dumps(schema)
-            found.append(Constraint(Kind.JSON, text, f"{path}.{name}", strict, tagged=True))
-    # A free choice is guided only if a tool insists, or if not all tools may be called.
+            found.append(
+                Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=True)
+            )
+    # With `auto`, calls are guided if a tool is strict or if only some tools are allowed.
     return found if choice.forces or choice.listed or any_strict else []

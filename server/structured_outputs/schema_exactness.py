@@ -1,8 +1,7 @@
-"""What xgrammar leaves out of a grammar without a word, found by trying.
+"""Checks for schemas that xgrammar would not follow exactly, found by experiment.
 
-It holds for the schemas of structural tags, which tools' parameters come to stand in; other
-schemas are rewritten. One that passes here, and of which the compiler warns of nothing, is
-followed to the letter. Move it with the pin.
+Used for schemas of structural tags; other schemas are rewritten. A schema that passes, and of which
+the compiler does not warn, is followed exactly. Check it again with every new xgrammar.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _BRANCHES = ("anyOf", "oneOf", "allOf")
 
 
 def check_exact(root: Any) -> None:
-    """Raise `UnusableError` for the first part of a schema that a grammar would not follow."""
+    """Raise `UnusableError` for the first part of a schema that the grammar would not follow."""
     if isinstance(root, bool):
         return
     check_form(root)
@@ -59,7 +58,7 @@ def _absent(_root: Any, _path: str, schema: Schema) -> str | None:
 
 
 def _combined(root: Any, path: str, schema: Schema) -> str | None:
-    """A reference and each combination stand alone: the grammar has nothing of their siblings."""
+    """Refuse keywords beside a reference or a combination: the grammar ignores them."""
     chosen = [key for key in ("$ref", *_BRANCHES) if key in schema]
     if not chosen:
         return None
@@ -76,7 +75,7 @@ def _combined(root: Any, path: str, schema: Schema) -> str | None:
 
 
 def _has_type(root: Any, path: str, schema: Any, kind: Any) -> bool:
-    """Whether a branch says itself what stands beside it; only one reference deep."""
+    """Return True if a branch has the type itself; follows one reference."""
     if isinstance(schema, dict) and "$ref" in schema:
         schema = resolve(root, schema["$ref"], path)
     if not isinstance(schema, dict):
@@ -86,7 +85,7 @@ def _has_type(root: Any, path: str, schema: Any, kind: Any) -> bool:
 
 
 def _listed(_root: Any, _path: str, schema: Schema) -> str | None:
-    """The values of `enum` and `const` are taken whatever stands beside them."""
+    """Refuse values of `enum` and `const` that fail the keywords beside them."""
     beside = {key: schema[key] for key in _ASSERTIONS & schema.keys() - {"enum", "const"}}
     if "enum" in schema and "const" in schema:
         return "'enum' and 'const' cannot be combined"
@@ -100,7 +99,7 @@ def _listed(_root: Any, _path: str, schema: Schema) -> str | None:
 
 
 def _untyped(_root: Any, _path: str, schema: Schema) -> str | None:
-    """Without a type, keywords of one type are dropped, but for what tells an object."""
+    """Refuse keywords of one type without `type`: the grammar ignores them."""
     if {"type", "enum", "const", "$ref", *_BRANCHES} & schema.keys() or "properties" in schema:
         return None
     found = next((key for keys in _OF_TYPE.values() for key in keys if key in schema), None)
@@ -144,7 +143,7 @@ def _object(_root: Any, _path: str, schema: Schema) -> str | None:
     names = "propertyNames" in schema
     if names and (properties or patterns or isinstance(schema.get("additionalProperties"), dict)):
         return "'propertyNames' cannot stand beside other keywords for properties"
-    # A name can come twice in an object of names that the schema does not list.
+    # The grammar may repeat a name that the schema does not list.
     listed_only = closed or (properties and schema.get("additionalProperties") is None)
     fewest = schema.get("minProperties", 0)
     if fewest > len(schema.get("required", ())) and not (listed_only and not patterns):

@@ -1,4 +1,4 @@
-"""Whether a schema is one at all, by the meta-schema of the draft that it names."""
+"""Check of a schema against the meta-schema of its draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.structured_outputs.constraint import UnusableError
 
 
 def check_form(schema: Any) -> None:
-    """Raise `UnusableError` for a schema that its draft's meta-schema refuses, or of draft 3."""
+    """Raise `UnusableError` for a schema of draft 3, or one that its meta-schema refuses."""
     named = schema.get("$schema") if isinstance(schema, dict) else None
     if isinstance(named, str) and "draft-03" in named:
         raise UnusableError(

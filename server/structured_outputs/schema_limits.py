@@ -1,4 +1,4 @@
-"""How large a schema may be: its nesting, its values, its enums and patterns."""
+"""Size limits of a schema: nesting, values, enums and patterns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from server.structured_outputs.constraint import SchemaLimits, UnusableError
 
 
 def check_size(schema: Any, limits: SchemaLimits) -> None:
-    """Raise `UnusableError` for the first limit that a schema or structural tag exceeds."""
+    """Raise `UnusableError` if a schema or structural tag exceeds a limit."""
     stack: list[tuple[Any, int]] = [(schema, 1)]
     nodes = 0
     while stack:
@@ -32,7 +32,7 @@ def check_size(schema: Any, limits: SchemaLimits) -> None:
 
 
 def check_pattern_length(pattern: str, what: str, limits: SchemaLimits) -> None:
-    """Raise `UnusableError` for a regular expression that is longer than allowed."""
+    """Raise `UnusableError` if a regular expression is too long."""
     if len(pattern) > limits.max_pattern:
         raise UnusableError(
             f"{what} has {len(pattern)} characters; the limit of this server is "

@@ -1,7 +1,7 @@
-"""References that no answer could follow: to nowhere, in circles, or down without an end.
+"""Checks of references: unresolvable, circular, or satisfied by infinite values only.
 
-A recursive schema is fine as long as some finite value satisfies it and every turn of the
-recursion takes a step into the value.
+A recursive schema is accepted if a finite value satisfies it and every recursion descends into
+the value.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 
 
 def check_refs(root: Any) -> None:
-    """Raise `UnusableError` for the first reference that cannot be followed to an end."""
+    """Raise `UnusableError` for the first reference that no finite answer can follow."""
     schemas = {id(schema): (path, schema) for path, schema in every_schema(root)}
     if not any("$ref" in schema for _, schema in schemas.values()):
         return
-    # What is referred to may lie outside of every keyword that holds schemas.
+    # A target may be outside of all keywords that hold schemas.
     queue = list(schemas.values())
     while queue:
         path, schema = queue.pop()
@@ -41,7 +41,7 @@ def check_refs(root: Any) -> None:
 
 
 def _check_resources(root: Any) -> None:
-    """Refuse a reference in a schema with an identifier of its own, from which `#` starts there."""
+    """Refuse a reference inside a schema with an `$id`, to which its `#` would refer."""
     named = root.get("$schema") if isinstance(root, dict) else None
     key = "id" if isinstance(named, str) and "draft-04" in named else "$id"
     for path, schema in every_schema(root):
@@ -51,16 +51,16 @@ def _check_resources(root: Any) -> None:
         for inner_path, inner in every_schema(schema):
             if "$ref" in inner:
                 raise UnusableError(
-                    f"{path}{inner_path[1:]}: $ref {inner['$ref']!r} is inside of {key} {name!r} "
-                    f"and starts from there, which is not supported; leave that {key} out"
+                    f"{path}{inner_path[1:]}: $ref {inner['$ref']!r} is inside of {key} {name!r}, "
+                    f"which is not supported; leave that {key} out"
                 )
 
 
 def _check_circles(root: Any, schemas: dict[int, tuple[str, Schema]]) -> None:
-    """Refuse a schema that applies to a value only if it applies to the value already."""
+    """Refuse a schema that refers to itself for the same value."""
     done: set[int] = set()
     for start in schemas:
-        # Depth first by hand: a chain of references can be longer than Python's stack.
+        # Without recursion: a chain of references can be deeper than Python's stack.
         open_: set[int] = set()
         stack = [(start, False)]
         while stack:
@@ -76,9 +76,7 @@ def _check_circles(root: Any, schemas: dict[int, tuple[str, Schema]]) -> None:
             for child in _same_value(root, *schemas[node]):
                 if id(child) in open_:
                     path = schemas[node][0]
-                    raise UnusableError(
-                        f"{path}: it refers to itself without a step into the value"
-                    )
+                    raise UnusableError(f"{path}: it refers to itself for the same value")
                 stack.append((id(child), False))
 
 
@@ -90,7 +88,7 @@ def _same_value(root: Any, path: str, schema: Schema) -> list[Schema]:
 
 
 def _check_finite(root: Any, schemas: dict[int, tuple[str, Schema]]) -> None:
-    """Refuse a schema all of whose values are infinite, as of a list node that needs a next."""
+    """Refuse a schema that only infinite values satisfy, such as one that requires itself."""
     finite: set[int] = set()
     changed = True
     while changed:
@@ -100,7 +98,7 @@ def _check_finite(root: Any, schemas: dict[int, tuple[str, Schema]]) -> None:
                 finite.add(node)
                 changed = True
     if isinstance(root, dict) and id(root) not in finite:
-        raise UnusableError("$: no finite value satisfies it, for it requires itself")
+        raise UnusableError("$: no finite value satisfies it, because it requires itself")
 
 
 def _is_finite(root: Any, path: str, schema: Schema, finite: set[int]) -> bool:
@@ -127,7 +125,7 @@ def _items(schema: Schema, key: str) -> list[Any]:
 
 
 def _needed_parts(schema: Schema) -> list[Any]:
-    """Schemas of the parts that every value has."""
+    """Return the schemas of the parts that every value has."""
     properties, required = schema.get("properties"), _items(schema, "required")
     needed = []
     if isinstance(properties, dict):

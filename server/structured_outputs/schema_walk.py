@@ -1,4 +1,4 @@
-"""How JSON schemas are built: which keywords hold schemas, and where references lead."""
+"""Traversal of JSON schemas: keywords that hold schemas, and references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED_ASIDE = ("$defs", "definitions")
 
 
 def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that apply to the same value as `schema`, references aside."""
+    """Yield the schemas that apply to the same value as `schema`, without references."""
     yield from _single(schema, path, _ONE_HERE)
     yield from _listed(schema, path, _MANY_HERE)
     yield from _named(schema, path, ("dependentSchemas", "dependencies"))
@@ -36,7 +36,7 @@ def applied_below(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
-    """Yield each schema object of the document with its path, definitions included, once."""
+    """Yield the path and the schema of each schema object in the document, once."""
     stack: list[tuple[str, Any]] = [("$", root)]
     while stack:
         path, schema = stack.pop()
@@ -48,10 +48,10 @@ def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
 
 
 def resolve(root: Any, ref: object, path: str) -> Any:
-    """Return what a reference names. Raises `UnusableError` unless it is in the document."""
+    """Return the target of a reference. Raises `UnusableError` if it is not in the document."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         raise UnusableError(
-            f"{path}: $ref must be '#' or start with '#/', for only references into the schema "
+            f"{path}: $ref must be '#' or start with '#/', because only references into the schema "
             f"itself are followed, got {ref!r}"
         )
     here = root
@@ -89,7 +89,7 @@ def _named(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[s
 
 
 def rebuilt(schema: Any, change: Callable[[Schema], Schema]) -> Any:
-    """Return the schema with `change` applied to every schema in it, from the inside out."""
+    """Return the schema with `change` applied to every schema in it, innermost first."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)

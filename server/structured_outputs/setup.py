@@ -1,4 +1,4 @@
-"""Puts the gate together for one engine."""
+"""Create the gate of one engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _WALL_PER_CPU = 10.0
-"""How much longer than its processor time a trial may take on a busy machine."""
+"""Wall time of a trial, in multiples of its processor time."""
 
 
 def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:

@@ -1,4 +1,4 @@
-"""What goes to a trial process and what comes back, and the work itself."""
+"""Jobs of a trial process: their encoding, the work and the verdict."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.constraint import (
+    Constraint,
+    ConstraintKind,
+    SchemaLimits,
+    UnusableError,
+)
 from server.structured_outputs.inspection import inspect, parsed
 from server.structured_outputs.rewriting.rewriting import rewrite
 
 Trial = Callable[[str, str], list[str]]
-"""Tries one grammar of a kind; returns warnings.
+"""Tries one grammar of a kind and returns warnings.
 
-Raises ValueError or RuntimeError, or TimeoutError for one that was slow this time.
+Raises ValueError or RuntimeError, or TimeoutError if its masks were too slow.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a trial ended: `reason` is None if the constraints can be used.
+class TrialVerdict:
+    """Result of a trial; `reason` is None if the constraints can be used.
 
-    `part` is the constraint that cannot, `seconds` what compiling took. `grammar` is what the
-    engine is to follow instead of a schema; for one alone. `measured` says that the reason is a
-    time, which may be another at the next trial.
+    `part` is the index of the constraint that cannot be used, `seconds` the time of the trial.
+    `grammar` replaces a schema that was tried alone. `measured`: the reason is a timing, so that
+    another trial may end differently.
     """
 
     reason: str | None = None
@@ -40,7 +45,7 @@ class Verdict:
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Verdict:
+    def from_bytes(cls, data: bytes) -> TrialVerdict:
         """Return the verdict of `to_bytes`."""
         return cls(**json.loads(data))
 
@@ -59,10 +64,10 @@ def shares_of(constraints: Sequence[Constraint]) -> int:
 
 def do_job(
     data: bytes, trial: Trial, *, compact: bool, on_shares: Callable[[int], None] | None = None
-) -> Verdict:
+) -> TrialVerdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
-    `compact`: their JSON has no whitespace. `on_shares` gets the job's shares before the work.
+    `compact`: JSON has no whitespace. `on_shares` is called with the job's shares first.
     """
     job = json.loads(data)
     if on_shares is not None:
@@ -71,7 +76,7 @@ def do_job(
     started = time.perf_counter()
     grammar = None
     for part, (kind, text, exact, derived, tagged) in enumerate(job["parts"]):
-        constraint = Constraint(Kind(kind), text, "", exact, derived, tagged)
+        constraint = Constraint(ConstraintKind(kind), text, "", exact, derived, tagged)
         try:
             if not derived:
                 inspect(constraint, limits)
@@ -79,17 +84,17 @@ def do_job(
             if grammar is None:
                 _try(constraint, kind, text, trial)
             else:
-                _try(constraint, Kind.GRAMMAR.value, grammar, trial)
+                _try(constraint, ConstraintKind.GRAMMAR.value, grammar, trial)
         except UnusableError as error:
-            return Verdict(str(error), part, time.perf_counter() - started)
+            return TrialVerdict(str(error), part, time.perf_counter() - started)
         except TimeoutError as error:
-            return Verdict(str(error), part, time.perf_counter() - started, measured=True)
-    return Verdict(seconds=time.perf_counter() - started, grammar=grammar)
+            return TrialVerdict(str(error), part, time.perf_counter() - started, measured=True)
+    return TrialVerdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 
 def _rewritten(constraint: Constraint, *, compact: bool) -> str | None:
-    """Return the grammar of a schema; None for what is taken as it is."""
-    if constraint.kind is not Kind.JSON or constraint.tagged:
+    """Return the grammar of a schema; None if the constraint is tried as it is."""
+    if constraint.kind is not ConstraintKind.JSON or constraint.tagged:
         return None
     schema = parsed(constraint.text)
     try:
@@ -103,15 +108,17 @@ def _rewritten(constraint: Constraint, *, compact: bool) -> str | None:
 
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
     try:
-        told = trial(kind, text)
+        warnings = trial(kind, text)
     except (ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
         raise UnusableError(_plain(str(error)) or type(error).__name__) from None
-    told = [line for line in told if "warning" in line.lower() and not _HARMLESS.search(line)]
-    if told and constraint.exact:
-        raise UnusableError(_plain(told[0]))
+    ignored = [
+        line for line in warnings if "warning" in line.lower() and not _HARMLESS.search(line)
+    ]
+    if ignored and constraint.exact:
+        raise UnusableError(_plain(ignored[0]))
 
 
-# A backslash that was not needed: the character is taken as meant.
+# An unnecessary backslash.
 _HARMLESS = re.compile(r"matching the character literally|The character itself will be matched")
 _PLACE = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h):\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*\) is false: ")
@@ -119,7 +126,7 @@ _MAX_REASON = 300
 
 
 def _plain(message: str) -> str:
-    """Return a native message without the place in the source that it comes from."""
+    """Return a native message without its source location."""
     text = _PLACE.sub("", " ".join(message.split())).removeprefix("Warning: ").rstrip(". ")
     text = _CHECK.sub("", text)
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 3]}..."

@@ -1,4 +1,4 @@
-"""The process that tries grammars: it may hang, crash or be killed without harm to anyone."""
+"""The process that tries grammars; the server goes on if it hangs, crashes or is killed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NICENESS = 5
 
 
 def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> None:
-    """Answer jobs until the pipe ends; the first message says that the process is ready.
+    """Answer jobs until the pipe closes; the first message is `ready`.
 
-    A job that takes more than `cpu_s` of processor time for each of its shares ends the process.
+    The process ends at a job that takes more than `cpu_s` of processor time per share.
     """
     import setproctitle
 

@@ -1,20 +1,20 @@
-"""`/v1/structured_outputs/validate`: the gate's verdict without a request for an answer."""
+"""`/v1/structured_outputs/validate`: the gate's verdict without an answer."""
 
 from __future__ import annotations
 
 from typing_extensions import TypedDict
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.structured_outputs.constraint import BACKEND, Constraint, Kind
+from server.structured_outputs.constraint import BACKEND, Constraint, ConstraintKind
 from server.structured_outputs.gate import GrammarGate, refusal
 from server.structured_outputs.request_constraints import format_constraint, kind_constraint
 from server.wire.endpoint import JsonObject
 
-FIELDS = (*(kind.value for kind in Kind), "response_format")
+FIELDS = (*(kind.value for kind in ConstraintKind), "response_format")
 
 
 class Verdict(TypedDict):
-    """What became of a constraint; `compile_ms` is null where nothing had to be compiled."""
+    """Verdict on a constraint; `compile_ms` is null if nothing was compiled."""
 
     valid: bool
     reason: str | None
@@ -26,10 +26,9 @@ class Verdict(TypedDict):
 
 
 async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
-    """Return what became of the one constraint in `body`.
+    """Return the verdict on the one constraint in `body`.
 
-    Raises `InvalidValueError` or `InvalidTypeError` for a body that has none, and what the gate
-    raises.
+    Raises `InvalidValueError` or `InvalidTypeError` for a body without one, and the gate's errors.
     """
     constraint = _constraint(body)
     verdict, cached = await gate.verdict([constraint])
@@ -60,7 +59,7 @@ def _constraint(body: JsonObject) -> Constraint:
         found = kind_constraint(name, body[name], name)
     if not found:
         raise InvalidTypeError(
-            f"The field '{name}' holds nothing that guides an answer: {describe(body[name])}.",
+            f"The field '{name}' has no constraint of an answer: {describe(body[name])}.",
             param=name,
         )
     return found[0]

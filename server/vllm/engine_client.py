@@ -22,7 +22,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from server.errors import ContextLengthError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
-from server.structured_outputs.constraint import Constraint, Kind, job_key
+from server.structured_outputs.constraint import Constraint, ConstraintKind, job_key
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.drafts.options import predicted_tokens, prediction_counts, set_draft_options
 from server.vllm.errors import BacklogError
@@ -123,9 +123,9 @@ class EngineClient(AsyncLLM):
         assert params.structured_outputs is not None
         option, text = get_structured_output_key(params.structured_outputs)
         if option is StructuredOutputOptions.JSON_OBJECT:
-            kind, text = Kind.JSON, ANY_OBJECT
+            kind, text = ConstraintKind.JSON, ANY_OBJECT
         else:
-            kind = Kind[option.name]
+            kind = ConstraintKind[option.name]
             if record is not None:
                 record.guided_by(TOOLS)
         # vLLM puts the schemas of all tools that may be called into one grammar.

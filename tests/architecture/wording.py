@@ -33,22 +33,17 @@ PENDING_FOLDERS = {
     "rbln_backend/worker/sampling",
     "rbln_backend/worker/startup",
     "rbln_backend/worker/step",
-    "server/structured_outputs",
-    "server/structured_outputs/rewriting",
-    "server/structured_outputs/rewriting/scalars",
     "server/tuning",
 }
 # Class names that still exist twice.
 PENDING_CLASSES = {
     "Choice",
-    "Document",
     "ModelInfo",
     "Pair",
     "Profiler",
     "Round",
     "Shape",
     "Target",
-    "Verdict",
     "Weights",
     "_Call",
     "_Stack",

@@ -41,18 +41,18 @@ def engine(engines: Engines) -> Engine:
     return engines()
 
 
-def generate(engine: Engine, prompts: list[str], wishes: list[Any], **options: Any) -> list[str]:
+def generate(engine: Engine, prompts: list[str], kinds: list[Any], **options: Any) -> list[str]:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
     params = [
         SamplingParams(
             temperature=0.0,
-            max_tokens=120 if wish else 12,
-            structured_outputs=StructuredOutputsParams(**wish) if wish else None,
+            max_tokens=120 if kind else 12,
+            structured_outputs=StructuredOutputsParams(**kind) if kind else None,
             **options,
         )
-        for wish in wishes
+        for kind in kinds
     ]
     outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     assert all(output.outputs[0].finish_reason in ("stop", "length") for output in outputs)
@@ -60,7 +60,7 @@ def generate(engine: Engine, prompts: list[str], wishes: list[Any], **options: A
 
 
 def test_every_kind_in_a_batch_with_free_requests(engine: Engine) -> None:
-    wishes: list[Any] = [
+    kinds: list[Any] = [
         None,
         {"json": SCHEMA},
         {"regex": "[a-c]{3}-[0-9]{2}"},
@@ -71,8 +71,8 @@ def test_every_kind_in_a_batch_with_free_requests(engine: Engine) -> None:
         {"structural_tag": json.dumps(TAG)},
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [1, None, "é\t"]}}}},
     ]
-    prompts = [f"prompt number {index}" for index in range(len(wishes))]
-    texts = generate(engine, prompts, wishes)
+    prompts = [f"prompt number {index}" for index in range(len(kinds))]
+    texts = generate(engine, prompts, kinds)
     checker = Draft202012Validator(SCHEMA)
     checker.validate(json.loads(texts[1]))
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", texts[2])
@@ -83,8 +83,8 @@ def test_every_kind_in_a_batch_with_free_requests(engine: Engine) -> None:
     assert inner is not None
     checker.validate(json.loads(inner[1]))
     assert json.loads(texts[8]) in (1, None, "é\t")
-    # Nobody in the batch changed what the free ones say.
-    free = [index for index, wish in enumerate(wishes) if wish is None]
+    # The texts without a grammar are the same as alone.
+    free = [index for index, kind in enumerate(kinds) if kind is None]
     for index in free:
         assert generate(engine, [prompts[index]], [None]) == [texts[index]]
 
@@ -102,13 +102,13 @@ def test_json_holds_no_control_characters_and_ends_its_blanks(engine: Engine) ->
 
 
 @pytest.mark.parametrize(
-    "wish", [{"json": {"type": "array", "uniqueItems": True}}, {"regex": "(("}, {"grammar": "x ="}]
+    "kind", [{"json": {"type": "array", "uniqueItems": True}}, {"regex": "(("}, {"grammar": "x ="}]
 )
-def test_what_no_grammar_can_do_is_refused(engine: Engine, wish: dict[str, Any]) -> None:
+def test_what_no_grammar_can_do_is_refused(engine: Engine, kind: dict[str, Any]) -> None:
     from vllm.exceptions import VLLMValidationError
 
     with pytest.raises(VLLMValidationError):
-        generate(engine, ["x"], [wish])
+        generate(engine, ["x"], [kind])
     assert len(generate(engine, ["x"], [None])) == 1
 
 
@@ -134,12 +134,12 @@ def test_a_grammar_begins_where_the_reasoning_ends(
     config = {"reasoning_parser": "deepseek_r1"}
     llm = engines.fresh(checkpoint=path, structured_outputs_config=config).llm
     end = llm.get_tokenizer().convert_tokens_to_ids("</think>")
-    wish = StructuredOutputsParams(regex="[a-c]{3}")
+    kind = StructuredOutputsParams(regex="[a-c]{3}")
     # The model thinks for no longer than it must: the mark is always the likeliest token.
     params = SamplingParams(
         temperature=0.0,
         max_tokens=30,
-        structured_outputs=wish,
+        structured_outputs=kind,
         logit_bias={end: 100.0},
         min_tokens=2,
     )

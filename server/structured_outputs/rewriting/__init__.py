@@ -1,7 +1,8 @@
-"""From a JSON schema to a grammar whose every text satisfies it.
+"""Rewriting of a JSON schema to a grammar; every text of the grammar is valid against the schema.
 
-`rewriting.py` is the way in. A schema is read as a union of plain ones (`alternatives.py`, with
-`choices.py` and `negation.py`), each of those as shapes of one JSON type (`shapes.py`; `scalars/`,
-`arrays.py`, `objects.py`), and the shapes are written as rules (`rules.py`). What has no rewriting
-is noted in `document.py`, with its place. Pure functions: the same schema, the same grammar.
+`rewriting.py` is the entry point. A schema becomes a union of plain schemas (`alternatives.py`,
+with `choices.py` and `negation.py`). Each plain schema becomes shapes of one JSON type
+(`shapes.py`; `scalars/`, `arrays.py`, `objects.py`), and each shape becomes rules (`rules.py`).
+`document.py` collects the parts that have no rewriting. Pure functions: equal schemas have equal
+grammars.
 """

@@ -1,7 +1,7 @@
-"""A schema as a union of plain ones: no combination, condition or reference is left in them.
+"""Expansion of a schema to a union of plain schemas, without combinations and references.
 
-References and `allOf` add to what applies; the other combinations are choices (`choices.py`),
-which are multiplied out. A choice that contradicts itself is dropped on the way.
+References and `allOf` add schemas; the other combinations are choices (`choices.py`), which are
+multiplied out. Contradictory combinations are dropped.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.choices import Choice, IsEmpty, Plain, choices
-from server.structured_outputs.rewriting.document import NEGATIVE, SILENT, Document, Node
+from server.structured_outputs.rewriting.document import NEGATIVE, SILENT, Node, SchemaDocument
 from server.structured_outputs.schema_walk import Schema
 
 MAX_ALTERNATIVES = 256
-"""How many plain schemas one place may come to."""
+"""Most plain schemas of one node."""
 
 _COMBINING = frozenset(
     (
@@ -30,27 +30,24 @@ _REFUSED = {
 }
 
 
-def alternatives(document: Document, node: Node, is_empty: IsEmpty) -> list[Plain]:
-    """Return the plain schemas whose union the node is.
-
-    Raises `UnusableError` if there are too many.
-    """
+def alternatives(document: SchemaDocument, node: Node, is_empty: IsEmpty) -> list[Plain]:
+    """Return the plain schemas whose union the node is; `UnusableError` if there are too many."""
     found: list[Plain] = []
     for plain in _expand(document, list(node.schemas), [], is_empty):
         found.append(plain)
         if len(found) > MAX_ALTERNATIVES:
             place = document.place(node.schemas[0])
             raise UnusableError(
-                f"{place}: its combinations come to more than {MAX_ALTERNATIVES} alternatives, "
+                f"{place}: its combinations have more than {MAX_ALTERNATIVES} alternatives, "
                 "the limit of this server"
             )
     return found
 
 
 def _expand(
-    document: Document, waiting: list[Any], plain: Plain, is_empty: IsEmpty
+    document: SchemaDocument, waiting: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
-    """Yield what `plain` comes to with the schemas that wait."""
+    """Yield the alternatives of `plain` together with the `waiting` schemas."""
     while waiting and waiting[0] is True:
         waiting = waiting[1:]
     if not waiting:
@@ -74,16 +71,20 @@ def _expand(
         yield from _choose(document, options, rest, plain, is_empty)
 
 
-def _note_refused(document: Document, schema: Schema) -> None:
+def _note_refused(document: SchemaDocument, schema: Schema) -> None:
     for keyword, instead in _REFUSED.items():
         if keyword in schema and schema[keyword] is not True:
             document.leave_out(schema, f"{keyword!r} is not supported; {instead}")
 
 
 def _choose(
-    document: Document, options: list[Choice], rest: list[Any], plain: Plain, is_empty: IsEmpty
+    document: SchemaDocument,
+    options: list[Choice],
+    rest: list[Any],
+    plain: Plain,
+    is_empty: IsEmpty,
 ) -> Iterator[Plain]:
-    """Yield each way through the choices, of which every one is a list of schemas."""
+    """Yield the alternatives of all combinations of the choices."""
     if not options:
         yield from _expand(document, rest, plain, is_empty)
         return
@@ -93,18 +94,18 @@ def _choose(
 
 
 def _silenced(
-    document: Document, schema: Any, rest: list[Any], plain: Plain, is_empty: IsEmpty
+    document: SchemaDocument, schema: Any, rest: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
-    """Yield alternatives of a schema none of whose parts evaluates a property."""
+    """Yield the alternatives of a `SILENT` schema."""
     for found in _expand(document, [schema], plain, is_empty):
         new = [{**item, NEGATIVE: True} for item in found[len(plain) :]]
         yield from _expand(document, rest, [*plain, *new], is_empty)
 
 
 def _closed(
-    document: Document, schema: Schema, rest: list[Any], plain: Plain, is_empty: IsEmpty
+    document: SchemaDocument, schema: Schema, rest: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
-    """Yield alternatives of an object all of whose properties its own schemas must know."""
+    """Yield the alternatives of a schema with `unevaluatedProperties`."""
     if schema["unevaluatedProperties"] is not False:
         document.leave_out(
             schema, "'unevaluatedProperties' may be true or false alone; list the properties"
@@ -128,7 +129,7 @@ def _closed(
 
 
 def _contradict(plain: Plain) -> bool:
-    """Whether the types or fixed values of the schemas leave nothing; a glance, no proof."""
+    """Return True if types or `const` exclude all values; may miss contradictions."""
     types: set[str] | None = None
     for schema in plain:
         if "type" in schema:

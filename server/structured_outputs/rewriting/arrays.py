@@ -1,6 +1,6 @@
-"""Arrays: which items they have, how many, which of them differ or are contained.
+"""Shapes of arrays.
 
-An array whose schema lists its first items has no others unless `items` says so.
+An array whose schema lists its first items has no others unless `items` allows them.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from server.structured_outputs.rewriting.choices import Plain
-from server.structured_outputs.rewriting.document import Document, InexactError, Node
+from server.structured_outputs.rewriting.document import InexactError, Node, SchemaDocument
 from server.structured_outputs.rewriting.shapes import Array, Contained
 from server.structured_outputs.schema_walk import Schema
 
 MAX_CHOSEN = 48
-"""How many values items may have that must differ: the backend counts in 64 bits."""
+"""Most values of items that must differ: llguidance counts in 64 bits."""
 
 FiniteValues = Callable[[Node], list[Any] | None]
-"""Returns the values of a node, or None if it has more than can be listed."""
+"""Returns the values of a node, or None if they cannot be listed."""
 
 
-def array_shape(document: Document, plain: Plain, values_of: FiniteValues) -> Array | None:
-    """Return the arrays that satisfy all of the schemas, or None if there are surely none."""
+def array_shape(document: SchemaDocument, plain: Plain, values_of: FiniteValues) -> Array | None:
+    """Return the arrays that satisfy all of the schemas, or None if there are none."""
     first, rest = _items(plain, wide=document.wide)
     least = max((int(item.get("minItems", 0)) for item in plain), default=0)
     most = min((int(item["maxItems"]) for item in plain if "maxItems" in item), default=None)
@@ -62,7 +62,7 @@ def _item(schema: Schema, index: int) -> Any:
 
 
 def _counted(plain: Plain, shape: Array, values_of: FiniteValues) -> Array:
-    """Return the shape with what counts its items. Raises `InexactError`."""
+    """Return the shape with `uniqueItems` and `contains`. Raises `InexactError`."""
     differ = any(item.get("uniqueItems") is True for item in plain) and shape.most != 1
     contains = [item for item in plain if "contains" in item and item.get("minContains") != 0]
     contains += [item for item in plain if item.get("minContains") == 0 and "maxContains" in item]
@@ -70,16 +70,16 @@ def _counted(plain: Plain, shape: Array, values_of: FiniteValues) -> Array:
         return shape
     if shape.first or shape.rest is None:
         what = "uniqueItems" if differ else "contains"
-        raise InexactError(f"{what!r} beside 'prefixItems' is not supported; say it in the items")
+        raise InexactError(f"{what!r} beside 'prefixItems' is not supported; put it into the items")
     if differ and contains:
         raise InexactError("'uniqueItems' and 'contains' cannot be combined")
     if differ:
         values = values_of(shape.rest)
         if values is None:
             raise InexactError(
-                "'uniqueItems' is followed for items of an 'enum' or other list of at most "
+                "'uniqueItems' is supported for items of an 'enum' or other list of at most "
                 f"{MAX_CHOSEN} values; give 'items' an 'enum', set 'maxItems' to 1, or leave "
-                "'uniqueItems' out and drop repetitions yourself"
+                "'uniqueItems' out"
             )
         return Array((), shape.rest, shape.least, shape.most, tuple(values))
     return _containing(shape, shape.rest, contains)
@@ -87,11 +87,11 @@ def _counted(plain: Plain, shape: Array, values_of: FiniteValues) -> Array:
 
 def _containing(shape: Array, rest: Node, contains: list[Schema]) -> Array:
     if len(contains) > 1:
-        raise InexactError("'contains' is followed once for an array, not in each part of 'allOf'")
+        raise InexactError("'contains' is supported once for an array, not in each part of 'allOf'")
     inner, least = contains[0]["contains"], int(contains[0].get("minContains", 1))
     most = contains[0].get("maxContains")
     node = Node.of(*rest.schemas, inner)
-    # Without a bound above, the others may be of it too.
+    # Without `maxContains`, other items may satisfy `contains` too.
     other = rest if most is None else Node.of(*rest.schemas, {"not": inner})
     contained = Contained(node, other, least, None if most is None else int(most))
     return Array((), rest, shape.least, shape.most, None, contained)

@@ -1,4 +1,4 @@
-"""The combining keywords of a schema as choices: each a list of schemas of which one applies."""
+"""Combining keywords of a schema as choices: lists of schemas of which one applies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from server.structured_outputs.rewriting.document import (
     NEGATIVE,
     NOT_TYPES,
     SILENT,
-    Document,
     InexactError,
     Node,
+    SchemaDocument,
 )
 from server.structured_outputs.rewriting.drafts import with_dependencies
 from server.structured_outputs.rewriting.negation import (
@@ -23,17 +23,19 @@ from server.structured_outputs.rewriting.negation import (
 from server.structured_outputs.schema_walk import Schema
 
 Choice = list[Any]
-"""Schemas of which one applies."""
+"""A list of schemas of which one applies."""
 Plain = list[Schema]
 """Schemas without combinations that apply together."""
 IsEmpty = Callable[[Node], bool]
-"""Returns True if surely no value satisfies the node."""
+"""Returns True if no value can satisfy the node."""
 
 _NO_OBJECT: Schema = {"type": [name for name in VALUE_TYPES if name != "object"]}
 
 
-def choices(document: Document, schema: Schema, plain: Plain, is_empty: IsEmpty) -> list[Choice]:
-    """Return the choices of a schema that applies beside the `plain` ones."""
+def choices(
+    document: SchemaDocument, schema: Schema, plain: Plain, is_empty: IsEmpty
+) -> list[Choice]:
+    """Return the choices of a schema that applies together with the `plain` ones."""
     found: list[Choice] = []
     if "$ref" in schema:
         found.append([document.target(schema)])
@@ -49,8 +51,8 @@ def choices(document: Document, schema: Schema, plain: Plain, is_empty: IsEmpty)
     return found
 
 
-def _one_of(document: Document, schema: Schema, plain: Plain, is_empty: IsEmpty) -> Choice:
-    """Return each branch without the values that another branch allows too."""
+def _one_of(document: SchemaDocument, schema: Schema, plain: Plain, is_empty: IsEmpty) -> Choice:
+    """Return each branch without the values that another branch allows."""
     branches = schema["oneOf"]
     if document.wide:
         return list(branches)
@@ -81,7 +83,7 @@ def _one_of(document: Document, schema: Schema, plain: Plain, is_empty: IsEmpty)
 
 
 def _shared_types(branch: Any, other: Any, plain: Plain, is_empty: IsEmpty) -> set[str]:
-    """Return the types of which a value may satisfy both branches and what stands beside them."""
+    """Return the types of the values that may satisfy both branches and `plain`."""
     if is_empty(Node.of(branch, other, *plain)):
         return set()
     return {
@@ -89,15 +91,15 @@ def _shared_types(branch: Any, other: Any, plain: Plain, is_empty: IsEmpty) -> s
     }
 
 
-def _any_of(_document: Document, schema: Schema) -> list[Choice]:
+def _any_of(_document: SchemaDocument, schema: Schema) -> list[Choice]:
     return [schema["anyOf"]]
 
 
-def _not(document: Document, schema: Schema) -> list[Choice]:
+def _not(document: SchemaDocument, schema: Schema) -> list[Choice]:
     return [[{SILENT: item} for item in negations(document, schema["not"])]]
 
 
-def _if(document: Document, schema: Schema) -> list[Choice]:
+def _if(document: SchemaDocument, schema: Schema) -> list[Choice]:
     condition = schema["if"]
     then, otherwise = schema.get("then", True), schema.get("else", True)
     if then is True and otherwise is True:
@@ -110,7 +112,7 @@ def _if(document: Document, schema: Schema) -> list[Choice]:
     ]
 
 
-def _dependent_required(_document: Document, schema: Schema) -> list[Choice]:
+def _dependent_required(_document: SchemaDocument, schema: Schema) -> list[Choice]:
     return [
         [_NO_OBJECT, absent(name), {"type": "object", "required": [name, *others], NEGATIVE: True}]
         for name, others in schema["dependentRequired"].items()
@@ -118,22 +120,22 @@ def _dependent_required(_document: Document, schema: Schema) -> list[Choice]:
     ]
 
 
-def _dependent_schemas(_document: Document, schema: Schema) -> list[Choice]:
+def _dependent_schemas(_document: SchemaDocument, schema: Schema) -> list[Choice]:
     return [
         [_NO_OBJECT, absent(name), {"type": "object", "required": [name], "allOf": [inner]}]
         for name, inner in schema["dependentSchemas"].items()
     ]
 
 
-def _dependencies(document: Document, schema: Schema) -> list[Choice]:
-    # Drafts since 2019-09 have it no more; people write it all the same.
+def _dependencies(document: SchemaDocument, schema: Schema) -> list[Choice]:
+    # Drafts since 2019-09 lack this keyword; it is common in schemas all the same.
     if document.wide or not isinstance(schema["dependencies"], dict):
         return []
     today = with_dependencies({"dependencies": schema["dependencies"]})
     return [[{key: value}] for key, value in today.items()]
 
 
-_RULES: dict[str, Callable[[Document, Schema], list[Choice]]] = {
+_RULES: dict[str, Callable[[SchemaDocument, Schema], list[Choice]]] = {
     "anyOf": _any_of,
     "not": _not,
     "if": _if,

@@ -1,4 +1,4 @@
-"""The schema that is rewritten: where its parts are, what they refer to, what was left out."""
+"""The schema that is rewritten: places of its parts, references, unsupported parts."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from jsonschema.validators import Draft4Validator, Draft202012Validator, extend
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
 
 NOT_ONE_OF = "\0notOneOf"
-"""Keyword of our own: values that are excluded."""
+"""Internal keyword: excluded values."""
 NOT_TYPES = "\0notTypes"
-"""Keyword of our own: types that are excluded; unlike `type`, it names none that is meant."""
+"""Internal keyword: excluded types; unlike `type`, it implies no type."""
 NEGATIVE = "\0negative"
-"""Keyword of our own: the schema says what a negated one forbids; it evaluates no property."""
+"""Internal keyword: the schema comes from a negation, and so evaluates no property."""
 SILENT = "\0silent"
-"""Keyword of our own: a schema that applies, every part of which is `NEGATIVE`."""
+"""Internal keyword: a schema that applies, all parts of which are `NEGATIVE`."""
 
 
-# Where 1.0 is no integer.
+# In draft 4, 1.0 is not an integer.
 _Draft4 = extend(  # type: ignore[no-untyped-call]
     Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER
 )
 
 
 class InexactError(ValueError):
-    """A part of a schema has no rewriting; the message says which, and what to write instead."""
+    """A part of a schema has no rewriting; the message names it and an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Schemas that apply to one value together; equal if they read the same."""
+    """Schemas that apply to one value together; equal if their JSON is."""
 
     key: str
     schemas: tuple[Any, ...] = field(compare=False)
 
     @classmethod
     def of(cls, *schemas: Any) -> Node:
-        """Return the node of these schemas, each once and in their order."""
+        """Return the node of these schemas, without duplicates and in their order."""
         texts = {json.dumps(schema): schema for schema in schemas if schema not in (True, {})}
         return cls("&".join(texts), tuple(texts.values()))
 
 
-class Document:
-    """One schema and what is noted of it on the way.
+class SchemaDocument:
+    """One schema and its parts that have no rewriting.
 
-    A `wide` one is read for proofs that no value satisfies a schema: nothing is narrowed, and what
-    has no rewriting is left out in silence.
+    A `wide` one serves proofs that no value satisfies a schema: its shapes hold at least all valid
+    values, and parts without a rewriting are ignored.
     """
 
     def __init__(self, root: Any, *, draft: int, wide: bool = False) -> None:
-        """`root` is in today's keywords, whatever `draft` it was written in."""
+        """`root` has the keywords of 2020-12; `draft` is the one that it was written in."""
         self.root = root
         self.wide = wide
         self._draft = draft
@@ -61,24 +61,24 @@ class Document:
         self._places = {id(schema): path for path, schema in every_schema(root)}
         self._validator: Validator = (_Draft4 if draft == 4 else Draft202012Validator)(root)
 
-    def widened(self) -> Document:
-        """Return the same schema, read widely."""
-        return Document(self.root, draft=self._draft, wide=True)
+    def widened(self) -> SchemaDocument:
+        """Return the same schema as a wide document."""
+        return SchemaDocument(self.root, draft=self._draft, wide=True)
 
     def place(self, schema: Any) -> str:
-        """Return where the schema stands; the whole for one that was made on the way."""
+        """Return the place of the schema; the root for one that rewriting made."""
         return self._places.get(id(schema), "$")
 
     def leave_out(self, schema: Any, reason: object) -> None:
-        """Note what the grammar does not follow."""
+        """Note a part that the grammar does not follow."""
         line = f"{self.place(schema)}: {reason}"
         if line not in self.left_out:
             self.left_out.append(line)
 
     def target(self, schema: Schema) -> Any:
-        """Return what the schema's `$ref` names. Raises `UnusableError`."""
+        """Return the target of the schema's `$ref`. Raises `UnusableError`."""
         return resolve(self.root, schema["$ref"], self.place(schema))
 
     def is_valid(self, value: Any, schema: Any) -> bool:
-        """Whether a JSON value satisfies a schema of this document."""
+        """Return True if a JSON value satisfies a schema of this document."""
         return self._validator.evolve(schema=schema).is_valid(value)

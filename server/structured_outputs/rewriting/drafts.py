@@ -1,4 +1,4 @@
-"""Older drafts of JSON Schema in the keywords of 2020-12."""
+"""Translation of older drafts of JSON Schema to the keywords of 2020-12."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from server.structured_outputs.schema_walk import Schema, every_schema, rebuilt
 
 _OLDER = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
-"""Drafts by what `$schema` contains; 2020-12 is any other."""
+"""Drafts by a part of `$schema`; any other is 2020-12."""
 _LATEST = 2020
 _REFERENCE_ALONE = (4, 6, 7)
 _SINCE = {
@@ -23,14 +23,14 @@ _NAMES = ("$schema", "$id")
 
 
 def draft_of(root: Any) -> int:
-    """Return the number or year of the draft that a schema is written in."""
+    """Return the number or year of a schema's draft."""
     named = root.get("$schema") if isinstance(root, dict) else None
     found = (draft for part, draft in _OLDER.items() if isinstance(named, str) and part in named)
     return next(found, _LATEST)
 
 
 def newer_keywords(root: Any) -> Iterator[str]:
-    """Yield a line for each keyword that the draft of the schema does not have."""
+    """Yield a line for each keyword that the schema's draft does not have."""
     draft = draft_of(root)
     for path, schema in every_schema(root):
         if draft in _REFERENCE_ALONE and "$ref" in schema:
@@ -44,10 +44,10 @@ def newer_keywords(root: Any) -> Iterator[str]:
 
 
 def modern(root: Any) -> Any:
-    """Return the schema with today's keywords, and without those that its draft does not have.
+    """Return the schema with the keywords of 2020-12, and without those that its draft lacks.
 
-    In drafts up to 7 nothing beside a `$ref` is looked at (draft-07 Core, 8.3). No schema in it has
-    a name: `check_refs` refuses references that depend on one.
+    In drafts up to 7, keywords beside `$ref` are ignored (draft-07 Core, 8.3). `$id` is dropped:
+    `check_refs` refuses references that depend on one.
     """
     draft = draft_of(root)
     dropped = {*_NAMES, *(keyword for keyword, since in _SINCE.items() if since > draft)}
@@ -56,12 +56,12 @@ def modern(root: Any) -> Any:
         if "$ref" in schema and draft in _REFERENCE_ALONE:
             return {key: value for key, value in schema.items() if key in _KEPT}
         known = {key: value for key, value in schema.items() if key not in dropped}
-        return _today(known, draft)
+        return _translated(known, draft)
 
     return rebuilt(root, change)
 
 
-def _today(schema: Schema, draft: int) -> Schema:
+def _translated(schema: Schema, draft: int) -> Schema:
     for applies, alter in _CHANGES:
         if applies(schema):
             schema = alter(dict(schema))
@@ -78,13 +78,13 @@ def _tuple(schema: Schema) -> Schema:
 
 
 def _list_alone(schema: Schema) -> Schema:
-    # Without a list of schemas in 'items' it says nothing.
+    # It has no effect unless 'items' is a list.
     del schema["additionalItems"]
     return schema
 
 
 def with_dependencies(schema: Schema) -> Schema:
-    """Return the schema with `dependencies` as the two keywords of today."""
+    """Return the schema with `dependencies` split into the two keywords of 2019-09."""
     schema = dict(schema)
     given = schema.pop("dependencies")
     for key, kind in (("dependentRequired", list), ("dependentSchemas", dict | bool)):

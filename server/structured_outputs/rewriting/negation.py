@@ -1,7 +1,7 @@
-"""The negation of a schema as a union of schemas that say positively what it forbids.
+"""Negation of a schema as a union of positive schemas.
 
-Keyword by keyword: a value fails a schema where it fails one of its keywords. JSON Schema lets a
-value of another type pass, so that every part here names its type.
+A value fails a schema if it fails one of its keywords. Keywords accept all values of other types,
+so that each part of the negation names its type.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from server.structured_outputs.rewriting.document import (
     NEGATIVE,
     NOT_ONE_OF,
-    Document,
     InexactError,
+    SchemaDocument,
 )
 from server.structured_outputs.rewriting.scalars.formats import FORMATS
 from server.structured_outputs.schema_walk import Schema
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-"""The types of a schema; every integer is a number."""
+"""Types of JSON Schema; integers are numbers."""
 VALUE_TYPES = tuple(name for name in TYPES if name != "integer")
-"""Types of which every value has one."""
+"""Disjoint types of JSON values."""
 OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -32,14 +32,11 @@ OF_TYPE = {
         *("required", "minProperties", "maxProperties"),
     ),
 }
-"""Keywords by the type of the values that they are about."""
+"""Keywords by the type of the values that they constrain."""
 
 
-def negations(document: Document, schema: Any) -> list[Any]:
-    """Return schemas of which a value satisfies one exactly if it fails `schema`.
-
-    Raises `InexactError` where there are none.
-    """
+def negations(document: SchemaDocument, schema: Any) -> list[Any]:
+    """Return schemas whose union is the negation. Raises `InexactError` if it has no rewriting."""
     if isinstance(schema, bool):
         return [] if schema else [True]
     found: list[Any] = []
@@ -47,15 +44,15 @@ def negations(document: Document, schema: Any) -> list[Any]:
         if keyword in _INEXACT and not _says_nothing(keyword, schema[keyword]):
             raise InexactError(
                 f"'not' of {keyword!r} has no rewriting, nor 'if' and 'oneOf' where they negate "
-                "it; name the values or types that are meant instead"
+                "it; list the allowed values or types instead"
             )
         if keyword in _RULES:
             found += _RULES[keyword](document, schema)
     return found
 
 
-def says_nothing_of(document: Document, schema: Any, kind: str) -> bool:
-    """Return True if every value of a type satisfies the schema; a glance, no proof.
+def says_nothing_of(document: SchemaDocument, schema: Any, kind: str) -> bool:
+    """Return True if all values of the type `kind` satisfy the schema; may miss some schemas.
 
     `kind` is one of `VALUE_TYPES`.
     """
@@ -74,16 +71,16 @@ def says_nothing_of(document: Document, schema: Any, kind: str) -> bool:
 
 
 def absent(name: str) -> Schema:
-    """Return the schema of an object without the property."""
+    """Return the schema of objects without the property."""
     return _object(properties={name: False})
 
 
 def _object(**keywords: Any) -> Schema:
-    # The names are no list of those that the object may have.
+    # The listed names do not exclude others.
     return {"type": "object", **keywords, "additionalProperties": True, NEGATIVE: True}
 
 
-def _type(_document: Document, schema: Schema) -> list[Any]:
+def _type(_document: SchemaDocument, schema: Schema) -> list[Any]:
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     if "integer" in named and "number" not in named:
         raise InexactError("'not' of the type 'integer' has no rewriting; use 'number'")
@@ -91,15 +88,15 @@ def _type(_document: Document, schema: Schema) -> list[Any]:
     return [{"type": others}] if others else []
 
 
-def _enum(_document: Document, schema: Schema) -> list[Any]:
+def _enum(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [{NOT_ONE_OF: schema["enum"]}]
 
 
-def _const(_document: Document, schema: Schema) -> list[Any]:
+def _const(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [{NOT_ONE_OF: [schema["const"]]}]
 
 
-def _properties(_document: Document, schema: Schema) -> list[Any]:
+def _properties(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [
         _object(required=[name], properties={name: {"not": inner}})
         for name, inner in schema["properties"].items()
@@ -107,11 +104,11 @@ def _properties(_document: Document, schema: Schema) -> list[Any]:
     ]
 
 
-def _required(_document: Document, schema: Schema) -> list[Any]:
+def _required(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [absent(name) for name in schema["required"]]
 
 
-def _items(_document: Document, schema: Schema) -> list[Any]:
+def _items(_document: SchemaDocument, schema: Schema) -> list[Any]:
     inner = schema["items"]
     if inner in (True, {}):
         return []
@@ -120,13 +117,13 @@ def _items(_document: Document, schema: Schema) -> list[Any]:
     return [{"type": "array", "contains": {"not": inner}}]
 
 
-def _contains(_document: Document, schema: Schema) -> list[Any]:
+def _contains(_document: SchemaDocument, schema: Schema) -> list[Any]:
     if schema.get("minContains", 1) != 1 or "maxContains" in schema:
         raise InexactError("'not' of 'minContains' and 'maxContains' has no rewriting")
     return [{"type": "array", "items": {"not": schema["contains"]}}]
 
 
-def _dependent(_document: Document, schema: Schema) -> list[Any]:
+def _dependent(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [
         _object(required=[name], properties={other: False})
         for name, others in schema["dependentRequired"].items()
@@ -134,28 +131,28 @@ def _dependent(_document: Document, schema: Schema) -> list[Any]:
     ]
 
 
-def _ref(document: Document, schema: Schema) -> list[Any]:
+def _ref(document: SchemaDocument, schema: Schema) -> list[Any]:
     return negations(document, document.target(schema))
 
 
-def _not(_document: Document, schema: Schema) -> list[Any]:
+def _not(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [schema["not"]]
 
 
-def _all_of(_document: Document, schema: Schema) -> list[Any]:
+def _all_of(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [{"not": item} for item in schema["allOf"]]
 
 
-def _any_of(_document: Document, schema: Schema) -> list[Any]:
+def _any_of(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [{"allOf": [{"not": item} for item in schema["anyOf"]]}]
 
 
-def _one_of(_document: Document, schema: Schema) -> list[Any]:
+def _one_of(_document: SchemaDocument, schema: Schema) -> list[Any]:
     pairs = [{"allOf": list(pair)} for pair in combinations(schema["oneOf"], 2)]
     return [{"allOf": [{"not": item} for item in schema["oneOf"]]}, *pairs]
 
 
-def _if(_document: Document, schema: Schema) -> list[Any]:
+def _if(_document: SchemaDocument, schema: Schema) -> list[Any]:
     condition = schema["if"]
     return [
         {"allOf": [condition, {"not": schema.get("then", True)}]},
@@ -164,14 +161,14 @@ def _if(_document: Document, schema: Schema) -> list[Any]:
 
 
 def _bound(kind: str, keyword: str, other: str, step: int) -> Callable[..., list[Any]]:
-    def rule(_document: Document, schema: Schema) -> list[Any]:
+    def rule(_document: SchemaDocument, schema: Schema) -> list[Any]:
         bound = schema[keyword] + step
         return [] if step and bound < 0 else [{"type": kind, other: bound}]
 
     return rule
 
 
-_RULES: dict[str, Callable[[Document, Schema], list[Any]]] = {
+_RULES: dict[str, Callable[[SchemaDocument, Schema], list[Any]]] = {
     "type": _type,
     "enum": _enum,
     "const": _const,

@@ -12,8 +12,8 @@ from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import (
     NOT_ONE_OF,
     NOT_TYPES,
-    Document,
     Node,
+    SchemaDocument,
 )
 from server.structured_outputs.rewriting.negation import OF_TYPE, TYPES
 from server.structured_outputs.rewriting.objects import object_shape
@@ -34,15 +34,15 @@ _DEPTH = 4
 
 
 class Nodes:
-    """Reads the nodes of one document."""
+    """Finds the shapes of one document's nodes."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: SchemaDocument) -> None:
         self._document = document
         self._wide = self if document.wide else Nodes(document.widened())
         self._shapes: dict[Node, tuple[Shape, ...]] = {}
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
-        """Return what a value of the node looks like: one of these. Raises `UnusableError`."""
+        """Return the shapes whose union the node is. Raises `UnusableError`."""
         if node not in self._shapes:
             found: list[Shape] = []
             for plain in alternatives(self._document, node, self._wide.is_empty):
@@ -51,14 +51,14 @@ class Nodes:
         return self._shapes[node]
 
     def is_empty(self, node: Node, depth: int = _DEPTH) -> bool:
-        """Return True if surely no value satisfies the node; looks a few levels deep.
+        """Return True if no value satisfies the node; descends `depth` levels.
 
-        A proof if the document is wide; otherwise only that the grammar has none.
+        A proof if the document is wide; otherwise it holds for the grammar only.
         """
         try:
             return all(self._is_empty(shape, depth) for shape in self.shapes(node))
         except UnusableError:
-            # Its combinations are too many to tell.
+            # It has too many combinations to decide.
             return False
 
     def _is_empty(self, shape: Shape, depth: int) -> bool:
@@ -149,7 +149,7 @@ class Nodes:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: numbers by value, and no number is a boolean."""
+    """Return True if two JSON values are equal: numbers by value, never equal to booleans."""
     return _canonical(one) == _canonical(other)
 
 
@@ -165,7 +165,7 @@ def _canonical(value: Any) -> str:
 
 
 def _type_of(value: Any) -> str:
-    """Return which of `VALUE_TYPES` a JSON value has."""
+    """Return the type of a JSON value, one of `VALUE_TYPES`."""
     if value is None:
         return "null"
     return next(name for kind, name in _NAMES.items() if isinstance(value, kind))
@@ -181,7 +181,7 @@ _NAMES: dict[type | tuple[type, ...], str] = {
 
 
 def _types(plain: Plain, *, wide: bool) -> set[str]:
-    """Return the types that a value may have; 'integer' stands beside 'number'."""
+    """Return the types that a value may have; 'number' implies 'integer'."""
     types = set(TYPES)
     for schema in plain:
         if "type" in schema:
@@ -191,7 +191,7 @@ def _types(plain: Plain, *, wide: bool) -> set[str]:
             types -= {name, "integer"} if name == "number" else {name}
     if wide or any("type" in schema for schema in plain):
         return types
-    # No type is named: the keywords tell which is meant.
+    # Without a type, the keywords imply it.
     meant = {
         kind for kind, keys in OF_TYPE.items() for schema in plain if schema.keys() & set(keys)
     }

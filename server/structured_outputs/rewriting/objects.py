@@ -1,8 +1,8 @@
-"""Objects: which names they have, of which values, and how many.
+"""Shapes of objects.
 
 An object whose schema lists properties has no others, unless `additionalProperties` or
-`patternProperties` say so. Names beside the listed ones may be written twice, which JSON lets
-pass, and so count once for the least number of properties.
+`patternProperties` allow them. Unlisted names may be repeated, which JSON permits, and so count
+once towards the least number of properties.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import (
     NEGATIVE,
     NOT_ONE_OF,
-    Document,
     InexactError,
     Node,
+    SchemaDocument,
 )
 from server.structured_outputs.rewriting.scalars.patterns import translated
 from server.structured_outputs.rewriting.shapes import Object, Property
 from server.structured_outputs.schema_walk import Schema
 
 
-def object_shape(document: Document, plain: Plain) -> Object | None:
-    """Return the objects that satisfy all of the schemas, or None if there are surely none."""
+def object_shape(document: SchemaDocument, plain: Plain) -> Object | None:
+    """Return the objects that satisfy all of the schemas, or None if there are none."""
     names = list(dict.fromkeys(name for item in plain for name in item.get("properties", ())))
     required = list(dict.fromkeys(name for item in plain for name in item.get("required", ())))
     listed = []
@@ -44,7 +44,7 @@ def object_shape(document: Document, plain: Plain) -> Object | None:
             return None
         document.leave_out(
             plain[0],
-            f"'minProperties' of {least} is more than can be told apart; list at least "
+            f"'minProperties' of {least} cannot be counted among unlisted names; list at least "
             f"{least - 1} properties, or leave it out",
         )
         least = 0
@@ -52,9 +52,9 @@ def object_shape(document: Document, plain: Plain) -> Object | None:
 
 
 def _of_name(schema: Schema, name: str) -> list[Any]:
-    """Return what one schema says of the property.
+    """Return the schemas of the property in one schema.
 
-    Where Python's `re` and ECMA-262 may differ about a pattern, both readings are followed.
+    If Python's `re` and ECMA-262 differ about a pattern, both readings apply.
     """
     found = [schema["properties"][name]] if name in schema.get("properties", ()) else []
     surely = bool(found)
@@ -69,20 +69,20 @@ def _of_name(schema: Schema, name: str) -> list[Any]:
 def _matches(pattern: str, name: str) -> tuple[bool, bool]:
     """Return whether the pattern matches by Python's `re`, and by ECMA-262.
 
-    There `\\w` and its like are of ASCII, and `$` is no place before a line end.
+    In ECMA-262, `\\w` and similar classes are ASCII, and `$` does not match before a line end.
     """
     ecma = f"{name[:-1]}\r" if name.endswith("\n") else name
     return bool(re.search(pattern, name)), bool(re.search(pattern, ecma, re.ASCII))
 
 
-def _may_be_name(document: Document, plain: Plain, name: str) -> bool:
+def _may_be_name(document: SchemaDocument, plain: Plain, name: str) -> bool:
     return all(
         document.is_valid(name, item["propertyNames"]) for item in plain if "propertyNames" in item
     )
 
 
-def _others(document: Document, plain: Plain, listed: set[str]) -> list[tuple[Node, Node]]:
-    """Return the names beside the listed ones with their values."""
+def _others(document: SchemaDocument, plain: Plain, listed: set[str]) -> list[tuple[Node, Node]]:
+    """Return the names and values of unlisted properties."""
     own = [item for item in plain if NEGATIVE not in item]
     names: list[Any] = [{"type": "string"}]
     names += [item["propertyNames"] for item in plain if "propertyNames" in item]
@@ -102,21 +102,21 @@ def _others(document: Document, plain: Plain, listed: set[str]) -> list[tuple[No
     open_ = document.wide or any("additionalProperties" in item for item in own)
     if open_ or not lists:
         values = [item.get("additionalProperties", True) for item in plain]
-        # A name may match a pattern too: what that asks for is asked for as well.
+        # A name may match a pattern too, whose schema then applies as well.
         values += [inner for item in plain for inner in item.get("patternProperties", {}).values()]
         found.append((Node.of(*names), Node.of(*values)))
     return [(name, value) for name, value in found if False not in value.schemas]
 
 
 def _of_pattern(schema: Schema, pattern: str) -> list[Any]:
-    """Return what one schema says of names that match; of other patterns unless they exclude it."""
+    """Return the schemas of names that match the pattern, and of overlapping patterns."""
     given = schema.get("patternProperties", {})
     found = [inner for other, inner in given.items() if not _apart(pattern, other)]
     return found if pattern in given else [*found, schema.get("additionalProperties", True)]
 
 
 def _apart(one: str, other: str) -> bool:
-    """Whether no name matches both: each begins with a text of its own."""
+    """Return True if no name matches both, because their fixed prefixes differ."""
     if one == other:
         return False
     heads = [re.match(r"\^([\w-]+)", re.sub(r"[\w-][*+?{].*", "", item)) for item in (one, other)]

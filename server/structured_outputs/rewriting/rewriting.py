@@ -1,4 +1,4 @@
-"""A schema as a grammar, and what of the schema the grammar does not follow."""
+"""Rewriting of a schema: its grammar, and the parts that the grammar does not follow."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.rewriting.document import Document, Node
+from server.structured_outputs.rewriting.document import Node, SchemaDocument
 from server.structured_outputs.rewriting.drafts import draft_of, modern, newer_keywords
 from server.structured_outputs.rewriting.nodes import Nodes
 from server.structured_outputs.rewriting.rules import Rules
 from server.structured_outputs.rewriting.shapes import Array, Object, Shape
 
 MAX_NODES = 4000
-"""How many places of its values a schema may tell apart."""
+"""Most nodes of a schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rewriting:
-    """The grammar of a schema; `left_out` has a line for each part that it does not follow."""
+    """Grammar of a schema; `left_out` has a line for each part that it does not follow."""
 
     grammar: str
     left_out: tuple[str, ...]
@@ -27,9 +27,9 @@ class Rewriting:
 def rewrite(schema: Any, *, compact: bool) -> Rewriting:
     """Return the grammar of a schema; `compact` for JSON without whitespace.
 
-    Raises `UnusableError` if no value satisfies it, or its combinations are too many.
+    Raises `UnusableError` if no value satisfies it, or if it has too many combinations.
     """
-    document = Document(modern(schema), draft=draft_of(schema))
+    document = SchemaDocument(modern(schema), draft=draft_of(schema))
     document.left_out += newer_keywords(schema)
     nodes = Nodes(document)
     root = Node.of(document.root)
@@ -46,7 +46,7 @@ def rewrite(schema: Any, *, compact: bool) -> Rewriting:
 
 
 def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:
-    """Return the shapes of the root and of every node that they lead to."""
+    """Return the shapes of the root and of all nodes reachable from it."""
     found: dict[Node, tuple[Shape, ...]] = {}
     waiting = [root]
     while waiting:
@@ -55,8 +55,7 @@ def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:
             continue
         if len(found) >= MAX_NODES:
             raise UnusableError(
-                f"it tells more than {MAX_NODES} places of its values apart, the limit of this "
-                "server"
+                f"it has more than {MAX_NODES} different places of values, the limit of this server"
             )
         found[node] = nodes.shapes(node)
         waiting += [part for shape in found[node] for part in _parts(shape)]
@@ -75,7 +74,7 @@ def _parts(shape: Shape) -> list[Node]:
 
 
 def _possible(found: dict[Node, tuple[Shape, ...]]) -> set[Node]:
-    """Return the nodes that some finite value satisfies."""
+    """Return the nodes that a finite value satisfies."""
     possible: set[Node] = set()
     grown = True
     while grown:

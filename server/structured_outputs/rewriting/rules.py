@@ -1,7 +1,7 @@
-"""The grammar's text: a rule for each node, in the dialect of Lark that llguidance 1.7 reads.
+"""Text of the grammar: a rule for each node, in the Lark dialect of llguidance 1.7.
 
-Its `%json` takes strings and numbers, whose lengths, patterns and ranges it counts and intersects
-without unrolling them; everything around them is written here.
+Strings and numbers are written as `%json`, for which llguidance counts lengths and intersects
+patterns and ranges without unrolling them. All other rules are written here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from server.structured_outputs.rewriting.shapes import (
 from server.structured_outputs.schema_walk import Schema
 
 MARK = "%llguidance {}\n"
-"""Begins a grammar that the engine gives to llguidance."""
+"""First line of a grammar for llguidance."""
 MAX_INDENT = 32
-"""Blanks after a line end between two parts of JSON: 8 levels of 4. Otherwise there is at most
-one blank, so that no model fills its context with them."""
+"""Most blanks after a line end between two parts of JSON: 8 levels of 4. Without a line end, one
+blank is allowed. Without a bound, a model could fill its context with blanks."""
 MAX_RULES = 20_000
 MAX_STATES = 10_000
 _BLANK = rf"( |\n {{0,{MAX_INDENT}}})?"
 
 NameOf = Callable[[Node], str | None]
-"""Returns the rule of a node, or None if no value satisfies it."""
+"""Returns the rule of a node; None if no value satisfies it."""
 
 
 class Rules:
@@ -57,7 +57,7 @@ class Rules:
         self._any: str | None = None
 
     def add(self, stem: str, *options: str, counts: bool = False) -> str:
-        """Add a rule of these options and return its name; `counts`: it takes a number."""
+        """Add a rule of these options and return its name; `counts`: it has a parameter."""
         if len(self._lines) >= MAX_RULES:
             raise UnusableError(
                 f"its grammar has more than {MAX_RULES} rules, the limit of this server"
@@ -67,7 +67,7 @@ class Rules:
         return name
 
     def define(self, name: str, *options: str, counts: bool = False) -> None:
-        """Add a rule whose name is known already."""
+        """Add a rule of this name."""
         parameter = "::_" if counts else ""
         self._lines.append(
             f"{name}{parameter}: " + "\n  | ".join(option or '""' for option in options)
@@ -78,7 +78,7 @@ class Rules:
         return "\n".join([f"{MARK}start: {start}", *self._marks, *self._lines, ""])
 
     def of_shape(self, shape: Shape, name_of: NameOf) -> list[str]:
-        """Return the options of a rule for the shape; none if no value has it."""
+        """Return the options of the shape's rule; none if no value has the shape."""
         match shape:
             case AnyValue():
                 return [self.anything()]
@@ -107,7 +107,7 @@ class Rules:
         return self._any
 
     def fixed(self, value: Any) -> str:
-        """Return the literal of a value."""
+        """Return a value as a literal of the grammar."""
         return quoted(_json(value, compact=self._compact))
 
     def _array(self, shape: Array, name_of: NameOf) -> list[str]:
@@ -118,7 +118,7 @@ class Rules:
         first = [name_of(node) for node in shape.first]
         rest = None if shape.rest is None else name_of(shape.rest)
         if None in first:
-            # What no item can be ends the array before it.
+            # The array ends before an item that cannot exist.
             first, rest = first[: first.index(None)], None
         most = shape.most if rest is not None else min(shape.most or len(first), len(first))
         if most is not None and shape.least > most:
@@ -126,7 +126,7 @@ class Rules:
         return [f"BEGIN {self._items(first, rest, shape.least, most)} END"]
 
     def _items(self, first: list[Any], rest: str | None, least: int, most: int | None) -> str:
-        """Return what stands between the brackets, from the last item to the first."""
+        """Return the items between the brackets, built from the last to the first."""
         count = len(first) if most is None else min(len(first), most)
         tail = '""'
         if rest is not None and (most is None or most > count):
@@ -143,7 +143,7 @@ class Rules:
         return tail
 
     def _chosen(self, shape: Array, values: tuple[Any, ...]) -> list[str]:
-        """Items that differ: a bit for each value that is taken."""
+        """Return the rule of items that differ: a bit for each used value."""
         most = len(values) if shape.most is None else min(shape.most, len(values))
         if shape.least > most:
             return []
@@ -165,9 +165,9 @@ class Rules:
         return found if shape.least else [*found, "BEGIN END"]
 
     def _contained(self, shape: Array, wanted: Contained, name_of: NameOf) -> list[str]:
-        """Items of which some are wanted: a rule for each pair of numbers, if it has an end."""
+        """Return the rule of `contains`: one for each valid pair of counts."""
         node, other = name_of(wanted.node), name_of(wanted.other)
-        items = Tally(shape.least, shape.most), Tally(wanted.least, wanted.most)
+        items = CountRange(shape.least, shape.most), CountRange(wanted.least, wanted.most)
         states = items[0].size * items[1].size
         if states > MAX_STATES:
             raise UnusableError(
@@ -203,7 +203,7 @@ class Rules:
         return self._counted(listed, other, shape.least, shape.most)
 
     def _members(self, listed: list[tuple[str, bool]], other: str | None) -> str:
-        """Return what stands between the braces: `fresh` before the first member, `rest` after."""
+        """Return the members between the braces: `fresh` before the first one, `rest` after it."""
         fresh = f"({other} (COMMA {other})*)?" if other else '""'
         rest = f"(COMMA {other})*" if other else '""'
         for index in range(len(listed) - 1, -1, -1):
@@ -218,22 +218,22 @@ class Rules:
     def _counted(
         self, listed: list[tuple[str, bool]], other: str | None, least: int, most: int | None
     ) -> list[str]:
-        """The members with their number: a rule for each place and number, if it has an end."""
+        """Return the rules of counted members: one for each valid place and count."""
         if other is None and most is not None and most >= len(listed):
             most = None
-        tally = Tally(least, most)
-        if len(listed) * tally.size > MAX_STATES:
+        bounds = CountRange(least, most)
+        if len(listed) * bounds.size > MAX_STATES:
             raise UnusableError(
-                f"counting its properties takes {len(listed) * tally.size} rules; the limit is "
+                f"counting its properties takes {len(listed) * bounds.size} rules; the limit is "
                 f"{MAX_STATES}"
             )
-        counts = range(min(tally.size, len(listed) + 1))
-        ends = {count: _others(other, tally, count) for count in counts}
+        counts = range(min(bounds.size, len(listed) + 1))
+        ends = {count: _others(other, bounds, count) for count in counts}
         for member, required in reversed(listed):
             places: dict[int, str | None] = {}
             for count in counts:
                 comma = "COMMA " if count else ""
-                after = tally.after(count)
+                after = bounds.after(count)
                 taken = ends.get(after) if after is not None else None
                 options = [f"{comma}{member} {taken}"] if taken is not None else []
                 skipped = ends[count]
@@ -246,37 +246,37 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """A count from `least` to `most`, as far as it must be told."""
+class CountRange:
+    """Counts from `least` to `most`; a grammar distinguishes `size` of them."""
 
     least: int
     most: int | None
 
     @property
     def size(self) -> int:
-        """How many counts are told apart; without a bound above, all from `least` are one.
+        """Number of distinguished counts; without `most`, all counts from `least` are one.
 
-        One and none differ all the same: before the first stands no comma.
+        0 and 1 always differ, because the first item has no comma.
         """
         return (max(1, self.least) if self.most is None else self.most) + 1
 
     def after(self, count: int) -> int | None:
-        """Return the count after one more, or None if there may be no more."""
+        """Return the next count, or None if no more are allowed."""
         if count + 1 < self.size:
             return count + 1
         return count if self.most is None else None
 
     def is_enough(self, count: int) -> bool:
-        """Whether it may end here."""
+        """Return True if the count is at least `least`."""
         return count >= self.least
 
 
 def _ways(
-    items: tuple[Tally, Tally], node: str | None, other: str | None
+    items: tuple[CountRange, CountRange], node: str | None, other: str | None
 ) -> dict[tuple[int, int], list[tuple[str, tuple[int, int]]]]:
-    """Return the pairs of counts from which there is an end, with what leads on from each."""
+    """Return the pairs of counts that can be completed, with the steps from each."""
     pairs = [(n, held) for n in range(items[0].size) for held in range(items[1].size)]
-    live = {pair for pair in pairs if all(map(Tally.is_enough, items, pair))}
+    live = {pair for pair in pairs if all(map(CountRange.is_enough, items, pair))}
     steps: dict[tuple[int, int], list[tuple[str, tuple[int, int]]]] = {pair: [] for pair in pairs}
     for count, held in pairs:
         more, also = items[0].after(count), items[1].after(held)
@@ -292,13 +292,13 @@ def _ways(
     return {p: [(item, to) for item, to in steps[p] if to in live] for p in pairs if p in live}
 
 
-def _others(other: str | None, tally: Tally, count: int) -> str | None:
-    """Return the unlisted members after `count` listed ones, or None if that has no end.
+def _others(other: str | None, bounds: CountRange, count: int) -> str | None:
+    """Return the unlisted members after `count` listed ones, or None if there is no valid number.
 
-    A further one may repeat the name of the first, so that they count once below.
+    Unlisted members may repeat a name, so that they count once towards the least number.
     """
-    missing = tally.least - count
-    room = None if tally.most is None else tally.most - count
+    missing = bounds.least - count
+    room = None if bounds.most is None else bounds.most - count
     if missing > (other is not None and room != 0):
         return None
     if other is None or room == 0:
@@ -311,19 +311,19 @@ def _others(other: str | None, tally: Tally, count: int) -> str | None:
 
 
 def _json(value: Any, *, compact: bool = False) -> str:
-    """Return the one spelling of a value; DEL is escaped, as the backend has it in strings."""
+    """Return the only spelling of a value; DEL is escaped, as in llguidance's strings."""
     separators = (",", ":") if compact else (", ", ": ")
     text = json.dumps(value, ensure_ascii=False, separators=separators)
     return text.replace("\x7f", "\\u007f")
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal of the grammar."""
+    """Return a literal of the grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def scalar(schema: Schema) -> str:
-    """Return the strings or numbers of one of the backend's schemas."""
+    """Return the rule of the strings or numbers of a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 
@@ -344,7 +344,7 @@ def _number(item: NumberRange) -> list[str]:
 
 
 def _several(item: str, least: int, most: int | None) -> str:
-    """Return so many of an item as the dialect writes it: it has no `{0,0}`."""
+    """Return `least` to `most` of an item; the dialect has no `{0,0}`."""
     low = max(0, least)
     if most is None:
         return f"({item}){{{low},}}" if low else f"({item})*"

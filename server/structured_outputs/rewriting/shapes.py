@@ -1,4 +1,4 @@
-"""What a value can look like: one shape of one JSON type, over nodes for its parts."""
+"""Shapes of values: each is of one JSON type, with nodes for its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.structured_outputs.schema_walk import Schema
 
 @dataclass(frozen=True, slots=True)
 class AnyValue:
-    """Every JSON value."""
+    """All JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +24,23 @@ class FixedValue:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Strings, as the backend's schema of them."""
+    """Strings, as a schema of llguidance."""
 
     schema: Schema
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Numbers of a range."""
+    """The numbers of a range."""
 
     range: NumberRange
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array: its first items one by one, then `rest`; None for no more than those.
+    """Arrays of the `first` items and any number of `rest`; None allows no further items.
 
-    `chosen` are the values of items that differ from each other. `contained` with the number of
-    items that are of it (`least` to `most`), and `other` for items that are not.
+    `chosen` are the values of items that must differ from each other.
     """
 
     first: tuple[Node, ...]
@@ -54,7 +53,7 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Contained:
-    """Items of which an array has `least` to `most`; `other` are those that are none of them."""
+    """`contains`: an array has `least` to `most` items of `node`; the others are of `other`."""
 
     node: Node
     other: Node
@@ -64,7 +63,7 @@ class Contained:
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """A property that an object may have, or must."""
+    """An optional or required property of an object."""
 
     name: str
     node: Node
@@ -73,7 +72,7 @@ class Property:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object: its listed properties in order, then any number of others by name and value."""
+    """Objects: the listed properties in order, then any number of others by name and value."""
 
     properties: tuple[Property, ...]
     others: tuple[tuple[Node, Node], ...]

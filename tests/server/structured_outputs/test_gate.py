@@ -1,4 +1,4 @@
-"""The gate without an engine: what it finds in bodies, its limits, its memory, its processes."""
+"""The gate without an engine: constraints of bodies, limits, cached verdicts, processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from server.host.job_pool import (
     PoolFullError,
 )
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, job_key
+from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
-from server.structured_outputs.trial_job import Verdict, do_job, job_bytes
+from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
 from server.wire.endpoint import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 
@@ -84,7 +84,7 @@ def chat_format(**inner: Any) -> dict[str, Any]:
         ("MESSAGES", {"tools": [{"name": "f", "input_schema": SCHEMA}],
                       "tool_choice": {"type": "any"}}, [("json", TEXT, "tools[0].input_schema")]),
         ("TOKENIZE", {"structured_outputs": {"regex": "a"}}, []),
-        # Wrong types are the request models' to refuse.
+        # The request models refuse wrong types.
         ("CHAT", {"structured_outputs": {"choice": [1]}}, []),
         ("CHAT", {"response_format": "json", "structured_outputs": 5, "tools": {}}, []),
     ],
@@ -118,7 +118,7 @@ F, G = ({"type": "function", "name": name, "parameters": SCHEMA} for name in "fg
         ("CHAT", [tool("f"), tool("g", strict=True)], "none", []),
         ("CHAT", [tool("f"), tool("g")], {"type": "function", "function": {"name": "g"}}, [1]),
         ("RESPONSES", [F, G], {"type": "function", "name": "f"}, [0]),
-        # A list guides a free choice as well.
+        # A list guides `auto` as well.
         ("RESPONSES", [F, G], {"type": "allowed_tools", "mode": "auto", "tools": [G]}, [1]),
         ("CHAT", [tool("f"), tool("g")],
          {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [tool("f")]}},
@@ -173,7 +173,7 @@ def test_guided_fields_are_translated() -> None:
         ["guided_json"],
     )
     assert without_guided_fields({"guided_regex": None}, known) == ({}, [])
-    # Elsewhere they are unknown fields like any other.
+    # Other request models have no such fields.
     assert without_guided_fields(body, ("messages",)) == (body, [])
     with pytest.raises(InvalidValueError):
         without_guided_fields({"guided_json": {}, "structured_outputs": {"regex": "a"}}, known)
@@ -185,7 +185,7 @@ def take_all(_kind: str, _text: str) -> list[str]:
     return []
 
 
-def judge(kind: Kind, text: str, **options: Any) -> str | None:
+def judge(kind: ConstraintKind, text: str, **options: Any) -> str | None:
     trial = options.pop("trial", take_all)
     limits = options.pop("limits", LIMITS)
     job = job_bytes([Constraint(kind, text, "", **options)], limits)
@@ -198,28 +198,28 @@ SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        (Kind.JSON, "{", "not valid JSON"),
-        (Kind.JSON, "[" * 5000, "nested too deeply"),
-        (Kind.JSON, "5", "must be an object"),
-        (Kind.JSON, json.dumps({"a": {"b": {"c": {"d": {"e": {}}}}}}), "deeper than 5 levels"),
-        (Kind.JSON, json.dumps({"default": list(range(30))}), "more than 20"),
-        (Kind.JSON, '{"enum": [1, 2, 3, 4]}', "4 values; the limit of this server is 3"),
-        (Kind.JSON, json.dumps({"type": "string", "pattern": "a" * 17}), "17 characters"),
-        (Kind.JSON, json.dumps({"patternProperties": {"a" * 17: {}}}), "17 characters"),
-        (Kind.REGEX, "", "empty"),
-        (Kind.REGEX, "a\0", "NUL"),
-        (Kind.REGEX, "a" * 17, "17 characters; the limit of this server is 16"),
-        (Kind.CHOICE, "[]", "no values"),
-        (Kind.CHOICE, '["a", "b", "c", "d"]', "4 values"),
-        (Kind.GRAMMAR, " ", "empty"),
-        (Kind.STRUCTURAL_TAG, "{", "not valid JSON"),
-        (Kind.STRUCTURAL_TAG, json.dumps({"type": "json_schema", "json_schema": {"$ref": "#"}}),
-         "refers to itself"),
-        (Kind.STRUCTURAL_TAG,
+        (ConstraintKind.JSON, "{", "not valid JSON"),
+        (ConstraintKind.JSON, "[" * 5000, "nested too deeply"),
+        (ConstraintKind.JSON, "5", "must be an object"),
+        (ConstraintKind.JSON, json.dumps({"a": {"b": {"c": {"d": {"e": {}}}}}}), "than 5 levels"),
+        (ConstraintKind.JSON, json.dumps({"default": list(range(30))}), "more than 20"),
+        (ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', "4 values; the limit of this server is 3"),
+        (ConstraintKind.JSON, json.dumps({"type": "string", "pattern": "a" * 17}), "17 characters"),
+        (ConstraintKind.JSON, json.dumps({"patternProperties": {"a" * 17: {}}}), "17 characters"),
+        (ConstraintKind.REGEX, "", "empty"),
+        (ConstraintKind.REGEX, "a\0", "NUL"),
+        (ConstraintKind.REGEX, "a" * 17, "17 characters; the limit of this server is 16"),
+        (ConstraintKind.CHOICE, "[]", "no values"),
+        (ConstraintKind.CHOICE, '["a", "b", "c", "d"]', "4 values"),
+        (ConstraintKind.GRAMMAR, " ", "empty"),
+        (ConstraintKind.STRUCTURAL_TAG, "{", "not valid JSON"),
+        (ConstraintKind.STRUCTURAL_TAG,
+         json.dumps({"type": "json_schema", "json_schema": {"$ref": "#"}}), "refers to itself"),
+        (ConstraintKind.STRUCTURAL_TAG,
          json.dumps({"structures": [{"begin": "a", "schema": {"not": {}}, "end": "b"}]}), "'not'"),
     ],
 )  # fmt: skip
-def test_limits_and_form(kind: Kind, text: str, words: str) -> None:
+def test_limits_and_form(kind: ConstraintKind, text: str, words: str) -> None:
     assert words in (judge(kind, text, limits=SMALL) or "")
 
 
@@ -232,24 +232,26 @@ def test_what_a_trial_says_is_passed_on_plainly() -> None:
     def warn(_kind: str, _text: str) -> list[str]:
         return ["[17:28:27] /project/cpp/a.cc:8: Warning: 'x' is ignored"]
 
-    assert judge(Kind.REGEX, "a", trial=fail) == "Regex parsing error at position 2: x"
-    assert judge(Kind.JSON, TEXT, trial=warn) == "'x' is ignored"
-    assert judge(Kind.JSON, TEXT, trial=warn, exact=False) is None
+    assert judge(ConstraintKind.REGEX, "a", trial=fail) == "Regex parsing error at position 2: x"
+    assert judge(ConstraintKind.JSON, TEXT, trial=warn) == "'x' is ignored"
+    assert judge(ConstraintKind.JSON, TEXT, trial=warn, exact=False) is None
 
 
 def test_best_effort_keeps_the_limits() -> None:
-    assert judge(Kind.JSON, '{"not": {"pattern": "a"}}', exact=False) is None
-    assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False, limits=SMALL) is not None
-    assert judge(Kind.JSON, '{"$ref": "#"}', exact=False) is not None
-    # Of parts that were inspected, whatever its own size.
-    assert judge(Kind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True, limits=SMALL) is None
+    assert judge(ConstraintKind.JSON, '{"not": {"pattern": "a"}}', exact=False) is None
+    assert (
+        judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False, limits=SMALL) is not None
+    )
+    assert judge(ConstraintKind.JSON, '{"$ref": "#"}', exact=False) is not None
+    # A derived one is of any size.
+    assert judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True, limits=SMALL) is None
 
 
 NAMED_G = {"type": "function", "function": {"name": "g"}}
 
 
 class ScriptedPool:
-    """Answers when told to, as told to."""
+    """Answers every job with `outcome` once `go_on` is set."""
 
     timeout_s = 5.0
 
@@ -258,7 +260,7 @@ class ScriptedPool:
         self.shares: list[int] = []
         self.go_on = asyncio.Event()
         self.go_on.set()
-        self.outcome: Verdict | Exception = Verdict(seconds=0.5)
+        self.outcome: TrialVerdict | Exception = TrialVerdict(seconds=0.5)
 
     async def run(self, job: bytes, shares: int = 1) -> bytes:
         read = json.loads(job)
@@ -271,7 +273,7 @@ class ScriptedPool:
         return self.outcome.to_bytes()
 
 
-def asked(body: dict[str, Any]) -> list[list[Constraint]]:
+def jobs_of(body: dict[str, Any]) -> list[list[Constraint]]:
     return constraints_of(Endpoint.CHAT, body)
 
 
@@ -284,15 +286,17 @@ async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
     gate = gate_over(pool, entries=4)
     body = {"structured_outputs": {"regex": "a"}}
     for _ in range(3):
-        await gate.check(asked(body))
+        await gate.check(jobs_of(body))
     assert len(pool.jobs) == 1
-    # What was followed to the letter is good enough for the best effort, not the other way.
-    exact, best = (Constraint(Kind.JSON, TEXT, "", exact=exact) for exact in (True, False))
+    # An exact verdict holds for the best effort, not vice versa.
+    exact, best = (
+        Constraint(ConstraintKind.JSON, TEXT, "", exact=exact) for exact in (True, False)
+    )
     assert [await gate.verdict([exact]), await gate.verdict([best])][1][1]
     assert len(pool.jobs) == 2
     for name in "bcde":
-        await gate.check(asked({"structured_outputs": {"regex": name}}))
-    await gate.check(asked(body))
+        await gate.check(jobs_of({"structured_outputs": {"regex": name}}))
+    await gate.check(jobs_of(body))
     assert pool.jobs[-1][0][1] == "a"
     assert gate.take_counts().results == {"ok": 7, "known": 3}
     assert not gate.take_counts().results
@@ -300,23 +304,23 @@ async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
 
 async def test_plain_json_needs_no_trial() -> None:
     pool = ScriptedPool()
-    await gate_over(pool).check(asked({"response_format": {"type": "json_object"}}))
+    await gate_over(pool).check(jobs_of({"response_format": {"type": "json_object"}}))
     assert pool.jobs == []
 
 
-async def test_equal_grammars_share_a_trial_that_outlives_who_asked_first() -> None:
+async def test_equal_grammars_share_a_trial_that_outlives_its_first_request() -> None:
     pool = ScriptedPool()
     pool.go_on.clear()
     gate = gate_over(pool)
     body = {"structured_outputs": {"regex": "a"}}
-    asking = [asyncio.create_task(gate.check(asked(body))) for _ in range(5)]
+    asking = [asyncio.create_task(gate.check(jobs_of(body))) for _ in range(5)]
     await asyncio.sleep(0)
     asking[0].cancel()
     await asyncio.sleep(0)
     pool.go_on.set()
     results = await asyncio.gather(*asking, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
-    assert results[1:] == [{job_key(asked(body)[0], exact=False): None}] * 4
+    assert results[1:] == [{job_key(jobs_of(body)[0], exact=False): None}] * 4
     assert len(pool.jobs) == 1
 
 
@@ -336,11 +340,11 @@ async def test_a_refusal_names_the_field(
     body: dict[str, Any], error: type[RequestError], param: str
 ) -> None:
     pool = ScriptedPool()
-    pool.outcome = Verdict("no")
+    pool.outcome = TrialVerdict("no")
     gate = gate_over(pool)
     for _ in range(2):
         with pytest.raises(error) as caught:
-            await gate.check(asked(body))
+            await gate.check(jobs_of(body))
         assert caught.value.param == param
         assert caught.value.status == 400
     assert len(pool.jobs) == 1
@@ -363,15 +367,15 @@ async def test_what_goes_wrong_in_a_trial(
     pool.outcome = outcome
     gate = gate_over(pool)
     with pytest.raises(error):
-        await gate.check(asked({"structured_outputs": {"regex": "a"}}))
+        await gate.check(jobs_of({"structured_outputs": {"regex": "a"}}))
     assert gate.take_counts().results == {result: 1}
 
 
 @pytest.mark.parametrize(
-    "outcome", [JobSpentError(), JobCrashedError(), Verdict("slow", measured=True)]
+    "outcome", [JobSpentError(), JobCrashedError(), TrialVerdict("slow", measured=True)]
 )
 async def test_what_was_measured_is_tried_again_later(
-    outcome: Verdict | Exception, monkeypatch: pytest.MonkeyPatch
+    outcome: TrialVerdict | Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = ScriptedPool()
     pool.outcome = outcome
@@ -379,12 +383,12 @@ async def test_what_was_measured_is_tried_again_later(
     body = {"structured_outputs": {"regex": "a"}}
     for _ in range(2):
         with pytest.raises(InvalidGrammarError):
-            await gate.check(asked(body))
+            await gate.check(jobs_of(body))
     assert len(pool.jobs) == 1
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    pool.outcome = Verdict()
-    await gate.check(asked(body))
+    pool.outcome = TrialVerdict()
+    await gate.check(jobs_of(body))
     assert len(pool.jobs) == 2
 
 
@@ -394,22 +398,24 @@ async def test_each_tool_has_the_time_of_one() -> None:
     tools = [tool(f"f{i}") for i in range(24)]
     for i, one in enumerate(tools):
         one["function"]["parameters"] = {**SCHEMA, "title": str(i)}
-    await gate.check(asked({"tools": tools, "tool_choice": "required"}))
+    await gate.check(jobs_of({"tools": tools, "tool_choice": "required"}))
     assert [len(parts) for parts in pool.jobs] == [1] * 24
     assert pool.shares == [1] * 24
-    # One that is made of all of them has the time of all.
-    await gate.check_job([Constraint(Kind.STRUCTURAL_TAG, "{}", "tools", derived=True, shares=24)])
+    # A grammar of all of them has the time of all.
+    await gate.check_job(
+        [Constraint(ConstraintKind.STRUCTURAL_TAG, "{}", "tools", derived=True, shares=24)]
+    )
     assert pool.shares[-1] == 24
     pool.outcome = JobSpentError()
     with pytest.raises(InvalidGrammarError, match="more than 120 s of processor time"):
-        await gate.check_job([Constraint(Kind.STRUCTURAL_TAG, "[]", "tools", shares=24)])
+        await gate.check_job([Constraint(ConstraintKind.STRUCTURAL_TAG, "[]", "tools", shares=24)])
 
 
 async def test_what_is_too_large_goes_nowhere() -> None:
     pool = ScriptedPool()
     with pytest.raises(InvalidGrammarError, match="more than 65536 bytes"):
         body = {"structured_outputs": {"grammar": "é" * 40000}}
-        await gate_over(pool).check(asked(body))
+        await gate_over(pool).check(jobs_of(body))
     assert pool.jobs == []
 
 
@@ -435,7 +441,7 @@ async def test_the_route_answers_with_the_verdict(tmp_path: Path) -> None:
         again = (await service.client.post(VALIDATE, json=chat_format(schema=SCHEMA))).json()
         assert again["cached"]
         assert again["param"] == "response_format.json_schema.schema"
-        pool.outcome = Verdict("it is odd")
+        pool.outcome = TrialVerdict("it is odd")
         bad = (await service.client.post(VALIDATE, json={"regex": "a"})).json()
         assert (bad["valid"], bad["code"]) == (False, "invalid_grammar")
         assert "it is odd" in bad["reason"]

@@ -16,7 +16,7 @@ import pytest
 from server.errors import InvalidGrammarError, InvalidSchemaError, NotTriedError
 from server.host.job_pool import JobPool, limit_processor_time
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
+from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.trial_job import do_job
 
@@ -33,7 +33,7 @@ def burn() -> None:
 
 def try_grammar(kind: str, text: str) -> list[str]:
     """Stand in for the model's: compile a schema's grammar; a regex never ends."""
-    if kind == Kind.REGEX.value:
+    if kind == ConstraintKind.REGEX.value:
         burn()
     import llguidance
 
@@ -77,7 +77,7 @@ def gate_with(wall_s: float) -> GrammarGate:
 async def reasons(gate: GrammarGate) -> dict[str, str | None]:
     found = {}
     for name, text in SCHEMAS.items():
-        verdict, _ = await gate.verdict([Constraint(Kind.JSON, text, "json")])
+        verdict, _ = await gate.verdict([Constraint(ConstraintKind.JSON, text, "json")])
         found[name] = verdict.reason
     return found
 
@@ -94,19 +94,19 @@ async def test_the_verdict_is_the_same_under_load() -> None:
 @pytest.mark.timeout(300)
 async def test_what_takes_too_much_work_is_refused_for_a_while() -> None:
     gate = gate_with(wall_s=120)
-    endless = Constraint(Kind.REGEX, "a", "structured_outputs.regex")
+    endless = Constraint(ConstraintKind.REGEX, "a", "structured_outputs.regex")
     for _ in range(2):
         with pytest.raises(InvalidGrammarError, match="more than 2 s of processor time"):
             await gate.check_job([endless])
     assert gate.take_counts().results == {"spent": 1, "refused": 1}
     # The next trial finds a process that works.
     with pytest.raises(InvalidSchemaError):
-        await gate.check_job([Constraint(Kind.JSON, SCHEMAS["password_rules"], "json")])
+        await gate.check_job([Constraint(ConstraintKind.JSON, SCHEMAS["password_rules"], "json")])
 
 
-async def test_what_a_busy_machine_cannot_try_is_told_so_and_tried_again() -> None:
+async def test_what_a_busy_machine_cannot_try_is_a_503_and_tried_again() -> None:
     gate = gate_with(wall_s=0.2)
-    endless = Constraint(Kind.REGEX, "a", "structured_outputs.regex")
+    endless = Constraint(ConstraintKind.REGEX, "a", "structured_outputs.regex")
     for _ in range(2):
         with pytest.raises(NotTriedError) as caught:
             await gate.check_job([endless])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits
+from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.trial_job import do_job, job_bytes
 from tests.server.structured_outputs.walks import documents, faults
@@ -28,7 +28,7 @@ WALKS = 4
 
 
 def verdict(text: str) -> str | None:
-    constraint = Constraint(Kind.JSON, text, "json")
+    constraint = Constraint(ConstraintKind.JSON, text, "json")
     job = job_bytes([constraint], SchemaLimits.of(ServerSettings()))
     return do_job(job, lambda _kind, _text: [], compact=False).reason
 

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, Kind, SchemaLimits, UnusableError
+from server.structured_outputs.constraint import (
+    Constraint,
+    ConstraintKind,
+    SchemaLimits,
+    UnusableError,
+)
 from server.structured_outputs.inspection import inspect
 from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.schema_exactness import check_exact
@@ -26,7 +31,7 @@ LIMITS = SchemaLimits.of(ServerSettings())
 
 
 def verdict(schema: Any, *, exact: bool = True) -> str | None:
-    job = job_bytes([Constraint(Kind.JSON, json.dumps(schema), "json", exact)], LIMITS)
+    job = job_bytes([Constraint(ConstraintKind.JSON, json.dumps(schema), "json", exact)], LIMITS)
     return do_job(job, lambda _kind, _text: [], compact=False).reason
 
 
@@ -210,7 +215,7 @@ def outcomes_of(seed: int, count: int) -> tuple[Counter[str], list[Any]]:
         make = (made.plain, made.wild, made.combined, made.overlapping)[index % 4]
         schema = make(1 + index % 3)
         try:
-            inspect(Constraint(Kind.JSON, json.dumps(schema), ""), LIMITS)
+            inspect(Constraint(ConstraintKind.JSON, json.dumps(schema), ""), LIMITS)
             found = rewrite(schema, compact=False)
         except UnusableError:
             outcomes["refused"] += 1

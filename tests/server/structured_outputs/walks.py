@@ -76,7 +76,7 @@ def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
     matcher.reset()
     mask = torch.zeros((1, (len(texts) + 31) // 32), dtype=torch.int32)
     taken: list[int] = []
-    told = ""
+    written = ""
     eager = pick.random()
     while len(taken) < most:
         matcher.fill_bitmask(mask, 0)
@@ -89,12 +89,12 @@ def _walk(grammar: str, pick: random.Random, most: int) -> str | None:
             assert matcher.accept_tokens("walk", [stop]) and matcher.is_terminated()
             return str(tokenizer.decode(taken))
         hurry = len(taken) > 100 or pick.random() < eager
-        marks = ('"',) if '"' in told else _CLOSING
+        marks = ('"',) if '"' in written else _CLOSING
         token = _closing(bits, marks, pick) if hurry else None
         token = int(allowed[pick.randrange(allowed.size)]) if token is None else token
         assert matcher.accept_tokens("walk", [token]), texts[token]
         taken.append(token)
-        told = _STRING.sub("", told + texts[token])
+        written = _STRING.sub("", written + texts[token])
     return None
 
 

@@ -1,1 +1,1 @@
-"""Strings and numbers: which of them satisfy a schema."""
+"""Strings and numbers that satisfy a schema."""

@@ -1,6 +1,6 @@
-"""Regular expressions of the decimal numbers between two others.
+"""Regular expressions of the decimal numbers of a range.
 
-llguidance's own are narrower: of the numbers up to 0.95 it has 0.90, but no 0.9.
+llguidance's are narrower: up to 0.95 they match 0.90, but not 0.9.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 
 def decimals(low: int, high: int, places: int) -> str:
-    """Return the pattern of numbers with at most so many digits after the point.
+    """Return the pattern of the numbers from `low` to `high` with at most `places` decimal places.
 
-    `low` and `high`, which belong to it, are counted in units of the last of those digits and are
-    not negative. A number begins with no zero but that before its point, and may end with zeros.
+    `low` and `high` are not negative and in units of the last place. Numbers have no leading zeros
+    except before the point, and may have trailing zeros.
     """
     scale = 10**places
     first, last = low // scale, high // scale
@@ -26,7 +26,7 @@ def decimals(low: int, high: int, places: int) -> str:
 
 
 def _point(low: int, high: int, places: int) -> str:
-    """Return the pattern of what may follow the digits before the point."""
+    """Return the pattern of the part after the integer digits."""
     if places == 0:
         return ""
     digits = "|".join(_digits(str(low).zfill(places), str(high).zfill(places)))
@@ -34,12 +34,12 @@ def _point(low: int, high: int, places: int) -> str:
 
 
 def _digits(low: str, high: str) -> list[str]:
-    """Return patterns of one to so many digits that are between two texts, filled with zeros."""
+    """Return patterns of the digits between two texts; missing digits count as zeros."""
     return [f"{first}{_more(*ends)}" for first, *ends in _by_first_digit(low, high)]
 
 
 def _more(low: str, high: str) -> str:
-    """Return the pattern of further digits; none are zeros."""
+    """Return the pattern of further digits; missing digits count as zeros."""
     if not low:
         return ""
     if _is_any(low, high):
@@ -58,12 +58,12 @@ def _whole(low: int, high: int) -> str:
 
 
 def _same_length(low: str, high: str) -> list[str]:
-    """Return patterns of the numbers between two of the same number of digits."""
+    """Return patterns of the numbers between two with equally many digits."""
     return [f"{first}{_exactly(*ends)}" for first, *ends in _by_first_digit(low, high)]
 
 
 def _exactly(low: str, high: str) -> str:
-    """Return the pattern of further digits, as many as the two have."""
+    """Return the pattern of further digits, equally many as the two have."""
     if low == high:
         return low
     if _is_any(low, high):
@@ -72,9 +72,9 @@ def _exactly(low: str, high: str) -> str:
 
 
 def _by_first_digit(low: str, high: str) -> Iterator[tuple[str, str, str]]:
-    """Yield patterns of the first digit, each with the ends of the digits that follow.
+    """Yield patterns of the first digit, each with the bounds of the digits that follow.
 
-    `low` and `high` have the same number of digits.
+    `low` and `high` have equally many digits.
     """
     first, last = int(low[0]), int(high[0])
     zeros, nines = "0" * len(low[1:]), "9" * len(low[1:])
@@ -92,5 +92,5 @@ def _by_first_digit(low: str, high: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _is_any(low: str, high: str) -> bool:
-    """Return True if all digits are between the two."""
+    """Return True if all sequences of digits are between the two."""
     return not low.strip("0") and not high.strip("9")

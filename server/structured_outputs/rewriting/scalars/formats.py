@@ -1,8 +1,7 @@
-"""The formats that are asserted, as patterns; any other `format` is an annotation.
+"""Patterns of the asserted formats; any other `format` is an annotation.
 
-JSON Schema 2020-12 (Validation, 7.2) leaves to the implementation which it asserts. Every text that
-matches a pattern is of the format by its RFC. Where an RFC is wide, the pattern is of its common
-part.
+JSON Schema 2020-12 (Validation, 7.2) lets the implementation choose. Every text that matches a
+pattern has the format by its RFC. For wide RFCs, the pattern covers the common part.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _IPV6 = "|".join(
         "::",
     )
 )
-# At most 63 characters. Hyphens in both the third and the fourth place are for A-labels
-# (RFC 5890, 2.3.1), and what follows in those has to be Punycode: left out.
+# At most 63 characters. Hyphens in both the third and the fourth place mark A-labels
+# (RFC 5890, 2.3.1), whose rest must be Punycode; they are excluded.
 _END = "[A-Za-z0-9]"
 _MIDDLE = "[A-Za-z0-9-]"
 _LABEL = (
@@ -36,8 +35,8 @@ _LABEL = (
     rf"|-{_END}(?:{_MIDDLE}{{0,58}}{_END})?))?"
 )
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
-# Letters that IDNA 2008 (RFC 5892) allows anywhere, none of them written from right to left. Ten
-# are at most 63 characters of Punycode.
+# Left-to-right letters that IDNA 2008 (RFC 5892) allows anywhere. Ten of them are at most 63
+# characters of Punycode.
 _LETTERS = (
     r"\x{e0}-\x{f6}\x{f8}-\x{ff}\x{3b1}-\x{3c1}\x{3c3}-\x{3c9}\x{430}-\x{44f}"
     r"\x{3041}-\x{3094}\x{30a1}-\x{30fa}\x{4e00}-\x{9fa5}\x{ac00}-\x{d7a3}"
@@ -61,7 +60,7 @@ _ESCAPE = "%[0-9A-Fa-f]{2}"
 
 
 def _uri(characters: str, host: str) -> tuple[str, str]:
-    """Return the patterns of URIs and of references, with such characters in paths (RFC 3986)."""
+    """Return the patterns of URIs and URI references (RFC 3986); paths have `characters`."""
     one = rf"(?:[{characters}]|{_ESCAPE})"
     # The first segment of a path has no colon, which would end a scheme.
     first = rf"(?:[{characters.replace(':', '')}]|{_ESCAPE})"
@@ -78,7 +77,7 @@ def _uri(characters: str, host: str) -> tuple[str, str]:
 
 
 def _registered(characters: str) -> str:
-    """Return the pattern of host names, which need not be of the domain name system."""
+    """Return the pattern of host names, which need not be DNS names."""
     label = rf"[{characters}](?:[{characters}\-]*[{characters}])?"
     return rf"{label}(?:\.{label})*"
 
@@ -108,9 +107,9 @@ FORMATS = {
     "json-pointer": _POINTER,
     "relative-json-pointer": rf"(?:0|[1-9][0-9]?)(?:#|{_POINTER})",
 }
-"""Pattern of the whole text, by the name of its format."""
+"""Pattern of the whole text by format."""
 FORMAT_LENGTHS = {"email": 254, "idn-email": 120, "hostname": 253, "idn-hostname": 120}
-"""Most characters of a text, for formats whose pattern does not bound it."""
+"""Most characters of a text, for formats whose pattern has no bound."""
 WIDE_FORMATS = {
     "date": r"[0-9W-]*",
     "time": r"[0-9:.,Zz+-]*",
@@ -127,4 +126,4 @@ WIDE_FORMATS = {
     "json-pointer": r"(?:/(?s:.*))?",
     "relative-json-pointer": r"[0-9](?s:.*)",
 }
-"""Patterns that every text of a format matches, however wide its RFC is read."""
+"""Patterns that every text of a format matches, in the widest reading of its RFC."""

@@ -1,9 +1,9 @@
-"""Numbers: ranges and multiples, with so many digits and no more.
+"""Numbers: ranges and multiples with a bounded number of digits.
 
-Without a bound a model may write digits until its answer is cut off. A number has at most
-`INTEGER_DIGITS` before and `FRACTION_DIGITS` after its point, and no exponent. Beside an exclusive
-bound both together are 15, so that the number is inside as a double too (IEEE 754: 15 decimal
-digits survive).
+Without a bound, a model may write digits until its answer is cut off. A number has at most
+`INTEGER_DIGITS` before and `FRACTION_DIGITS` after its point, and no exponent. With an exclusive
+bound both together are 15, so that the number is in the range as a double too (IEEE 754: a double
+preserves 15 decimal digits).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import ceil, floor, inf, lcm, nextafter
 from typing import Any
 
 from server.structured_outputs.rewriting.choices import Plain
-from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, InexactError
+from server.structured_outputs.rewriting.document import NOT_ONE_OF, InexactError, SchemaDocument
 from server.structured_outputs.rewriting.scalars.decimals import decimals
 from server.structured_outputs.schema_walk import Schema
 
@@ -27,7 +27,7 @@ _LEAST = Fraction(1, 10**FRACTION_DIGITS)
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """Multiples of `unit` from `low` to `high`; an open end does not belong to it."""
+    """Multiples of `unit` from `low` to `high`; an open end is excluded."""
 
     unit: Fraction
     low: Fraction = -_MOST
@@ -42,42 +42,42 @@ class NumberRange:
         return cls(_LEAST)
 
     def is_empty(self) -> bool:
-        """Whether no multiple of the unit lies in it."""
+        """Return True if it has no multiple of the unit."""
         return self.first() > self.last()
 
     def first(self) -> Fraction:
-        """Return the lowest multiple that is not below the range."""
+        """Return the lowest multiple in the range."""
         steps = self.low / self.unit
         return self.unit * (floor(steps) + 1 if self.low_open else ceil(steps))
 
     def last(self) -> Fraction:
-        """Return the highest multiple that is not above the range."""
+        """Return the highest multiple in the range."""
         steps = self.high / self.unit
         return self.unit * (ceil(steps) - 1 if self.high_open else floor(steps))
 
     def above(self, bound: Fraction, *, open_: bool) -> NumberRange:
-        """Return the part from `bound` up."""
+        """Return the part above `bound`."""
         if bound < self.low or (bound == self.low and not open_):
             return self
         return replace(self, low=bound, low_open=open_)
 
     def below(self, bound: Fraction, *, open_: bool) -> NumberRange:
-        """Return the part up to `bound`."""
+        """Return the part below `bound`."""
         if bound > self.high or (bound == self.high and not open_):
             return self
         return replace(self, high=bound, high_open=open_)
 
     def mirrored(self) -> NumberRange:
-        """Return the range of the negative numbers' absolute values."""
+        """Return the range of the negated numbers."""
         return replace(
             self, low=-self.high, high=-self.low, low_open=self.high_open, high_open=self.low_open
         )
 
     def schema(self) -> Schema:
-        """Return the backend's schema of a range without negative numbers.
+        """Return llguidance's schema of a range without negative numbers.
 
-        Its low end belongs to it: llguidance 1.7.6 lets an exclusive one in if it has no digits
-        after its point and the other end is less than 1 away (`rx_float_range` in numeric.rs).
+        Its low end is inclusive: llguidance 1.7.6 admits an exclusive integer bound if the other
+        end is less than 1 away (`rx_float_range` in numeric.rs).
         """
         found: Schema = {"type": "integer" if self.whole else "number"}
         found["minimum"] = _double(self.first(), inf)
@@ -92,7 +92,7 @@ class NumberRange:
     def pattern(self) -> str | None:
         """Return a regular expression of a range without negative numbers.
 
-        None unless its unit is one of the last of so many digits.
+        None unless its unit is a power of ten.
         """
         scale = self.unit.denominator
         places = len(str(scale)) - 1
@@ -101,7 +101,7 @@ class NumberRange:
         return decimals(int(self.first() * scale), int(self.last() * scale), places)
 
     def only(self) -> str | None:
-        """Return the one number of the range, or None if it has more."""
+        """Return the only number of the range, or None if it has several."""
         first = self.first()
         if first != self.last():
             return None
@@ -109,8 +109,8 @@ class NumberRange:
         return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def number_ranges(document: Document, plain: Plain, *, whole: bool) -> list[NumberRange]:
-    """Return the ranges whose union the numbers are that satisfy all; `whole` for integers."""
+def number_ranges(document: SchemaDocument, plain: Plain, *, whole: bool) -> list[NumberRange]:
+    """Return the ranges of the numbers that satisfy all schemas; `whole` for integers."""
     try:
         unit = _unit(plain, whole=whole)
     except InexactError as error:
@@ -127,20 +127,20 @@ def number_ranges(document: Document, plain: Plain, *, whole: bool) -> list[Numb
 
 
 def signed_parts(item: NumberRange) -> list[tuple[str, NumberRange]]:
-    """Return the range as signs with the range of the numbers that follow, none of it negative."""
-    # The backend has no multiples below zero.
+    """Return the range as pairs of a sign and a range without negative numbers."""
+    # llguidance supports no negative multiples.
     zero = Fraction(0)
     parts = (("", item.above(zero, open_=False)), ("-", item.mirrored().above(zero, open_=True)))
     return [(sign, part) for sign, part in parts if not part.is_empty()]
 
 
 def exact(value: Any) -> Fraction:
-    """Return a JSON number as it is written."""
+    """Return the exact decimal value of a JSON number."""
     return Fraction(str(value))
 
 
 def _double(value: Fraction, towards: float) -> int | float:
-    """Return the number, or the next double in a direction if no double is written like it."""
+    """Return the number, or the next double in a direction if no double equals its decimal."""
     if value.denominator == 1:
         return int(value)
     found = float(value)
@@ -180,7 +180,7 @@ def _split(item: NumberRange, value: Fraction) -> list[NumberRange]:
 
 
 def _fewer_digits(item: NumberRange) -> NumberRange:
-    """Return the range with a unit that doubles can tell from its open ends."""
+    """Return the range with a unit that doubles can distinguish from its open ends."""
     ends = [abs(item.low)] * item.low_open + [abs(item.high)] * item.high_open
     if item.unit != _LEAST or not ends:
         return item

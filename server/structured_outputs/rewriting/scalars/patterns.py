@@ -1,11 +1,11 @@
-"""Regular expressions as the grammar backend reads them, from ECMA-262's as JSON Schema has them.
+"""Translation of regular expressions from ECMA-262, as in JSON Schema, to llguidance's syntax.
 
-Where ECMA-262 and Python's `re`, with which most validators judge, differ about a class (`\\d`,
-`\\w`, `\\s`), the text is in it by both.
+ECMA-262 and Python's `re`, which most validators use, differ about some classes (`\\d`, `\\w`,
+`\\s`). A translated class has the characters that both have.
 
-derivre 0.3.12 writes a class that has all control characters with an escaped quote and backslash,
-whether they are in the class or not (`quote_all_ctrl` in its regexbuilder.rs). Therefore a class
-that lacks one of the two gets no NUL, and no pattern matches NUL alone.
+derivre 0.3.12 adds an escaped quote and backslash to a class that has all control characters
+(`quote_all_ctrl` in its regexbuilder.rs). Therefore a class that lacks one of the two gets no NUL,
+and no pattern matches NUL alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.structured_outputs.rewriting.document import InexactError
 
 _SPACE = r"\t\n\x0b\x0c\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 _WIDE_SPACE = rf"{_SPACE}\x1c-\x1f\x{{85}}\x{{feff}}"
-# What is surely in the class, and what may be.
+# Characters by both readings, and by either.
 _CLASSES = {
     code.CATEGORY_DIGIT: ("0-9", r"\p{Nd}"),
     code.CATEGORY_NOT_DIGIT: (r"[^\p{Nd}]", "[^0-9]"),
@@ -47,10 +47,10 @@ _MAX_WORD = 200
 
 
 def translated(pattern: str, *, wide: bool = False) -> str:
-    """Return the pattern in the backend's syntax; it still matches anywhere in a text.
+    """Return the pattern in llguidance's syntax; it still matches anywhere in a text.
 
-    A `wide` one matches what Python's `re` or ECMA-262 matches. Raises `InexactError` for what no
-    automaton follows, and for what is no regular expression.
+    A `wide` one matches every text that Python's `re` or ECMA-262 matches. Raises `InexactError`
+    for an invalid pattern, and for parts that no automaton can follow.
     """
     try:
         tree = parser.parse(re.sub(r"\(\?<(?![=!])", "(?P<", pattern))
@@ -62,12 +62,12 @@ def translated(pattern: str, *, wide: bool = False) -> str:
 
 
 def whole(pattern: str) -> str:
-    """Return a pattern of the backend's syntax that matches whole texts alone."""
+    """Return a pattern of llguidance's syntax that matches whole texts only."""
     return f"^(?:{pattern})$"
 
 
 def other_than(words: set[str]) -> str:
-    """Return a pattern, of the backend's syntax, of all texts but these."""
+    """Return a pattern, of llguidance's syntax, of all texts except these."""
     longest = max(map(len, words))
     if longest > _MAX_WORD:
         raise InexactError(
@@ -88,7 +88,7 @@ def _others(words: set[str]) -> str:
 
 
 def _literal(point: int) -> str:
-    """Return a character as it is written inside of a class."""
+    """Return a character as written inside a class."""
     return chr(point) if chr(point).isalnum() and point < 128 else f"\\x{{{point:x}}}"
 
 
@@ -97,7 +97,7 @@ def _character(point: int) -> str:
 
 
 def _all_but(points: Iterable[int]) -> str:
-    """Return the class of all characters but these."""
+    """Return the class of all characters except these."""
     left_out = set(points)
     if left_out.intersection(_ESCAPED):
         left_out.add(_NUL)
@@ -106,13 +106,13 @@ def _all_but(points: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """One pattern on its way."""
+    """Translates one pattern."""
 
     pattern: str
     wide: bool
 
     def sequence(self, items: Any, *, first: bool, last: bool) -> str:
-        """Return items one after the other; `first`, `last`: at an end of the whole pattern."""
+        """Return items in sequence; `first`, `last`: at the start or end of the whole pattern."""
         found, items = [], list(items)
         for index, (kind, value) in enumerate(items):
             begins = first and all(_is_anchor(item) for item in items[:index])
@@ -146,18 +146,20 @@ class _Translation:
             most = "" if high is code.MAXREPEAT else high
             return f"(?:{self.sequence(inner, first=False, last=False)}){{{low},{most}}}"
         what = _NAMES.get(kind, str(kind).lower())
-        raise InexactError(f"the pattern {self.pattern!r} has {what}, which no grammar follows")
+        raise InexactError(f"the pattern {self.pattern!r} has {what}, which no grammar can follow")
 
     def _anchor(self, value: Any, begins: bool, ends: bool) -> str:
         if value is code.AT_BEGINNING and begins:
             return "^"
         if value is code.AT_END and ends:
-            # Python's also matches before a line end that is last.
+            # Python's `$` also matches before a final line end.
             return r"\n?$" if self.wide else "$"
         if value in (code.AT_BEGINNING, code.AT_END):
-            raise InexactError(f"the pattern {self.pattern!r} has an anchor inside")
+            raise InexactError(
+                f"the pattern {self.pattern!r} has an anchor that is not at its start or end"
+            )
         raise InexactError(
-            f"the pattern {self.pattern!r} has a word boundary, which no grammar follows"
+            f"the pattern {self.pattern!r} has a word boundary, which no grammar can follow"
         )
 
 

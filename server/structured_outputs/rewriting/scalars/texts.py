@@ -1,4 +1,4 @@
-"""Strings: lengths, patterns and formats, together and in any number."""
+"""Strings: combinations of lengths, patterns and formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 
 from server.structured_outputs.rewriting.choices import Plain
-from server.structured_outputs.rewriting.document import NOT_ONE_OF, Document, InexactError
+from server.structured_outputs.rewriting.document import NOT_ONE_OF, InexactError, SchemaDocument
 from server.structured_outputs.rewriting.scalars.formats import (
     FORMAT_LENGTHS,
     FORMATS,
@@ -20,8 +20,8 @@ from server.structured_outputs.rewriting.scalars.patterns import other_than, tra
 from server.structured_outputs.schema_walk import Schema
 
 
-def text_schema(document: Document, plain: Plain) -> Schema | None:
-    """Return one schema of the backend's for the strings that satisfy all, or None for none."""
+def text_schema(document: SchemaDocument, plain: Plain) -> Schema | None:
+    """Return a schema of llguidance for the strings that satisfy all, or None if there are none."""
     shortest = max((schema.get("minLength", 0) for schema in plain), default=0)
     longest = min(_longest(document, plain), default=None)
     if longest is not None and shortest > longest:
@@ -47,7 +47,7 @@ def text_schema(document: Document, plain: Plain) -> Schema | None:
         return found
 
 
-def _longest(document: Document, plain: Plain) -> Iterator[int]:
+def _longest(document: SchemaDocument, plain: Plain) -> Iterator[int]:
     for schema in plain:
         if "maxLength" in schema:
             yield schema["maxLength"]
@@ -57,16 +57,15 @@ def _longest(document: Document, plain: Plain) -> Iterator[int]:
 
 @functools.lru_cache(1024)
 def _is_empty(schema: str) -> bool:
-    """Return True if no string satisfies one of the backend's schemas.
+    """Return True if no string satisfies a schema of llguidance.
 
-    Raises `InexactError` if the backend gives the proof up.
+    Raises `InexactError` if llguidance cannot decide it.
     """
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
     problem = llguidance.LLMatcher.validate_grammar(grammar)
     if "Unable to determine" in problem:
         raise InexactError(
-            "the lengths, patterns and formats of a string are too complex together; leave out "
-            "one of them"
+            "the lengths, patterns and formats of a string are too complex together; leave one out"
         )
     return "Unsatisfiable schema" in problem
 
