@@ -96,7 +96,7 @@ class PinnedXgrammar(XgrammarBackend):
         """Compile one grammar; called in a compile thread, whose priority it lowers."""
         _lower_priority()
         if request_type is StructuredOutputOptions.GRAMMAR and grammar_spec.startswith(MARK):
-            return self._lark_compiler().compile(
+            return self.lark_compiler().compile(
                 grammar_spec, stop_token_ids, in_trial=self.in_trial
             )
         self.make()
@@ -132,7 +132,8 @@ class PinnedXgrammar(XgrammarBackend):
         )
         return XgrammarGrammar(matcher=matcher, vocab_size=self.vocab_size, ctx=compiled)
 
-    def _lark_compiler(self) -> LarkCompiler:
+    def lark_compiler(self) -> LarkCompiler:
+        """Return the compiler of llguidance's dialect, which is made once. Thread-safe."""
         from rbln_backend.grammar.lark import LarkCompiler
 
         with self._making:

@@ -183,6 +183,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = _wrapped(tokenizer, vocab_size)
+        self.size = min(len(tokenizer), self.tokenizer.vocab_size)
         self.of_one_byte = [
             token
             for token in range(self.tokenizer.vocab_size)
@@ -196,6 +197,18 @@ class LarkCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
+
+    def special_tokens(self) -> dict[str, int]:
+        """Return the ids by text of the tokens that a grammar must name, without stop tokens."""
+        tokenizer = self._vocabulary.tokenizer
+        ends = set(tokenizer.eos_tokens)
+        found = {
+            tokenizer.decode_str([token]): token
+            for token in range(self._vocabulary.size)
+            if tokenizer.is_special_token(token) and token not in ends
+        }
+        # A token of the byte 0xFF counts as special, too.
+        return {text: token for text, token in found.items() if text}
 
     def compile(self, text: str, stop: set[int] | None, *, in_trial: bool) -> LarkGrammar:
         """Return a grammar at its beginning. Raises ValueError with llguidance's reason."""

@@ -50,6 +50,10 @@ class GrammarTrial:
         stop = getattr(self._backend.tokenizer, "eos_token_id", None)
         self._stop = None if stop is None else {int(stop)}
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return the ids of the tokenizer's special tokens by text; see `LarkCompiler`."""
+        return self._backend.lark_compiler().special_tokens()
+
     def __call__(self, kind: str, text: str) -> list[str]:
         """Try one grammar; `kind` names a `StructuredOutputOptions`.
 

@@ -29,8 +29,8 @@ class Constraint:
 
     `text` is JSON for a schema, a choice or a structural tag. Without `exact`, keywords that the
     grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
-    inspected already. The schema of a `tagged` one becomes part of a structural tag, for which the
-    backend takes schemas as they are; others are rewritten. `shares` is the number of its schemas,
+    inspected already. The schema of a `tagged` one is not rewritten, because it becomes part of a
+    structural tag that has no rewriting. `shares` is the number of its schemas,
     each of which adds the processor time of one.
     """
 

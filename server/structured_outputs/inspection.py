@@ -35,14 +35,24 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
         _check_choice(json.loads(text), limits)
     elif constraint.kind is ConstraintKind.JSON:
         schema = parsed(text)
-        _check_schema(schema, limits, exact=constraint.exact and constraint.tagged)
+        _check_schema(schema, limits)
         if not constraint.tagged:
             check_form(schema)
     else:
         tag = parsed(text)
         check_size(tag, limits)
         for schema in _schemas_of_tag(tag):
-            _check_schema(schema, limits, exact=constraint.exact)
+            _check_schema(schema, limits)
+            check_form(schema)
+
+
+def check_unrewritten(constraint: Constraint) -> None:
+    """Raise `UnusableError` for a schema that xgrammar would not follow exactly."""
+    if constraint.kind is ConstraintKind.JSON:
+        check_exact(parsed(constraint.text))
+    elif constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+        for schema in _schemas_of_tag(parsed(constraint.text)):
+            check_exact(schema)
 
 
 def parsed(text: str) -> Any:
@@ -83,13 +93,11 @@ def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
         )
 
 
-def _check_schema(schema: Any, limits: SchemaLimits, *, exact: bool) -> None:
+def _check_schema(schema: Any, limits: SchemaLimits) -> None:
     if not isinstance(schema, dict | bool):
         raise UnusableError(f"it must be an object, got {type(schema).__name__}")
     check_size(schema, limits)
     check_refs(schema)
-    if exact:
-        check_exact(schema)
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:

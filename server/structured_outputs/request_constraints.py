@@ -30,10 +30,13 @@ _WITHOUT_EFFECT = {
 """Options of `structured_outputs` that the backend would ignore, with their alternatives."""
 
 
-def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
+def constraints_of(
+    endpoint: Endpoint, fields: JsonObject, *, rewrites_tools: bool = True
+) -> list[list[Constraint]]:
     """Return the constraints of the answer; each list is compiled together, each tool alone.
 
-    Raises `MissingFieldError`, `InvalidValueError` or `UnsupportedFieldError`.
+    `rewrites_tools`: grammars of calls have rewritten schemas. Raises `MissingFieldError`,
+    `InvalidValueError` or `UnsupportedFieldError`.
     """
     if endpoint not in _GENERATING:
         return []
@@ -46,7 +49,7 @@ def constraints_of(endpoint: Endpoint, fields: JsonObject) -> list[list[Constrai
             f"Only one of '{found[0].param}' and '{found[1].param}' can guide an answer.",
             param=found[1].param,
         )
-    tools = [[tool] for tool in _tools(endpoint, fields)]
+    tools = [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
     return [found, *tools] if found else tools
 
 
@@ -143,7 +146,7 @@ def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
     return format_constraint(fields.get("response_format"), "response_format")
 
 
-def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
+def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Constraint]:
     """Return the parameter schemas of the tools whose calls are guided."""
     tools = fields.get("tools")
     if not isinstance(tools, list):
@@ -162,7 +165,7 @@ def _tools(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
         if isinstance(schema := get_field(tool, name), dict):
             text = json.dumps(schema)
             found.append(
-                Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=True)
+                Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=tagged)
             )
     # With `auto`, calls are guided if a tool is strict or if only some tools are allowed.
     return found if choice.forces or choice.listed or any_strict else []

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from server.structured_outputs.constraint import (
@@ -15,8 +15,9 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
-from server.structured_outputs.inspection import inspect, parsed
+from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
 from server.structured_outputs.rewriting.rewriting import rewrite
+from server.structured_outputs.rewriting.tags import rewrite_tag
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind and returns warnings.
@@ -63,11 +64,17 @@ def shares_of(constraints: Sequence[Constraint]) -> int:
 
 
 def do_job(
-    data: bytes, trial: Trial, *, compact: bool, on_shares: Callable[[int], None] | None = None
+    data: bytes,
+    trial: Trial,
+    *,
+    compact: bool,
+    specials: Mapping[str, int] | None = None,
+    on_shares: Callable[[int], None] | None = None,
 ) -> TrialVerdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
-    `compact`: JSON has no whitespace. `on_shares` is called with the job's shares first.
+    `compact`: JSON has no whitespace. `specials` are the tokenizer's special tokens (see
+    `rewrite_tag`). `on_shares` is called with the job's shares first.
     """
     job = json.loads(data)
     if on_shares is not None:
@@ -80,8 +87,10 @@ def do_job(
         try:
             if not derived:
                 inspect(constraint, limits)
-            grammar = _rewritten(constraint, compact=compact)
+            grammar = _rewritten(constraint, specials or {}, compact=compact)
             if grammar is None:
+                if exact and not derived:
+                    check_unrewritten(constraint)
                 _try(constraint, kind, text, trial)
             else:
                 _try(constraint, ConstraintKind.GRAMMAR.value, grammar, trial)
@@ -92,15 +101,21 @@ def do_job(
     return TrialVerdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 
-def _rewritten(constraint: Constraint, *, compact: bool) -> str | None:
-    """Return the grammar of a schema; None if the constraint is tried as it is."""
-    if constraint.kind is not ConstraintKind.JSON or constraint.tagged:
+def _rewritten(constraint: Constraint, specials: Mapping[str, int], *, compact: bool) -> str | None:
+    """Return the grammar of a schema or tag; None if the constraint is tried as it is."""
+    is_tag = constraint.kind is ConstraintKind.STRUCTURAL_TAG
+    if not is_tag and (constraint.kind is not ConstraintKind.JSON or constraint.tagged):
         return None
-    schema = parsed(constraint.text)
+    value = parsed(constraint.text)
     try:
-        found = rewrite(schema, compact=compact)
+        if is_tag:
+            found = rewrite_tag(value, specials, compact=compact)
+        else:
+            found = rewrite(value, compact=compact)
     except RecursionError:
         raise UnusableError("it is nested too deeply to be rewritten") from None
+    if found is None:
+        return None
     if found.left_out and constraint.exact:
         raise UnusableError(found.left_out[0])
     return found.grammar

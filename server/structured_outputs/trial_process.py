@@ -28,6 +28,7 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
     os.nice(_NICENESS)
     trial = api.grammar_trial(vllm_config)
     limit_growth()
+    specials = trial.special_tokens()
     compact = vllm_config.structured_outputs_config.disable_any_whitespace
     pipe.send_bytes(b"ready")
     with suppress(EOFError):
@@ -38,6 +39,7 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
                 job,
                 trial,
                 compact=compact,
+                specials=specials,
                 on_shares=lambda shares: limit_processor_time(cpu_s * shares),
             )
             limit_processor_time(0)

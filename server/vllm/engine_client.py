@@ -23,6 +23,7 @@ from server.errors import ContextLengthError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import Constraint, ConstraintKind, job_key
+from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.drafts.options import predicted_tokens, prediction_counts, set_draft_options
 from server.vllm.errors import BacklogError
@@ -43,6 +44,8 @@ class EngineClient(AsyncLLM):
     """AsyncLLM that checks, schedules and meters the engine's requests of each HTTP request."""
 
     grammars: GrammarGate | None = None
+    rewrites_tools = False
+    """True if no grammar of tools may have a schema that is not rewritten."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,6 +142,9 @@ class EngineClient(AsyncLLM):
             if record is not None:
                 record.failure = error
             raise
+        if grammar is None and self.rewrites_tools and record is not None and record.guide == TOOLS:
+            # The schemas were checked by other rules.
+            raise refusal(job[0], "its form has no rewriting")
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
 

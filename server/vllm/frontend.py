@@ -157,6 +157,7 @@ class VllmFrontend:
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
         rules = make_request_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
+        engine.rewrites_tools = rules.rewrites_tools
         self._num_ranks = engine.vllm_config.parallel_config.data_parallel_size
         self._reading = JobPool(
             "reading requests",

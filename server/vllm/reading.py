@@ -107,7 +107,9 @@ class BodyReader:
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
         check_choice(endpoint, fields)
-        constraints = constraints_of(endpoint, fields) if rules.guided else []
+        constraints = []
+        if rules.guided:
+            constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},

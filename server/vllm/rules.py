@@ -18,6 +18,7 @@ from server.settings import ServerSettings
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
+from server.vllm.tools.schemas import rewrites_arguments
 from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ class RequestRules:
     """Rules of one server.
 
     `offered` are the forms that the served model answers; `does` describes its task for errors.
-    `guided`: answers may be constrained. `merge_inline_system`: Anthropic's system messages in a
-    conversation are merged. `volatile_lines` are the rules for lines of system prompts.
-    `speculates`: the engine verifies drafts. `variables` are those of the model's templates;
-    `own_templates`: requests may send a template. `sampling` has the model's default parameters.
+    `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
+    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are merged.
+    `volatile_lines` are the rules for lines of system prompts. `speculates`: the engine verifies
+    drafts. `variables` are those of the model's templates; `own_templates`: requests may send a
+    template. `sampling` has the model's default parameters.
     """
 
     budget: Budget
@@ -50,6 +52,7 @@ class RequestRules:
     own_templates: bool
     tools: ToolSupport
     guided: bool
+    rewrites_tools: bool
     speculates: bool
     sampling: JsonObject
     offered: frozenset[str]
@@ -105,6 +108,7 @@ def make_request_rules(
         own_templates=state.online_renderer.trust_request_chat_template,
         tools=tools,
         guided="generate" in tasks,
+        rewrites_tools=rewrites_arguments(tools.parser),
         speculates=config.speculative_config is not None,
         sampling=model.get_diff_sampling_param(),
         offered=offered,

@@ -69,6 +69,7 @@ RULES = RequestRules(
     own_templates=True,
     tools=ToolSupport("template", None, "it names them"),
     guided=True,
+    rewrites_tools=True,
     speculates=True,
     sampling={},
     offered=frozenset(MODELS) - {"rerank"},

@@ -29,6 +29,16 @@ def rewrite(schema: Any, *, compact: bool) -> Rewriting:
 
     Raises `UnusableError` if no value satisfies it, or if it has too many combinations.
     """
+    rules = Rules(compact=compact)
+    root, left_out = add_schema(rules, schema)
+    return Rewriting(rules.text(root), left_out)
+
+
+def add_schema(rules: Rules, schema: Any) -> tuple[str, tuple[str, ...]]:
+    """Add the rules of a schema; return its root rule and a line for each part not followed.
+
+    Raises `UnusableError` as `rewrite` does.
+    """
     document = SchemaDocument(modern(schema), draft=draft_of(schema))
     document.left_out += newer_keywords(schema)
     nodes = Nodes(document)
@@ -37,12 +47,12 @@ def rewrite(schema: Any, *, compact: bool) -> Rewriting:
     possible = _possible(found)
     if root not in possible:
         raise UnusableError("$: no value satisfies it")
-    rules = Rules(compact=compact)
-    names = {node: f"node_{index}" for index, node in enumerate(found) if node in possible}
+    stem = rules.new_name("node")
+    names = {node: f"{stem}_{index}" for index, node in enumerate(found) if node in possible}
     for node, name in names.items():
         options = [option for shape in found[node] for option in rules.of_shape(shape, names.get)]
         rules.define(name, *dict.fromkeys(options))
-    return Rewriting(rules.text(names[root]), tuple(document.left_out))
+    return names[root], tuple(document.left_out)
 
 
 def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:

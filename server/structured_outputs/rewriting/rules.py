@@ -58,16 +58,20 @@ class Rules:
 
     def add(self, stem: str, *options: str, counts: bool = False) -> str:
         """Add a rule of these options and return its name; `counts`: it has a parameter."""
+        name = self.new_name(stem)
+        self.define(name, *options, counts=counts)
+        return name
+
+    def new_name(self, stem: str) -> str:
+        """Return a name that no rule has."""
+        return f"{stem}_{len(self._lines)}"
+
+    def define(self, name: str, *options: str, counts: bool = False) -> None:
+        """Add a rule of this name."""
         if len(self._lines) >= MAX_RULES:
             raise UnusableError(
                 f"its grammar has more than {MAX_RULES} rules, the limit of this server"
             )
-        name = f"{stem}_{len(self._lines)}"
-        self.define(name, *options, counts=counts)
-        return name
-
-    def define(self, name: str, *options: str, counts: bool = False) -> None:
-        """Add a rule of this name."""
         parameter = "::_" if counts else ""
         self._lines.append(
             f"{name}{parameter}: " + "\n  | ".join(option or '""' for option in options)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from server.structured_outputs.rewriting.tags import rewrite_tag
 
 _TYPING_KEYS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 """Keywords of a schema that say what a value is."""
@@ -14,6 +17,46 @@ def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     if isinstance(given.get("type"), list):
         return {**given, "type": "object"}
     return given if _TYPING_KEYS & given.keys() else {"type": "object", **given}
+
+
+def rewrites_arguments(parser: str | None) -> bool:
+    """Return True if vLLM's grammars of a parser's calls have only schemas that are rewritten.
+
+    vLLM makes a structural tag or, for other parsers, a JSON schema of a request's tools.
+    """
+    from vllm.parser.abstract_parser import DelegatingParser
+    from vllm.parser.parser_manager import ParserManager
+
+    found = ParserManager.get_parser(parser, enable_auto_tools=True)
+    if found is None:
+        return True
+    if found.adjust_request is not DelegatingParser.adjust_request:
+        return False
+    calls = found.tool_parser_cls
+    if calls.structural_tag_model is None:
+        return bool(calls.supports_required_and_named)
+    return all(
+        rewrite_tag(tag, {}, compact=True) is not None
+        for tag in _example_tags(calls.structural_tag_model)
+    )
+
+
+def _example_tags(model: str) -> Iterator[Any]:
+    """Yield a structural tag for each `tool_choice`; None if vLLM makes none for the model."""
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionNamedToolChoiceParam,
+        ChatCompletionToolsParam,
+    )
+    from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
+
+    named, arguments = {"name": "a"}, {"type": "object", "properties": {"b": {"type": "integer"}}}
+    tool = ChatCompletionToolsParam(function={**named, "parameters": arguments, "strict": True})
+    for choice in ("auto", "required", ChatCompletionNamedToolChoiceParam(function=named)):
+        try:
+            tag = get_model_structural_tag(model, [tool], choice, reasoning=False)
+        except ValueError:
+            tag = None
+        yield None if tag is None else tag.model_dump()
 
 
 def guiding(tool: Any, *, strict: bool = False) -> Any:

@@ -66,6 +66,11 @@ def whole(pattern: str) -> str:
     return f"^(?:{pattern})$"
 
 
+def escaped(text: str) -> str:
+    """Return a pattern of llguidance's syntax that matches this text."""
+    return "".join(_literal(ord(character)) for character in text)
+
+
 def other_than(words: set[str]) -> str:
     """Return a pattern, of llguidance's syntax, of all texts except these."""
     longest = max(map(len, words))

@@ -1,0 +1,226 @@
+"""Rewriting of structural tags: text and tool calls around rewritten schemas.
+
+llguidance matches a special token of the tokenizer only if the grammar names it. A marker such as
+`<tool_call>` is therefore written both as its token and as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from server.structured_outputs.rewriting.rewriting import Rewriting, add_schema
+from server.structured_outputs.rewriting.rules import Rules, quoted
+from server.structured_outputs.rewriting.scalars.patterns import escaped
+
+Format = dict[str, Any]
+
+_CALL_NUMBER = r"\d+"
+"""The only pattern in vLLM's tags for tools."""
+_LIMITS = ("max_tokens", "max_chars", "max_whitespace_cnt", "any_order")
+
+
+class UnsupportedTagError(ValueError):
+    """A format of a structural tag has no rewriting."""
+
+
+def rewrite_tag(tag: Any, specials: Mapping[str, int], *, compact: bool) -> Rewriting | None:
+    """Return the grammar of a structural tag; None if one of its formats has no rewriting.
+
+    `specials` are the ids of the tokenizer's special tokens by text, without those that end an
+    answer. Raises `UnusableError` as `rewrite` does.
+    """
+    writer = _TagWriter(Rules(compact=compact), specials)
+    try:
+        start = writer.last(_format(tag))
+    except (UnsupportedTagError, KeyError, TypeError, AttributeError):
+        # The backend reports the reason for a malformed tag.
+        return None
+    return Rewriting(writer.rules.text(start), tuple(writer.left_out))
+
+
+class _TagWriter:
+    """Writes the rules of one structural tag; each method returns the options of a format."""
+
+    def __init__(self, rules: Rules, specials: Mapping[str, int]) -> None:
+        self.rules = rules
+        self.specials = specials
+        self.left_out: list[str] = []
+        self._schemas: dict[str, str] = {}
+
+    def last(self, item: Format) -> str:
+        """Return the rule of a format that nothing follows: free text may end it."""
+        if item["type"] == "sequence":
+            *parts, end = item["elements"]
+            return " ".join([*map(self.write, parts), self.last(end)])
+        return self.write(item, _LAST.get(item["type"]))
+
+    def write(self, item: Format, options: Options | None = None) -> str:
+        """Return the rule of a format; `options` replaces the function of its type."""
+        options = options or _FORMATS.get(item["type"])
+        if options is None or any(item.get(name) not in (None, False) for name in _LIMITS):
+            raise UnsupportedTagError
+        return self.rules.add("tag", *options(self, item))
+
+    def schema(self, item: Format) -> list[str]:
+        if item.get("style", "json") != "json" or item.get("excludes"):
+            raise UnsupportedTagError
+        text = json.dumps(item["json_schema"])
+        if text not in self._schemas:
+            self._schemas[text], left_out = add_schema(self.rules, item["json_schema"])
+            self.left_out += left_out
+        return [self._schemas[text]]
+
+    def constant(self, item: Format) -> list[str]:
+        return [self._literal(item["value"])]
+
+    def number(self, item: Format) -> list[str]:
+        if item["pattern"] != _CALL_NUMBER:
+            raise UnsupportedTagError
+        return ["/[0-9]+/"]
+
+    def sequence(self, item: Format) -> list[str]:
+        return [" ".join(self.write(part) for part in item["elements"])]
+
+    def either(self, item: Format) -> list[str]:
+        return [self.write(part) for part in item["elements"]]
+
+    def any_text(self, item: Format) -> list[str]:
+        return [_Text(self, _texts(item.get("excludes", []))).free]
+
+    def tag(self, item: Format, begin: str | None = None) -> list[str]:
+        """Return one option for each end; `begin` replaces the tag's."""
+        begin = self._literal(item["begin"] if begin is None else begin)
+        content, ends = item["content"], _ends(item)
+        if content["type"] != "any_text":
+            rule = self.write(content)
+            return [f"{begin} {rule} {self._literal(end)}" for end in ends]
+        text = _Text(self, _texts(content.get("excludes", [])), ends)
+        return [f"{begin} {text.until(end)}" for end in ends]
+
+    def tags(self, item: Format) -> list[str]:
+        one = self._any_of(self.tag(tag) for tag in item["tags"])
+        more = (
+            "" if item.get("stop_after_first") else f" ({self._literal(item['separator'])} {one})*"
+        )
+        return [one + more] if item.get("at_least_one") else [one + more, ""]
+
+    def triggered(self, item: Format) -> list[str]:
+        """Return the options of text with tags that triggers begin; a required one comes first."""
+        ends = [end for tag in item["tags"] for end in _ends(tag)]
+        triggers = _texts(item["triggers"])
+        text = _Text(self, _texts(item.get("excludes", [])), triggers, ends)
+        calls = []
+        for trigger in triggers:
+            begun = [tag for tag in item["tags"] if tag["begin"].startswith(trigger)]
+            rest = self._any_of(self.tag(tag, tag["begin"].removeprefix(trigger)) for tag in begun)
+            calls.append(f"{text.until(trigger)} {rest}")
+        once = item.get("stop_after_first")
+        call = self.rules.add("call", *calls)
+        if not item.get("at_least_one"):
+            return [text.free, call] if once else [f"{call}* {text.free}"]
+        first = self._any_of(self.tag(tag) for tag in item["tags"])
+        return [first if once else f"{first} {call}* {text.free}"]
+
+    def _any_of(self, options: Iterable[list[str]]) -> str:
+        found = [option for some in options for option in some]
+        if not found:
+            raise UnsupportedTagError
+        return self.rules.add("tag", *found)
+
+    def _literal(self, text: str) -> str:
+        """Return a text, each special token of which may be a token or text."""
+        found = [(text.index(name), -len(name), name) for name in self.specials if name in text]
+        if not found:
+            return quoted(text)
+        start, _, name = min(found)
+        head, tail = text[:start], text[start + len(name) :]
+        return f"{quoted(head)} ({self.token(name)} | {quoted(name)}) {self._literal(tail)}"
+
+    def token(self, name: str) -> str:
+        """Return a special token."""
+        return f"<[{self.specials[name]}]>"
+
+
+class _Text:
+    """Rules of free text: without `excludes`, and up to one of the `stops` if there are any."""
+
+    def __init__(
+        self,
+        writer: _TagWriter,
+        excludes: list[str],
+        stops: Collection[str] = (),
+        before: Collection[str] = (),
+    ) -> None:
+        """`before` are texts that may precede the free text."""
+        markers = [*excludes, *stops]
+        if "" in markers or any(_overlap(a, b) for a in (*markers, *before) for b in markers):
+            # The lexer could not decide where a marker begins.
+            raise UnsupportedTagError
+        self._writer = writer
+        pattern = "/(?s:.+)/"
+        if markers:
+            pattern += f" & ~/(?s:.*)(?:{'|'.join(map(escaped, markers))})(?s:.*)/"
+        add = writer.rules.add
+        self._text = add("TEXT", pattern)
+        tokens = [
+            str(token)
+            for name, token in writer.specials.items()
+            if not any(_overlap(name, m) or _overlap(m, name) or name in m for m in markers)
+        ]
+        # No text follows text directly: the two could form a marker.
+        pieces = f"({self._text}? <[{','.join(tokens)}]>)*" if tokens else '""'
+        self._pieces = add("pieces", pieces)
+        self.free = add("text", f"{self._pieces} {self._text}?")
+
+    def until(self, stop: str) -> str:
+        """Return the rule of the text up to its first `stop`, which it includes."""
+        options = [self._writer.rules.add("UNTIL", f"{self._text}? {quoted(stop)}")]
+        if stop in self._writer.specials:
+            options.append(f"{self._text}? {self._writer.token(stop)}")
+        return f"{self._pieces} {self._writer.rules.add('until', *options)}"
+
+
+def _format(tag: Any) -> Format:
+    """Return the format of a tag; the older form has text with tags."""
+    if "structures" not in tag:
+        found: Format = tag["format"]
+        return found
+    tags = [
+        {**item, "content": {"type": "json_schema", "json_schema": item["schema"]}}
+        for item in tag["structures"]
+    ]
+    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UnsupportedTagError
+    return value
+
+
+def _ends(tag: Format) -> list[str]:
+    return _texts(tag["end"] if isinstance(tag["end"], list) else [tag["end"]])
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return True if an end of `one` begins `other`; a text overlaps itself by a part of it."""
+    longest = min(len(one), len(other)) - (one == other)
+    return any(one.endswith(other[:size]) for size in range(1, longest + 1))
+
+
+Options = Callable[[_TagWriter, Format], list[str]]
+_FORMATS: dict[str, Options] = {
+    "json_schema": _TagWriter.schema,
+    "const_string": _TagWriter.constant,
+    "regex": _TagWriter.number,
+    "sequence": _TagWriter.sequence,
+    "or": _TagWriter.either,
+    "tag": _TagWriter.tag,
+    "tags_with_separator": _TagWriter.tags,
+}
+_LAST: dict[str, Options] = {
+    "any_text": _TagWriter.any_text,
+    "triggered_tags": _TagWriter.triggered,
+}
