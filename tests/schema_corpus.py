@@ -222,4 +222,4 @@ BAD_IN_TAGS: tuple[tuple[Schema, str], ...] = (
     ),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
 )
-"""Refused inside of a structural tag, each for its own reason."""
+"""Refused in a structural tag that is not rewritten, each for its own reason."""

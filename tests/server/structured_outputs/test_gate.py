@@ -103,7 +103,9 @@ def test_strict_false_asks_for_the_best_only() -> None:
         )
         assert constraints_of(Endpoint.CHAT, body)[0][0].exact is exact
     required = {"tools": [tool(), tool(strict=True)], "tool_choice": "required"}
-    assert [c.exact for (c,) in constraints_of(Endpoint.CHAT, required)] == [False, True]
+    for rewrites in (False, True):
+        jobs = constraints_of(Endpoint.CHAT, required, rewrites_tools=rewrites)
+        assert [(c.exact, c.tagged) for (c,) in jobs] == [(e, not rewrites) for e in (False, True)]
 
 
 F, G = ({"type": "function", "name": name, "parameters": SCHEMA} for name in "fg")
