@@ -29,6 +29,9 @@ _WITHOUT_EFFECT = {
 }
 """Options of `structured_outputs` that the backend would ignore, with their alternatives."""
 
+_TYPING_KEYS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
+"""Keywords that determine the type of a value."""
+
 
 def constraints_of(
     endpoint: Endpoint, fields: JsonObject, *, rewrites_tools: bool = True
@@ -51,6 +54,14 @@ def constraints_of(
         )
     tools = [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
     return [found, *tools] if found else tools
+
+
+def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object whatever it leaves out."""
+    given = dict(parameters or {})
+    if isinstance(given.get("type"), list):
+        return {**given, "type": "object"}
+    return given if _TYPING_KEYS & given.keys() else {"type": "object", **given}
 
 
 def kind_of(jobs: list[list[Constraint]]) -> str:
@@ -163,7 +174,7 @@ def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Cons
         strict = get_field(tool, "strict") is True
         any_strict |= strict
         if isinstance(schema := get_field(tool, name), dict):
-            text = json.dumps(schema)
+            text = json.dumps(object_schema(schema))
             found.append(
                 Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=tagged)
             )

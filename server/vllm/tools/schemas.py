@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from server.structured_outputs.request_constraints import object_schema
 from server.structured_outputs.rewriting.tags import rewrite_tag
-
-_TYPING_KEYS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
-"""Keywords of a schema that say what a value is."""
-
-
-def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object whatever it leaves out."""
-    given = dict(parameters or {})
-    if isinstance(given.get("type"), list):
-        return {**given, "type": "object"}
-    return given if _TYPING_KEYS & given.keys() else {"type": "object", **given}
 
 
 def rewrites_arguments(parser: str | None) -> bool:
@@ -28,11 +18,11 @@ def rewrites_arguments(parser: str | None) -> bool:
     from vllm.parser.parser_manager import ParserManager
 
     found = ParserManager.get_parser(parser, enable_auto_tools=True)
-    if found is None:
+    calls = None if found is None else found.tool_parser_cls
+    if found is None or calls is None:
         return True
     if found.adjust_request is not DelegatingParser.adjust_request:
         return False
-    calls = found.tool_parser_cls
     if calls.structural_tag_model is None:
         return bool(calls.supports_required_and_named)
     return all(

@@ -160,9 +160,7 @@ class _Translation:
             # Python's `$` also matches before a final line end.
             return r"\n?$" if self.wide else "$"
         if value in (code.AT_BEGINNING, code.AT_END):
-            raise InexactError(
-                f"the pattern {self.pattern!r} has an anchor that is not at its start or end"
-            )
+            raise InexactError(f"the pattern {self.pattern!r} has an anchor inside")
         raise InexactError(
             f"the pattern {self.pattern!r} has a word boundary, which no grammar can follow"
         )

@@ -12,10 +12,10 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
+from server.structured_outputs.request_constraints import object_schema
 from server.tools.choice import ToolChoice
 from server.vllm.tools.parser import object_call_parser
 from server.vllm.tools.requests import allow_names
-from server.vllm.tools.schemas import object_schema
 from server.vllm.tools.templates import tool_parser_of
 
 pytestmark = pytest.mark.engine
