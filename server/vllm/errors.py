@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 """Parameters that vLLM names for a prompt longer than the context."""
-_OVERLOAD_RETRY_S = 1
 _JSON_TYPES: Mapping[type, str] = {
     str: "a string",
     bool: "a boolean",
