@@ -18,10 +18,10 @@ Blocks = tuple[list[KVCacheBlock], ...]
 
 
 class RblnKvCoordinator(KVCacheCoordinator):
-    """A hit ends where every group can resume: paged groups share blocks and copy the head of the
-    last one, window groups refill a window block from their log.
+    """vLLM's coordinator with hits that end at any multiple of ``hash_block_size`` tokens.
 
-    The hash granularity (``hash_block_size``) is the unit of all of it.
+    A hit ends where every group can resume: paged groups share blocks and copy the head of the
+    last one, window groups refill a window block from their log.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,7 +30,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         self.paged = [m for m in managers if isinstance(m, PagedManager)]
         self.windows = [m for m in managers if isinstance(m, WindowManager)]
         self._enable_caching = bool(options["enable_caching"])
-        # vLLM's own manager of windows in pages knows nothing of hits inside blocks.
+        # vLLM's own manager of windows in pages cannot find hits inside blocks.
         assert not self._enable_caching or len(self.paged) + len(self.windows) == len(managers)
         self._hit_tokens: dict[str, int] = {}
         self._unwritten: set[BlockHash] = set()
@@ -86,8 +86,10 @@ class RblnKvCoordinator(KVCacheCoordinator):
         """
 
     def most_blocks(self, num_decoding: int, prompts: Iterable[int]) -> int:
-        """Blocks of vLLM's pool that steps could take: a token for each of so many requests that
-        run, and whole ``prompts``, in tokens. Who runs has its window.
+        """Return the most blocks of vLLM's pool that steps could take.
+
+        That is one token of each of ``num_decoding`` running requests, which already own a window
+        block, and all tokens of ``prompts``, given as numbers of tokens.
         """
         paged = [m for m in self.single_type_managers if m not in self.windows]
         blocks = num_decoding * len(paged)
@@ -97,21 +99,21 @@ class RblnKvCoordinator(KVCacheCoordinator):
         return blocks
 
     def will_write(self, prefixes: Iterable[BlockHash]) -> None:
-        """Note what the step that is being scheduled will compute: it cannot be hit by that step.
+        """Exclude prefixes that the step being scheduled computes from hits in the same step.
 
         Heads of blocks and windows are copied before a step, and logged after it.
         """
         self._unwritten.update(prefixes)
 
     def _written(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many prefixes there are before the first that is still to be computed."""
+        """Return the number of prefixes before the first that is still to be computed."""
         if not self._unwritten:
             return len(block_hashes)
         found = (n for n, prefix in enumerate(block_hashes) if prefix in self._unwritten)
         return next(found, len(block_hashes))
 
     def _shorten_to_windows(self, block_hashes: Sequence[bytes], hit: int) -> int:
-        """The longest prefix up to ``hit`` that every window group can resume after."""
+        """Return the longest prefix, up to ``hit`` tokens, that every window group can resume."""
         previous = -1
         while hit != previous:
             previous = hit
@@ -144,7 +146,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         self._add_hit("block", num_tokens - in_head)
 
     def take_transfers(self) -> WindowTransfers:
-        """The window moves of the step that was just scheduled; another one begins."""
+        """Return the window transfers of the step just scheduled, and start collecting anew."""
         self._unwritten.clear()
         transfers = WindowTransfers()
         for window in self.windows:
@@ -154,8 +156,10 @@ class RblnKvCoordinator(KVCacheCoordinator):
         return transfers
 
     def take_hit_tokens(self) -> dict[str, int]:
-        """Tokens that prefix hits saved since the last call: in whole blocks and in the heads of
-        blocks, or by refilled windows where a model has nothing else."""
+        """Return the tokens that prefix hits saved since the last call, by kind of hit.
+
+        Kinds: ``block`` and ``sub_block``, or ``window`` for a model with window layers alone.
+        """
         if not (taken := self._hit_tokens):
             return taken
         self._hit_tokens = {}

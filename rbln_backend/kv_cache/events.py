@@ -1,4 +1,4 @@
-"""KV cache events: which whole blocks the paged groups hold, for routers that follow them."""
+"""KV cache events: report the whole blocks that the paged groups hold, for prefix-aware routers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _Name = tuple[int | None, bytes | int]
 class BlockEvents:
     """Reports of reused blocks, and a filter that makes removals match what was stored.
 
-    Upstream reports the removal of every head of a block, of which no event was sent, and of a
-    block whose tokens another block still holds.
+    Upstream reports two removals too many: that of a block's head, which was never reported as
+    stored, and that of a block whose tokens another block still holds.
     """
 
     def __init__(self, pool: BlockPool, groups: Sequence[PagedManager]) -> None:
@@ -48,11 +48,11 @@ class BlockEvents:
                 self._reused.append(self._pool.kv_event_queue[-1])
 
     def filter(self, events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
-        """Return the events of a step without removals of what is still held or never was."""
+        """Return the events of a step without removals of blocks still held or never stored."""
         reused, self._reused = self._reused, []
-        return [event for event in events if self._is_news(event, reused)]
+        return [event for event in events if self._is_change(event, reused)]
 
-    def _is_news(self, event: KVCacheEvent, reused: Sequence[KVCacheEvent]) -> bool:
+    def _is_change(self, event: KVCacheEvent, reused: Sequence[KVCacheEvent]) -> bool:
         if isinstance(event, AllBlocksCleared):
             self._held.clear()
         elif isinstance(event, BlockStored):
@@ -64,7 +64,7 @@ class BlockEvents:
         return True
 
     def _drop(self, name: _Name) -> bool:
-        """Count a removal; return whether it was that of the last block with these tokens."""
+        """Count a removal; return True for that of the last block with these tokens."""
         if name not in self._held:
             return False
         self._held[name] -= 1

@@ -1,4 +1,4 @@
-"""Which blocks each request owns: one manager per KV cache group, over vLLM's interface."""
+"""Managers of the blocks that requests own, one per KV cache group, behind vLLM's interface."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PagedManager(FullAttentionManager):
         blocks = self.req_to_blocks[request.request_id]
         for index in range(first_block, -(-end // self.block_size)):
             start, stop = index * self.block_size, min(end, (index + 1) * self.block_size)
-            # Upstream forgets the heads of a block when it registers the whole.
+            # Upstream drops the heads of a block when it registers the whole block.
             is_whole = stop % self.block_size == 0
             known = start if is_whole else max(start, num_indexed)
             self._index_heads(request, blocks[index], known, stop)
@@ -59,8 +59,8 @@ class PagedManager(FullAttentionManager):
     def _index_heads(self, request: Request, block: KVCacheBlock, known: int, stop: int) -> None:
         """Register the heads of ``block`` that end after ``known``, up to ``stop`` tokens.
 
-        Upstream's ``cache_partial_block`` drops a block's shorter heads for each longer one, so
-        that a block of many units would have to be registered all over again for every unit.
+        Upstream's ``cache_partial_block`` drops a block's shorter heads for each longer one: every
+        unit of a block would register all of its heads again.
         """
         unit = self.block_pool.hash_block_size
         for end in range(known + unit, stop + 1, unit):
@@ -75,7 +75,7 @@ class PagedManager(FullAttentionManager):
 
 
 class WindowManager(SingleTypeKVCacheManager):
-    """One window block per request, and the log from which later requests resume."""
+    """Manager of one window block per request, and of the log that later requests resume from."""
 
     def __init__(self, kv_cache_spec: WindowSpec, **options: Any) -> None:
         super().__init__(kv_cache_spec, **options)
@@ -94,7 +94,7 @@ class WindowManager(SingleTypeKVCacheManager):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that requests can have."""
+        """Blocks that requests can own."""
         return int(self._blocks.num_gpu_blocks) - 1
 
     @property
@@ -102,12 +102,15 @@ class WindowManager(SingleTypeKVCacheManager):
         return sum(1 for blocks in self.req_to_blocks.values() if blocks)
 
     def take_transfers(self) -> WindowTransfers:
-        """The moves decided since the last call."""
+        """Return the transfers decided since the last call."""
         taken, self._transfers = self._transfers, WindowTransfers()
         return taken
 
     def get_num_blocks_to_allocate(self, request_id: str, *_: Any, **__: Any) -> int:
-        """What the request still needs of vLLM's pool; a pool of our own has one for everybody."""
+        """Return the blocks of vLLM's pool that the request lacks; 0 where the group has a pool.
+
+        The group's own pool has a block for every request.
+        """
         if self._blocks is not self.block_pool or self.req_to_blocks.get(request_id):
             return 0
         return 1
@@ -127,7 +130,7 @@ class WindowManager(SingleTypeKVCacheManager):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Take a window block and have it filled from the log pages ``new_computed_blocks``."""
+        """Allocate a window block and queue its refill from the pages ``new_computed_blocks``."""
         (block,) = self.allocate_new_blocks(request_id)
         self.num_cached_block[request_id] = num_local_computed_tokens // self._spec.page_tokens
         self._transfers.restores.append(
@@ -146,7 +149,7 @@ class WindowManager(SingleTypeKVCacheManager):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Log the pages that the window block will hold whole when ``num_tokens`` are computed."""
+        """Queue to the log the pages that the window block holds after ``num_tokens`` tokens."""
         unit = self._spec.page_tokens
         window_start = max(0, num_tokens - self._spec.window)
         first = max(self.num_cached_block.get(request.request_id, 0), -(-window_start // unit))
@@ -167,17 +170,17 @@ class WindowManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, *_: Any, **__: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Not this way: a window is found through its log, which needs the instance."""
+        """Raise ``NotImplementedError``: finding a window needs the log of an instance."""
         raise NotImplementedError("RblnKvCoordinator looks window groups up in their logs")
 
     def remove_skipped_blocks(self, *_: Any, **__: Any) -> None:
-        """The block slides in place; nothing is ever given back early."""
+        """Do nothing: a window block slides in place and is freed with its request."""
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
         return 0
 
 
 def register_specs() -> None:
-    """Tell vLLM which manager serves which of our specs; idempotent."""
+    """Register our specs and their managers with vLLM; idempotent."""
     KVCacheSpecRegistry.register(PagedSpec, PagedManager, PagedSpec)
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, WindowSpec)

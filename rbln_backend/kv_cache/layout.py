@@ -10,12 +10,12 @@ MIB = 1 << 20
 
 
 def num_partitions(max_model_len: int, block_size: int) -> int:
-    """Blocks of a longest request: the width P of a block table."""
+    """Return the blocks of a request of ``max_model_len`` tokens: the width P of a block table."""
     return -(-max_model_len // block_size)
 
 
 def reuse_unit(*, wanted: int | None, default: int, block_size: int, enabled: bool) -> int:
-    """Tokens at whose multiples a prefix can be reused; the whole block if not ``enabled``.
+    """Return the tokens at whose multiples a prefix can be reused; a block if not ``enabled``.
 
     Raises ``ConfigError`` when the ``wanted`` number does not divide the block.
     """
@@ -29,7 +29,7 @@ def reuse_unit(*, wanted: int | None, default: int, block_size: int, enabled: bo
 
 
 def page_span(num_tokens: int, window: int, page_tokens: int) -> tuple[int, int]:
-    """First page and end page of the window of tokens before ``num_tokens``, a page's end."""
+    """Return first and end page of the window before ``num_tokens``, a multiple of a page."""
     return max(0, num_tokens - window) // page_tokens, num_tokens // page_tokens
 
 
@@ -44,10 +44,10 @@ def log_pages(
     token_bytes: int,
     wanted_tokens: int | None,
 ) -> int:
-    """Pages of ``unit`` tokens of a window group's prefix log, null page included; 0: no log.
+    """Return the pages of a window group's prefix log, null page included; 0: no log.
 
-    By default twice the requests' number of two windows each, within ``max_bytes``. Never fewer
-    than one step writes and one hit reads.
+    A page has ``unit`` tokens. The default is two windows for twice ``max_num_seqs`` requests,
+    within ``max_bytes``, and at least what one step writes and one hit reads.
     """
     if max_bytes == 0:
         return 0
@@ -60,7 +60,7 @@ def log_pages(
 def kv_cache_shape(
     num_blocks: int, num_kv_heads: int, block_size: int, head_size: int, *, parts: int = 2
 ) -> tuple[int, int, int, int, int, int]:
-    """[num_blocks, 2 (K, V), Hkv, 1 (group), block_size, D], the RBLN layout since 0.12.
+    """Return [num_blocks, 2 (K, V), Hkv, 1 (group), block_size, D], the RBLN layout since 0.12.
 
     ``parts`` is 1 where values are cached within keys.
     """
@@ -78,12 +78,12 @@ def kv_budget_bytes(
     max_num_seqs: int,
     window_bytes: int = 0,
 ) -> int:
-    """Bytes to give the paged KV cache when the user named no size.
+    """Return the bytes of the paged KV cache where the user set no size.
 
-    The budget is ``utilization`` of the device less what is used already, at most half of what is
-    free now (a host's memory is shared), and no more than twice what ``max_num_seqs`` longest
-    requests can hold: the second half keeps reusable prefixes. ``window_bytes`` go to window layers
-    first. Raises ``DeviceMemoryError`` when one longest request does not fit.
+    The budget is ``utilization`` of the device less ``used_bytes`` and ``window_bytes``. It is at
+    most half of the free memory (a host's memory is shared), and twice what ``max_num_seqs``
+    longest requests hold: the second half keeps reusable prefixes. Raises ``DeviceMemoryError``
+    when one longest request does not fit.
     """
     wanted = 2 * max_num_seqs * blocks_per_request * bytes_per_block + bytes_per_block
     free = free_budget_bytes(
@@ -115,12 +115,12 @@ def free_budget_bytes(
     used_bytes: int,
     window_bytes: int,
 ) -> int:
-    """The most that the paged KV cache may have, whatever requests need; may be negative."""
+    """Return the upper bound of the paged KV cache in bytes; may be negative."""
     return min(int(total_bytes * utilization) - used_bytes, available_bytes // 2) - window_bytes
 
 
 def explicit_budget_bytes(total_bytes: int, bytes_per_block: int, window_bytes: int) -> int:
-    """What of the user's ``total_bytes`` is left for the paged KV cache.
+    """Return the bytes of the user's ``total_bytes`` that are left for the paged KV cache.
 
     Raises ``DeviceMemoryError`` when window layers leave nothing; vLLM checks the rest.
     """

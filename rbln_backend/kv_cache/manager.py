@@ -1,4 +1,4 @@
-"""vLLM's KV cache manager, which does nothing for a token that changes no block."""
+"""vLLM's KV cache manager, with a fast path for tokens that change no block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rbln_backend.vllm_compat.surface import (
     Request,
 )
 
-# How vLLM's scheduler asks for a running request.
+# Options with which vLLM's scheduler allocates for a running request.
 _RUNNING = {"num_lookahead_tokens": 0}
-# All that vLLM's manager holds. What else a release gives it may be of the coordinator it had.
-_HELD = frozenset(
+# All attributes of vLLM's manager. A new one in another release may refer to its coordinator.
+_ATTRIBUTES = frozenset(
     """
     block_pool coordinator empty_kv_cache_blocks enable_caching enable_kv_cache_events
     kv_cache_config kv_cache_event_metadata log_stats mamba_fine_grained_prefix_cache max_model_len
@@ -29,24 +29,24 @@ _HELD = frozenset(
 class RblnKvCacheManager(KVCacheManager):
     """Upstream's manager over our coordinator.
 
-    Most tokens of a running request land in a block that it already has and complete nothing that
-    could be registered for prefix hits. Asking every group to find that out is a third of
-    upstream's scheduling of a decode batch.
+    Most tokens of a running request go to a block that it owns and complete no prefix that could
+    be registered. Querying every group for each of them is a third of upstream's time to schedule
+    a decode batch.
     """
 
     def __init__(self, upstream: KVCacheManager, coordinator: RblnKvCoordinator) -> None:
-        """Take the place of ``upstream``, which holds nothing yet."""
-        held = vars(upstream)
-        unknown = sorted(held.keys() ^ _HELD)
-        assert not unknown, f"vLLM's KVCacheManager does not hold what it did: {unknown}"
-        vars(self).update(held)
+        """Take over the attributes of ``upstream``, which has allocated no block yet."""
+        attributes = vars(upstream)
+        unknown = sorted(attributes.keys() ^ _ATTRIBUTES)
+        assert not unknown, f"vLLM's KVCacheManager has other attributes than expected: {unknown}"
+        vars(self).update(attributes)
         self.coordinator = self.ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
         self._events = BlockEvents(coordinator.block_pool, coordinator.paged)
 
     def estimate_cached_tokens(self, request: Request) -> int:
-        """The tokens of a request that another one could share: whole units, not whole blocks."""
+        """Return the tokens of a request that others can share: whole units, not whole blocks."""
         return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
 
     def peek_hit(self, request: Request) -> int:

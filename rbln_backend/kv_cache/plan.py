@@ -1,4 +1,4 @@
-"""Which kind of KV cache each layer gets, and what that costs, before anything is allocated."""
+"""Plan of the KV cache: the kind of each layer's cache and its bytes, before any allocation."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from rbln_backend.vllm_compat.surface import (
     SlidingWindowSpec,
 )
 
-# Tokens of a log page below which finding and copying pages costs more than they save.
+# Tokens. Finding and copying smaller pages costs more than they save.
 SMALLEST_PAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvLimits:
-    """What of the engine's configuration decides the KV cache."""
+    """The part of the engine's configuration that the KV cache depends on."""
 
     max_model_len: int
     max_num_seqs: int
@@ -44,30 +44,30 @@ class KvLimits:
     unit: int
     """Tokens at whose multiples prefixes can be reused."""
     log_bytes: int
-    """The most that all prefix logs may take; 0: no prefix reuse on window layers."""
+    """Upper bound of all prefix logs; 0: no prefix reuse on window layers."""
     log_tokens: int | None
-    """Tokens that a prefix log keeps, where the user says so."""
+    """Tokens that a prefix log keeps; None: derived from ``log_bytes``."""
     hybrid: bool
-    """False: the user switched vLLM's hybrid KV cache manager off."""
+    """False: vLLM's hybrid KV cache manager is disabled."""
     appends_windows: bool = False
     """The device keeps windows in pages."""
     own_ops: bool = True
-    """Attention is ours, which knows chunks of the context and values narrower than keys."""
+    """Attention runs in our ops, which support chunked attention and values narrower than keys."""
     checks_drafts: bool = False
-    """Tokens may be taken back, which a window that has slid cannot do."""
+    """Steps may roll tokens back, which is impossible once a window has slid."""
 
 
 def plan_specs(
     layers: Mapping[str, KVCacheSpec], limits: KvLimits, shared: Collection[str] = ()
 ) -> dict[str, LayerSpec]:
-    """Our spec for each attention layer that has a cache.
+    """Return our spec of each attention layer that has a cache.
 
-    Those of ``shared`` have it for others as well. A window would have moved on before those read
-    it, so they keep their whole context. So do all where drafts are checked: a draft that turns out
-    wrong would have cost a window its oldest token.
+    Other layers read the caches of ``shared`` layers. A window would have slid before they read
+    it, so ``shared`` layers keep their whole context. So do all layers where drafts are checked: a
+    rejected draft would have dropped the oldest token of a window.
 
-    Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` where window
-    layers meet a configuration that excludes them.
+    Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` for window
+    layers without the hybrid KV cache manager.
     """
     dense = {name: check_supported(name, spec) for name, spec in layers.items()}
     windows = {
@@ -107,10 +107,9 @@ def _refuse_own_ops(layers: Mapping[str, AttentionSpec], context: int) -> None:
 
 
 def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:
-    """Pages that fill every window exactly, where chunks may start in the middle of one.
+    """Return the limits with pages that divide every window, where chunks may start inside one.
 
-    Of a window that is no whole number of pages, a step that slides through it never has the
-    first page whole.
+    Otherwise a step that slides through a window would never hold the first page whole.
     """
     sizes = [window for window in windows.values() if window is not None]
     fitting = math.gcd(limits.unit, *sizes)
@@ -122,7 +121,7 @@ def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:
 def _window_storage(
     layers: Mapping[str, AttentionSpec], windows: Mapping[str, int | None], limits: KvLimits
 ) -> dict[int, WindowStorage]:
-    """Blocks and log pages by window."""
+    """Return blocks and log pages by window size."""
     token_bytes: dict[int, int] = defaultdict(int)
     for name, window in windows.items():
         if window is not None:
@@ -149,7 +148,7 @@ def _window_storage(
 
 
 def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
-    """Bytes of all window blocks and prefix logs."""
+    """Return the bytes of all window blocks and prefix logs."""
     return sum(
         bytes_per_token(spec)
         * ((max_num_seqs + 1) * spec.window + spec.log_pages * spec.page_tokens)
@@ -159,12 +158,12 @@ def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
 
 
 def reuse_unit_of(specs: Iterable[KVCacheSpec], unit: int) -> int:
-    """Tokens at whose multiples prefixes can be reused: a log page, or ``unit`` without logs."""
+    """Return the tokens at whose multiples prefixes can be reused: a log page, else ``unit``."""
     return next((spec.page_tokens for spec in specs if isinstance(spec, WindowSpec)), unit)
 
 
 def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
-    """Bytes of one block in all layers with pages; 0 if there are none.
+    """Return the bytes of one block in all paged layers; 0 if there are none.
 
     Where some of them are windows, vLLM's pool needs less: groups of layers share its memory.
     """

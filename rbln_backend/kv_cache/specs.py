@@ -1,4 +1,4 @@
-"""What vLLM's KV cache manager is told about our layers: one spec per kind of cache.
+"""KV cache specs of our layers for vLLM's KV cache manager: one class per kind of cache.
 
 vLLM finds the manager of a spec by its class (``register_specs``) and forms one group, with one
 block table, of all layers whose specs are uniform.
@@ -48,8 +48,8 @@ class WindowSpec(AttentionSpec):
     """A sliding-window layer that is shifted in place: one block of ``window`` tokens per request.
 
     Its blocks and its log lie outside vLLM's shared pool, so this group neither divides that pool
-    nor ties the block size of other groups to its own: ``block_size`` is theirs, and a page costs
-    the pool one byte, the least that vLLM's arithmetic allows.
+    nor constrains the block size of other groups: ``block_size`` is theirs. A page costs the pool
+    one byte, the least that vLLM's arithmetic allows.
     """
 
     window: int
@@ -62,7 +62,7 @@ class WindowSpec(AttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        """Hits on this group are ours to find (``coordinator``), but vLLM wants one cacheable."""
+        """True where vLLM needs a cacheable group; ``coordinator`` finds the hits of this one."""
         return self.own_blocks == 0
 
     @property
@@ -84,7 +84,7 @@ class WindowSpec(AttentionSpec):
         return 1
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Layers of one window share a block table, whatever their heads."""
+        """Return True if all layers have this window: they share a block table, of any heads."""
         return all(
             isinstance(spec, WindowSpec) and spec.window == self.window
             for spec in kv_cache_specs.values()
@@ -92,25 +92,24 @@ class WindowSpec(AttentionSpec):
 
 
 LayerSpec: TypeAlias = PagedSpec | WindowSpec | SlidingWindowSpec
-"""What a layer may have; vLLM's own is for windows in pages, which are appended to and given back.
-"""
+"""Specs of a layer; vLLM's ``SlidingWindowSpec`` is for windows in pages, which are freed again."""
 
 
 def window_in(spec: LayerSpec) -> int | None:
-    """The window of a layer, or None where it keeps its whole context."""
+    """Return the window of a layer in tokens, None for one that keeps its whole context."""
     if isinstance(spec, WindowSpec):
         return spec.window
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
 def bytes_per_token(spec: AttentionSpec) -> int:
-    """Bytes of K and V of one token in one layer."""
+    """Return the bytes of K and V of one token in one layer."""
     return 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class WindowStorage:
-    """How many blocks and pages the window groups of an engine get; see ``WindowSpec``."""
+    """Numbers of blocks and pages of a window group; see ``WindowSpec``."""
 
     own_blocks: int
     log_pages: int
@@ -118,18 +117,18 @@ class WindowStorage:
 
 
 def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
-    """The window of a layer's spec, or None when the layer sees the whole context."""
+    """Return the window of vLLM's spec, None where the layer attends to the whole context."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return window if window is not None and window < max_model_len else None
 
 
 def _stored_dtype(spec: AttentionSpec) -> torch.dtype:
-    """What a layer's cache holds; vLLM calls e4m3 bytes, and no other bytes are let through."""
+    """Return the dtype of a layer's cache; vLLM's uint8 stands for e4m3, the only one accepted."""
     return torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
 
 
 def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
-    """Our spec of a layer that keeps its whole context."""
+    """Return our spec of a layer that keeps its whole context."""
     return PagedSpec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
@@ -140,12 +139,12 @@ def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
 
 
 def parts_of(spec: LayerSpec) -> int:
-    """How many tensors of a token a layer keeps: keys and values, or keys that hold the values."""
+    """Return 2 for a layer that caches keys and values, 1 where keys contain the values."""
     return 2 if spec.head_size_v else 1
 
 
 def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> SlidingWindowSpec:
-    """vLLM's spec of a layer that keeps the last ``window`` tokens in pages."""
+    """Return vLLM's spec of a layer that keeps the last ``window`` tokens in pages."""
     return SlidingWindowSpec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
@@ -158,7 +157,7 @@ def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> S
 def window_spec(
     spec: AttentionSpec, window: int, block_size: int, storage: WindowStorage
 ) -> WindowSpec:
-    """Our spec of a layer that keeps the last ``window`` tokens."""
+    """Return our spec of a layer that keeps the last ``window`` tokens in one block."""
     return WindowSpec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
@@ -176,7 +175,7 @@ _KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {
     MambaSpec: STATE_SPACE,
     CrossAttentionSpec: ENCODER_DECODER,
 }
-"""vLLM's specs that are known to need an op we lack."""
+"""vLLM's specs that need an op we lack."""
 _KNOWN_KINDS = (
     FullAttentionSpec,
     SlidingWindowSpec,
@@ -186,7 +185,7 @@ _KNOWN_KINDS = (
 
 
 def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
-    """``spec`` if it is dense causal attention; raises ``UnsupportedModelError`` otherwise."""
+    """Return ``spec`` if it is causal attention, else raise ``UnsupportedModelError``."""
     kind = type(spec)
     if kind in _KINDS_WITHOUT_OP:
         raise _KINDS_WITHOUT_OP[kind].refusal(f"layer {layer_name}")
@@ -202,7 +201,7 @@ def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:
 
 
 def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, LayerSpec]:
-    """The spec of each layer of a group; vLLM wraps layers of different shapes in one."""
+    """Return the spec of each layer of a group; vLLM wraps layers of different shapes in one."""
     found = dict.fromkeys(layer_names, spec)
     if isinstance(spec, UniformTypeKVCacheSpecs):
         found = spec.kv_cache_specs
@@ -210,7 +209,7 @@ def layer_specs(spec: KVCacheSpec, layer_names: list[str]) -> dict[str, LayerSpe
 
 
 def any_layer_spec(spec: KVCacheSpec) -> LayerSpec:
-    """The spec of some layer of a group, whichever ranks the layers are on."""
+    """Return the spec of one layer of a group, on whichever rank it is."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
     return _known(spec)

@@ -1,4 +1,4 @@
-"""The KV cache tensors of one rank: which there are, who shares them, and what a step moves."""
+"""The KV cache tensors of one rank: allocation, sharing between layers, and copies of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from rbln_backend.kv_cache.e4m3 import share_scales, tell_scales
+from rbln_backend.kv_cache.e4m3 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
 from rbln_backend.kv_cache.transfers import WindowTransfers
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LoggedWindow(NamedTuple):
-    """The window blocks and the prefix log of one layer; both hold K and V of whole tokens."""
+    """The window blocks and the prefix log of one layer, each with K and V."""
 
     cache: Tensor
     """[num_blocks, 2, Hkv, 1, window, D]."""
@@ -29,15 +29,16 @@ class LoggedWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class KvCaches:
-    """By layer name [num_blocks, 2, Hkv, 1, block_size, D] each; a window is a block's size.
+    """KV caches [num_blocks, 2, Hkv, 1, block_size, D] by layer name.
 
-    ``kv_outermost``: [2, num_blocks, ...] instead, as the custom-kernel ops want it.
+    The block of a window layer is its window. With ``kv_outermost`` they are
+    [2, num_blocks, ...], as the custom-kernel ops require.
     """
 
     memory: KvMemory
     tensors: Mapping[str, Tensor]
     paged: Sequence[Tensor]
-    """The caches of layers whose blocks hold whole contexts, blocks first."""
+    """Caches [num_blocks, ...] of layers that keep the whole context."""
     windows: Mapping[int, Sequence[LoggedWindow]]
     """The window layers with a log, by KV cache group."""
 
@@ -45,9 +46,9 @@ class KvCaches:
     def allocate(
         cls, config: KVCacheConfig, memory: KvMemory, *, kv_outermost: bool = False
     ) -> KvCaches:
-        """Caches in the device's ``memory``. Layers of several groups may share one.
+        """Allocate caches in the device's ``memory``. Layers of several groups may share one.
 
-        vLLM overlays the groups of its pool: a block is one group's at a time.
+        vLLM overlays the groups of its pool: a block belongs to one group at a time.
         """
         tensors: dict[str, Tensor] = {}
         paged: dict[int, Tensor] = {}
@@ -73,7 +74,7 @@ class KvCaches:
         return sum(caches.values()) + sum(logs)
 
     def bind(self, layers: Mapping[str, Any]) -> None:
-        """Give each attention layer its cache, where the traced forward reads it."""
+        """Set ``kv_cache`` of each attention layer, where the traced forward reads it."""
         sharing = sharing_layers(layers)
         for name, layer in layers.items():
             owner = sharing.get(name, name)
@@ -81,27 +82,27 @@ class KvCaches:
                 layer.kv_cache = self.tensors[owner]
                 if owner != name:
                     share_scales(layer, layers[owner])
-        tell_scales(layers)
+        log_scales(layers)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks ``(source, destination)`` in every paged layer."""
         self.memory.copy_blocks(self.paged, copies)
 
     def restore_windows(self, transfers: WindowTransfers) -> None:
-        """Fill window blocks from the log, before a step."""
+        """Fill window blocks from the log. Called before a step."""
         for restore in transfers.restores:
             for layer in self.windows.get(restore.group, ()):
                 self.memory.restore_window(layer.cache, layer.log, restore)
 
     def store_windows(self, transfers: WindowTransfers) -> None:
-        """Log the pages that a step completed, after it."""
+        """Copy the pages that a step completed to the log. Called after the step."""
         for store in transfers.stores:
             for layer in self.windows.get(store.group, ()):
                 self.memory.store_window(layer.cache, layer.log, store)
 
 
 def sharing_layers(layers: Mapping[str, Any]) -> dict[str, str]:
-    """The names of layers that read the cache of another, which has it for them."""
+    """Return, by name, the layers that read the cache of another, and the name of its owner."""
     targets = {
         name: getattr(layer, "kv_sharing_target_layer_name", None) for name, layer in layers.items()
     }
@@ -109,7 +110,7 @@ def sharing_layers(layers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _places(config: KVCacheConfig) -> Mapping[str, int]:
-    """Where vLLM lays each layer in its pool; layers of one place share their memory."""
+    """Return each layer's offset in vLLM's pool; layers of equal offsets share their memory."""
     return {
         name: tensor.offset + position * tensor.layer_stride
         for tensor in config.kv_cache_tensors
@@ -120,7 +121,7 @@ def _places(config: KVCacheConfig) -> Mapping[str, int]:
 def _allocate(
     memory: KvMemory, name: str, spec: LayerSpec, num_blocks: int, kv_outermost: bool
 ) -> Tensor:
-    """Blocks first, whatever the order in memory."""
+    """Return a cache [num_blocks, ...]; ``kv_outermost`` is its order in memory."""
     if isinstance(spec, WindowSpec):
         blocks, block_size = spec.own_blocks or num_blocks, spec.window
     else:

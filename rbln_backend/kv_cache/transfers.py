@@ -1,4 +1,4 @@
-"""What one step moves between window blocks and the prefix log, decided by the scheduler."""
+"""Copies between window blocks and the prefix log in one step, decided by the scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WindowStore:
 
 @dataclass
 class WindowTransfers:
-    """All moves of one step. Restores run before the forward pass, stores after it."""
+    """All copies of one step. Restores run before the forward pass, stores after it."""
 
     restores: list[WindowRestore] = field(default_factory=list)
     stores: list[WindowStore] = field(default_factory=list)

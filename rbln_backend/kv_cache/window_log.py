@@ -1,9 +1,9 @@
-"""The prefix log of one window group: which pages hold which tokens of which prefix (pure).
+"""The prefix log of one window group: an index of pages by prefix hash (pure).
 
-A window block keeps only the last tokens of one request. So that another request can start in the
-middle of an equal prefix, the KV of its window layers is also logged in pages of a few tokens,
-found by the hash of the prefix that ends with the page. A request can resume at position p if the
-pages of the ``window`` tokens before p are there.
+A window block keeps only the last tokens of one request. For requests that share a prefix, the KV
+of window layers is also logged in pages of a few tokens. A page is found by the hash of the prefix
+that ends with it. A request can resume at position p if the pages of the ``window`` tokens before p
+are in the log.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rbln_backend.kv_cache.layout import page_span
 class WindowLog:
     """Pages 1..``num_pages`` of ``page_tokens`` tokens, evicted least recently used first.
 
-    Prefix hashes are given one per page of a request, each over everything up to that page's end.
+    Callers pass one prefix hash per page of a request, each over all tokens up to the page's end.
     """
 
     def __init__(self, num_pages: int, page_tokens: int, window: int) -> None:
@@ -33,7 +33,7 @@ class WindowLog:
         return len(self._pages)
 
     def longest(self, hashes: Sequence[bytes], max_tokens: int) -> int:
-        """The largest resumable position up to ``max_tokens``, a multiple of a page; 0: none."""
+        """Return the largest resumable position up to ``max_tokens``, at a page's end; 0: none."""
         end = run = 0
         for page in range(min(max_tokens // self._page_tokens, len(hashes)) - 1, -1, -1):
             if hashes[page] not in self._pages:
@@ -48,9 +48,9 @@ class WindowLog:
         return 0
 
     def use(self, hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """The pages of the window before ``num_tokens``, a position that ``longest`` gave.
+        """Return the pages of the window before ``num_tokens``, a position from ``longest``.
 
-        They become the last to be evicted.
+        They become the most recently used ones.
         """
         first, end = page_span(num_tokens, self._window, self._page_tokens)
         for block_hash in hashes[first:end]:
@@ -58,7 +58,7 @@ class WindowLog:
         return [self._pages[block_hash] for block_hash in hashes[first:end]]
 
     def add(self, block_hash: bytes) -> int | None:
-        """A page for this prefix, taken from another if need be; None if it is logged already."""
+        """Return a page for this prefix, evicting another if need be; None if it is logged."""
         if block_hash in self._pages:
             self._pages.move_to_end(block_hash)
             return None
@@ -67,6 +67,6 @@ class WindowLog:
         return page
 
     def clear(self) -> None:
-        """Forget every prefix."""
+        """Remove every prefix."""
         self._free.extend(self._pages.values())
         self._pages.clear()

@@ -1,1 +1,1 @@
-"""Several ranks: the collectives of their graphs, and what they hand to each other beside them."""
+"""Parallel ranks: the collectives of their graphs, and the channels that carry them."""

@@ -1,8 +1,8 @@
 """Shared memory between the ranks of a group that run on one host.
 
-The native side is ``emulator/kernels/channel/channel.h``.
-A channel is opened by all ranks of a group together, or by none: where one of them cannot map the
-file, say on another host, all of them keep to torch.distributed.
+The native side is ``emulator/kernels/channel/channel.h``. All ranks of a group open a channel, or
+none does: if one of them cannot map the file, for example on another host, all of them use
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMAS = {
     "reduce_scatter": "(Tensor x, int dim, int world_size, int channel) -> Tensor",
 }
 SHARED_MEMORY = Path("/dev/shm")
-# What a rank hands over at once; two of them per rank. A container's /dev/shm has 64 MiB.
+# Bytes that a rank transfers at once; each rank has two such buffers. Docker's /dev/shm has 64 MiB.
 SEAT_BYTES = 1 << 20
 
 
@@ -47,16 +47,17 @@ LIBRARY = _define()
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What the first rank tells the others; the path of a file that could not be made is empty."""
+    """Message of the first rank to the others."""
 
     path: str
+    """Empty if the file could not be created."""
     reason: str
 
 
 def open_channel(group: Group, library: ctypes.CDLL) -> int | None:
     """Open a channel to the other ranks of ``group``; every rank calls it at the same time.
 
-    Returns its number, None where the ranks do not share memory; the log says why.
+    Return its number, or None and log the reason where the ranks do not share memory.
     """
     offer = _make_file(group, library) if group.rank == 0 else None
     offer = _from_first(group, offer)
@@ -64,11 +65,11 @@ def open_channel(group: Group, library: ctypes.CDLL) -> int | None:
     number, reason = _open(offer, group, library, processes)
     reasons = [other for other in _all_gather(group, reason) if other]
     if group.rank == 0 and offer.path:
-        # Mapped by everybody or of no use: nothing is left behind, however this process ends.
+        # All ranks have mapped it or failed. Unlinked now, it is not left behind by a crash.
         Path(offer.path).unlink(missing_ok=True)
     if not reasons:
         return number
-    logger.info("Group %s keeps to torch.distributed: %s", group.name, reasons[0])
+    logger.info("Group %s uses torch.distributed: %s", group.name, reasons[0])
     return None
 
 
@@ -81,7 +82,7 @@ def _make_file(group: Group, library: ctypes.CDLL) -> _Offer:
     except OSError as error:
         return _Offer("", f"{SHARED_MEMORY}: {error.strerror}")
     try:
-        # A page that cannot be had would be a SIGBUS later.
+        # A page that cannot be allocated would raise SIGBUS later.
         os.posix_fallocate(descriptor, 0, measure(len(group.ranks), SEAT_BYTES))
     except OSError as error:
         path.unlink()
@@ -123,7 +124,7 @@ def _all_gather(group: Group, value: Any) -> list[Any]:
 
 
 def use_channels(graph: fx.Graph, channels: Mapping[str, int]) -> None:
-    """Let the collectives of ``graph`` go through ``channels``, by the name of their group."""
+    """Replace the collectives of ``graph`` whose group has a channel; ``channels`` by group."""
     for node in graph.nodes:
         name = collective_name(node.target)
         if name in SCHEMAS and node.args[-1] in channels:

@@ -1,9 +1,9 @@
-"""The collectives that a graph may hold: torch ops that name their group of ranks by a string.
+"""The collectives that a graph may contain: torch ops that name their group of ranks by a string.
 
-A stored program keeps the name alone. What stands behind it is found when a program is bound: the
-emulated device's ranks share memory where they can (``channel``), the RBLN SDK gets the ops that
-its compiler maps (``compiler.rebel_compiler``). The bodies here go through torch.distributed, which
-works everywhere: between hosts, and without our kernels.
+A stored program contains only the name. It is resolved when a program is bound: ranks of the
+emulated device use shared memory where possible (``channel``), the RBLN SDK gets the ops that its
+compiler maps (``compiler.rebel_compiler``). The bodies here use torch.distributed, which works
+between hosts and without our kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 NAMESPACE = "rbln_collectives"
 SCHEMAS = {
-    # The sum over the ranks of ``group``, taken in float32 and the same bits on each of them.
+    # The sum over the ranks of ``group`` in float32, bit-identical on every rank.
     "all_reduce": "(Tensor x, str group) -> Tensor",
     # The ranks' tensors one after the other along ``dim``.
     "all_gather": "(Tensor x, int dim, int world_size, str group) -> Tensor",
@@ -29,35 +29,35 @@ SCHEMAS = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks behind a name, as this process sees them."""
+    """A named group of ranks that this process belongs to."""
 
     name: str
-    """``tp``, ``pp``, ``dp`` or ``ep``: a rank is in one of each kind."""
+    """``tp``, ``pp``, ``dp`` or ``ep``: a rank is in one group of each kind."""
     ranks: tuple[int, ...]
-    """Global numbers; a rank's place is its number in the group."""
+    """Global ranks, in the order of their ranks within the group."""
     rank: int
-    """This process's place."""
+    """This process's rank within the group."""
     process_group: dist.ProcessGroup
     host_group: dist.ProcessGroup
-    """The same ranks over gloo, for what is no tensor of the device."""
+    """The same ranks over gloo, for host objects and tensors."""
 
 
 _groups: dict[str, Group] = {}
 
 
 def register(group: Group) -> None:
-    """Let ops that name the group find it; a later one of the same name takes its place."""
+    """Register a group under its name, replacing an earlier one."""
     _groups[group.name] = group
 
 
-def forget(group: Group) -> None:
-    """The group is destroyed."""
+def unregister(group: Group) -> None:
+    """Remove a destroyed group."""
     if _groups.get(group.name) is group:
         del _groups[group.name]
 
 
 def collective_name(target: object) -> str | None:
-    """``all_reduce``, ``all_gather`` or ``reduce_scatter`` where a node's target is one of them.
+    """Return ``all_reduce``, ``all_gather`` or ``reduce_scatter`` for such a node target, or None.
 
     Dynamo records the op, a stored program its overload.
     """
@@ -68,7 +68,7 @@ def collective_name(target: object) -> str | None:
 
 
 def groups() -> Mapping[str, Group]:
-    """Every group of more than one rank that this process is in, by name."""
+    """Return every group of more than one rank that this process belongs to, by name."""
     return dict(_groups)
 
 
@@ -93,7 +93,7 @@ def _all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
-    # gloo has no such operation of its own.
+    # gloo has no reduce-scatter.
     part = _all_reduce(x, group).chunk(world_size, dim)[_groups[group].rank]
     return part.contiguous()
 

@@ -1,6 +1,6 @@
-"""The collectives of a graph as torch's functional ones, which compilers of others know.
+"""Rewriting of a graph's collectives to torch's functional ones, which other compilers support.
 
-The RBLN SDK finds the ranks of a collective by the name of its process group, through the option
+The RBLN SDK resolves the name of a process group to its ranks through the option
 ``process_group_dict``.
 """
 
@@ -19,7 +19,7 @@ _SUM = "sum"
 
 
 def process_group_dict() -> dict[str, list[int]]:
-    """The ranks behind the name of every process group of this process, also of one rank."""
+    """Return the ranks of every process group of this process by its name, also of one rank."""
     return {
         str(process_group.group_name): list(group.ranks)
         for group in (get_tp_group(), get_pp_group(), get_dp_group())
@@ -28,7 +28,7 @@ def process_group_dict() -> dict[str, list[int]]:
 
 
 def use_functional_ops(graph: fx.Graph, groups: Mapping[str, Group]) -> None:
-    """Replace every collective of ``graph``; raises ``KeyError`` for a group that is not there."""
+    """Replace every collective of ``graph``; raise ``KeyError`` for an unknown group."""
     for node in list(graph.nodes):
         name = collective_name(node.target)
         if name is None:
@@ -63,9 +63,9 @@ def _reduce_scatter(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
 
 
 def _moved(graph: fx.Graph, x: Any, world_size: Any, *, source: Any, target: Any) -> fx.Node:
-    """The parts of ``x`` along ``source`` one after the other along ``target``.
+    """Return the parts of ``x`` along ``source``, concatenated along ``target``.
 
-    The functional collectives know the first dimension alone.
+    The functional collectives support the first dimension alone.
     """
     parts = graph.call_function(torch.chunk, (x, world_size, source))
     return graph.call_function(torch.cat, (parts, target))

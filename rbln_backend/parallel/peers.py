@@ -1,4 +1,4 @@
-"""The ranks whose graphs meet in collectives: whatever one of them runs, all of them run."""
+"""The ranks that take part in the same collectives, and must therefore run the same graphs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from rbln_backend.parallel.collectives import Group, groups
 
 
 class Peers:
-    """This rank and those that it shares graphs with; none for a rank that is alone."""
+    """This rank's group of ranks with collectives in common; None for a rank without any."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
 
     @classmethod
     def of_this_rank(cls) -> Peers:
-        """The ranks of the same stage, among which its layers are split.
-
-        A mixture of experts is split among those of all data-parallel engines.
-        """
+        """Return the ranks of the same stage; with expert parallelism those of all engines."""
         return cls(groups().get("ep") or groups().get("tp"))
 
-    def together(self, work: Callable[[], Set[str]]) -> Set[str]:
-        """Do ``work`` on every rank and return what any of them returned.
+    def union(self, work: Callable[[], Set[str]]) -> Set[str]:
+        """Run ``work`` on every rank and return the union of the results.
 
-        Raises on all of them where it fails on one: ``CompileError`` with its reason on the others,
-        which would wait for it without end.
+        If it fails on one rank, the others raise ``CompileError`` with its reason: without that
+        they would wait for it for ever.
         """
         if self._group is None:
             return work()
@@ -36,7 +33,7 @@ class Peers:
         mine: Set[str] = frozenset()
         try:
             mine = work()
-        except Exception as error:  # noqa: BLE001 (raised again once the others know)
+        except Exception as error:  # noqa: BLE001 (raised again after the exchange)
             failure = error
         outcomes = self._exchange((sorted(mine), None if failure is None else str(failure)))
         if failure is not None:

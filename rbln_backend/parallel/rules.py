@@ -1,4 +1,4 @@
-"""What a configuration with several ranks may ask for; no rank exists yet."""
+"""Checks of configurations with several ranks, before any rank exists."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WHOLE_ROWS: Final = "flashinfer_nvlink_two_sided"
-"""The exchange with which vLLM's models leave every tensor-parallel rank all rows of a batch."""
+"""The all-to-all backend with which vLLM gives every tensor-parallel rank all rows of a batch."""
 
 
 def is_parallel(parallel: ParallelConfig) -> bool:
-    """Whether there is more than one rank, or the documents' checks for several apply."""
+    """Return True for several ranks, and where the vendor's checks for several ranks apply."""
     several = parallel.world_size > 1 or parallel.data_parallel_size > 1
     return several or parallel.enable_expert_parallel
 
 
 def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
-    """Raise ``UnsupportedModelError``, ``ConfigError`` or ``RuntimeError`` for what cannot work.
+    """Raise ``UnsupportedModelError``, ``ConfigError`` or ``RuntimeError`` if it cannot run.
 
-    The profiler's message is the documented one.
+    The text for ``profiler`` is the one that the vendor documents.
     """
     parallel = config.parallel_config
     if is_parallel(parallel) and profiler:
@@ -42,7 +42,7 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
     lora = config.lora_config
     refusals = {
         OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
-        HOSTS: _spans_hosts_by_itself(parallel),
+        HOSTS: _spans_hosts(parallel),
         MICRO_BATCHES: parallel.use_ubatching,
         LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
         LORA_EXPERTS_APART: lora is not None
@@ -55,8 +55,8 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
     _check_stages(config)
 
 
-def _spans_hosts_by_itself(parallel: ParallelConfig) -> bool:
-    """Whether processes would be waited for that no start of this service makes."""
+def _spans_hosts(parallel: ParallelConfig) -> bool:
+    """Return True if the engine would wait for processes that this service does not start."""
     return (
         parallel.nnodes > 1
         or parallel.local_engines_only
@@ -66,9 +66,9 @@ def _spans_hosts_by_itself(parallel: ParallelConfig) -> bool:
 
 
 def _lacks_engines(parallel: ParallelConfig) -> bool:
-    """A process of which the user says which data-parallel rank it is lacks none."""
-    is_told = parallel.data_parallel_rank_local is not None
-    return not is_told and parallel.data_parallel_size_local < parallel.data_parallel_size
+    """Return True for fewer local engines than data-parallel ranks, unless the user sets a rank."""
+    has_rank = parallel.data_parallel_rank_local is not None
+    return not has_rank and parallel.data_parallel_size_local < parallel.data_parallel_size
 
 
 def _check_stages(config: VllmConfig) -> None:
@@ -88,10 +88,10 @@ def _check_stages(config: VllmConfig) -> None:
 
 
 def keep_rows_whole(parallel: ParallelConfig) -> None:
-    """Have tensor-parallel ranks that share experts with other engines see the same rows.
+    """Give all rows to each tensor-parallel rank that shares experts with other engines.
 
-    vLLM would split the rows among them: less to gather, but a batch of a size of its own for every
-    number of ranks. What is exchanged is up to our layers; the name decides nothing else here.
+    vLLM would split the rows among the ranks: less to gather, but batch sizes that depend on the
+    number of ranks. The backend's name has no other effect here: our layers do the exchange.
     """
     if parallel.use_sequence_parallel_moe:
         parallel.all2all_backend = _WHOLE_ROWS

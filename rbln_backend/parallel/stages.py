@@ -1,4 +1,4 @@
-"""What one stage of a pipeline takes: each has a step under way, and its share of the requests."""
+"""Step sizes of one pipeline stage: each stage runs a step of its share of the requests."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from rbln_backend.vllm_compat.surface import VllmConfig, configured
 
 
 def largest_decode(config: VllmConfig) -> int:
-    """Requests of the largest decode step."""
+    """Return the requests of the largest decode step."""
     stages = config.parallel_config.pipeline_parallel_size
     return config.scheduler_config.max_num_seqs // stages
 
 
 def decode_buckets(config: VllmConfig) -> BucketTable | None:
-    """Sizes of decode graphs; None for models that pool. Raises ``BucketError``."""
+    """Return the sizes of decode graphs, None for pooling models. Raises ``BucketError``."""
     if config.model_config.runner_type == "pooling":
         return None
     return decode_bucket_table(configured(config), largest_decode(config))
 
 
 def verify_table(config: VllmConfig) -> VerifyTable:
-    """Sizes of steps that check drafts. Raises ``BucketError``."""
+    """Return the sizes of steps that check drafts. Raises ``BucketError``."""
     speculation, buckets = config.speculative_config, decode_buckets(config)
     if speculation is None or buckets is None:
         return NO_DRAFTS

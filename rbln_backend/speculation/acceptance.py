@@ -1,4 +1,4 @@
-"""How often a request's drafts came true lately, by how much spoke for them."""
+"""The recent acceptance rate of a request's drafts, by the length of the match before them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from operator import mul
 
 from rbln_backend.speculation.drafter import NO_DRAFT, Draft
 
-_BY_AGREED = (0.6, 0.6, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)
-"""What is believed of a request at first. A prediction begins with nothing that speaks for it."""
-_AT_FIRST = 2
-"""Drafts that what is believed at first counts for."""
-_LATELY = 16
-"""Drafts that what was seen is remembered for."""
+_INITIAL_RATES = (0.6, 0.6, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)
+"""By match length. A client's prediction starts with a match of length 0."""
+_INITIAL_WEIGHT = 2
+"""Drafts that an initial rate counts for."""
+_WINDOW = 16
+"""Drafts that a rate is a running mean of."""
 
 
 class Acceptance:
-    """The share of drafted tokens that came true, by the tokens in agreement before each.
+    """The share of drafted tokens that were sampled, by the length of the match before each.
 
-    A draft's first token has ``Draft.agreed`` of them, the next one more: so one table serves every
-    place of a draft. What comes after a draft says whether it was right, checked or not: nothing
-    has to be tried to be known.
+    A draft's first token has a match of ``Draft.match_length`` tokens, the next one of one token
+    more: one table serves all positions. The tokens sampled after a draft show if it was right,
+    also if no step checked it.
     """
 
     def __init__(self) -> None:
-        self._share = list(_BY_AGREED)
-        self._seen = [_AT_FIRST] * len(_BY_AGREED)
+        self._rates = list(_INITIAL_RATES)
+        self._counts = [_INITIAL_WEIGHT] * len(_INITIAL_RATES)
         self._draft = NO_DRAFT
 
-    def guess(self, draft: Draft) -> list[float]:
-        """How many tokens of a draft are expected to be right if its first 1, 2, … are checked."""
+    def expect(self, draft: Draft) -> list[float]:
+        """Return the expected right tokens if the first 1, 2, … tokens of a draft are checked."""
         self._draft = draft
-        places = range(draft.agreed, draft.agreed + len(draft.tokens))
-        chances = accumulate((self._share[self._class(place)] for place in places), mul)
+        lengths = range(draft.match_length, draft.match_length + len(draft.tokens))
+        chances = accumulate((self._rates[self._index(length)] for length in lengths), mul)
         return list(accumulate(chances))
 
-    def note(self, tokens: Sequence[int]) -> None:
-        """``tokens`` came where the latest draft was guessed."""
+    def record(self, tokens: Sequence[int]) -> None:
+        """Compare the draft of the latest ``expect`` with the ``tokens`` sampled in its place."""
         draft, self._draft = self._draft, NO_DRAFT
-        for place, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
-            self._count(self._class(draft.agreed + place), drafted == token)
+        for position, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+            self._count(self._index(draft.match_length + position), drafted == token)
             if drafted != token:
                 return
 
-    def _class(self, agreed: int) -> int:
-        return min(agreed, len(self._share) - 1)
+    def _index(self, match_length: int) -> int:
+        return min(match_length, len(self._rates) - 1)
 
-    def _count(self, agreed: int, right: bool) -> None:
-        self._seen[agreed] = min(self._seen[agreed] + 1, _LATELY)
-        self._share[agreed] += (right - self._share[agreed]) / self._seen[agreed]
+    def _count(self, index: int, right: bool) -> None:
+        self._counts[index] = min(self._counts[index] + 1, _WINDOW)
+        self._rates[index] += (right - self._rates[index]) / self._counts[index]

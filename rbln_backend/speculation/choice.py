@@ -1,4 +1,4 @@
-"""The drafter that a configuration asks for."""
+"""The drafter of a configuration."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig
 
 DRAFT_METHODS = ("ngram", "suffix")
-"""vLLM's names of the methods that need no second model."""
+"""vLLM's names of the methods that need no draft model."""
 
 
-def make_drafter(asked: SpeculativeConfig, *, shared: bool) -> Drafter:
-    """A drafter of one of ``DRAFT_METHODS``; what a client predicts comes before what it finds.
+def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:
+    """Return a drafter of one of ``DRAFT_METHODS``, which prefers a client's prediction.
 
-    ``shared``: finished answers are drafts for every key.
+    ``shared``: finished answers are drafts for every API key.
     """
-    if asked.method == "suffix":
+    if config.method == "suffix":
         limits = SuffixLimits(
-            max_tree_depth=asked.suffix_decoding_max_tree_depth,
-            max_cached_requests=asked.suffix_decoding_max_cached_requests,
-            max_spec_factor=asked.suffix_decoding_max_spec_factor,
-            min_token_prob=asked.suffix_decoding_min_token_prob,
+            max_tree_depth=config.suffix_decoding_max_tree_depth,
+            max_cached_requests=config.suffix_decoding_max_cached_requests,
+            max_spec_factor=config.suffix_decoding_max_spec_factor,
+            min_token_prob=config.suffix_decoding_min_token_prob,
             shared=shared,
         )
         return PredictionFirst(SuffixDrafter(limits))
-    assert asked.prompt_lookup_min is not None and asked.prompt_lookup_max is not None
-    return PredictionFirst(
-        NgramDrafter(NgramLimits(asked.prompt_lookup_min, asked.prompt_lookup_max))
-    )
+    smallest, largest = config.prompt_lookup_min, config.prompt_lookup_max
+    assert smallest is not None and largest is not None
+    return PredictionFirst(NgramDrafter(NgramLimits(smallest, largest)))

@@ -1,4 +1,4 @@
-"""How many tokens of each request the next step takes: as many as promise the most a second."""
+"""Choice of the next step's tokens per request: the most expected tokens per second."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.speculation.step_costs import StepCosts
 
 _LEAST_GAIN = 1.03
-"""Less is within what step times are known to, and checks no drafts."""
+"""A smaller gain is within the error of step times: such drafts are not checked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The size of the next step; 1: it checks no drafts."""
+class StepChoice:
+    """The size of the next decode step."""
 
     length: int = 1
-    """Tokens of each request at most."""
+    """Most tokens of a request; 1: no drafts are checked."""
     gain: float = 1.0
-    """How many times as many tokens a second are expected as without drafts."""
+    """Expected tokens per second, relative to a step without drafts."""
 
 
 class Chooser:
-    """Weighs what drafts are expected to give against what a step that checks them costs."""
+    """Compares the tokens expected of drafts with the seconds of a step that checks them."""
 
     def __init__(self, table: VerifyTable, costs: StepCosts) -> None:
         self._table, self._costs = table, costs
 
-    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> Choice:
-        """``expected``: for each request with a draft, its ``Acceptance.guess``.
+    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> StepChoice:
+        """Return the size of a step of ``requests`` requests, with and without drafts.
 
-        ``requests`` are in the step, with those that have none.
+        ``expected``: the ``Acceptance.expect`` of each request with a draft.
         """
         sizes = self._table.sizes(requests) if expected else ()
-        best, least = Choice(), _LEAST_GAIN
+        best, least = StepChoice(), _LEAST_GAIN
         for size in sizes[1:]:
             drafts = size[1] - 1
-            right = sum(guess[min(drafts, len(guess)) - 1] for guess in expected)
-            gain = (1 + right / requests) * self._costs.of(sizes[0]) / self._costs.of(size)
+            right = sum(tokens[min(drafts, len(tokens)) - 1] for tokens in expected)
+            gain = (1 + right / requests) * self._costs.seconds(sizes[0])
+            gain /= self._costs.seconds(size)
             if gain > least:
-                best, least = Choice(size[1], gain), gain
+                best, least = StepChoice(size[1], gain), gain
         return best

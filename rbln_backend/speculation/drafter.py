@@ -1,4 +1,4 @@
-"""What makes drafts: guesses at a request's next tokens, from texts that are known already."""
+"""The interface of drafters, which guess a request's next tokens from texts already seen."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 EXTRA_ARGS = "speculation"
-"""Under this name a request's wishes travel in its sampling parameters' ``extra_args``."""
+"""The key of a request's draft settings in its sampling parameters' ``extra_args``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a request says of drafts; the default is that of one which says nothing."""
+class DraftSettings:
+    """Draft settings of a request, and their defaults."""
 
     off: bool = False
     prediction: tuple[int, ...] = ()
     """Token ids of the text that the client expects."""
     key: str | None = None
-    """Whose request it is: texts of one are no drafts for another; None: of nobody in particular.
-    """
+    """The name of the API key, None without one. Answers of one key are no drafts for others."""
 
     @classmethod
-    def of(cls, extra_args: Mapping[str, Any] | None) -> Wishes:
-        """Read ``{"off": bool, "prediction": [token ids], "key": str | None}``, any part absent.
+    def of(cls, extra_args: Mapping[str, Any] | None) -> DraftSettings:
+        """Read ``{"off": bool, "prediction": [token ids], "key": str | None}``, all optional.
 
-        Anything but a mapping counts as absent: through vLLM's own server clients write it.
+        Anything but a mapping counts as absent: clients of vLLM's own server can write it.
         """
-        told = (extra_args or {}).get(EXTRA_ARGS)
-        if not isinstance(told, Mapping):
+        given = (extra_args or {}).get(EXTRA_ARGS)
+        if not isinstance(given, Mapping):
             return cls()
-        return cls(bool(told.get("off", False)), tuple(told.get("prediction", ())), told.get("key"))
+        off, prediction = bool(given.get("off", False)), tuple(given.get("prediction", ()))
+        return cls(off, prediction, given.get("key"))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRequest:
-    """What a drafter is told of a request."""
+    """A request as drafters see it."""
 
     request_id: str
     prompt: Sequence[int]
@@ -44,7 +44,7 @@ class DraftedRequest:
     """Token ids of the text that the client expects."""
     adapter: str | None = None
     key: str | None = None
-    """See ``Wishes.key``."""
+    """See ``DraftSettings.key``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +52,31 @@ class Draft:
     """Tokens that may come next."""
 
     tokens: list[int]
-    agreed: int
-    """How many tokens speak for the first: those before it that were as the text has them that it
-    is read from."""
+    match_length: int
+    """Tokens before the first that equal those before it in the text that the draft is from."""
 
 
 NO_DRAFT = Draft([], 0)
 
 
 class Drafter(Protocol):
-    """Guesses from what it has seen, and from nothing else: the same calls give the same drafts.
+    """Proposes drafts from texts it has seen; deterministic: equal calls give equal drafts.
 
-    Every rank of an engine has its own and calls it alike. Ids that were not begun are an error.
+    Raises ``KeyError`` for ids without ``begin``.
     """
 
     def begin(self, request: DraftedRequest) -> None:
-        """A request's prompt has been computed."""
+        """Add a request whose prompt has been computed."""
         ...
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """Tokens were sampled, drafted or not."""
+        """Append sampled tokens, drafted or not."""
         ...
 
     def propose(self, request_id: str, limit: int) -> Draft:
-        """At most ``limit`` tokens; none where nothing is to be guessed."""
+        """Return at most ``limit`` tokens that may come next; none without a match."""
         ...
 
     def end(self, request_id: str, finished: bool) -> None:
-        """The request is gone; not ``finished``: it was aborted, and its text is a part."""
+        """Remove a request; not ``finished``: it was aborted, and its answer is incomplete."""
         ...

@@ -1,4 +1,4 @@
-"""Drafts from the request's own text: what followed the same n tokens before."""
+"""Drafts from the request's own text: the tokens after an earlier occurrence of its last n."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
-from rbln_backend.speculation.text_index import ROOM, TextIndex
+from rbln_backend.speculation.text_index import MAX_TEXT_TOKENS, TextIndex
 
 _CANDIDATES = 16
-"""Earlier places that are compared, so that a text of one token repeated costs no more."""
+"""Most earlier positions compared: bounds the cost of a text that repeats one token."""
 _TAIL = 16
-"""Tokens in common that are counted."""
+"""Longest match length reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class NgramLimits:
-    """vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``: how many tokens have to be the same.
+    """Lengths of n-grams, vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``.
 
-    Raises ``ValueError`` where there is no such number.
+    Raises ``ValueError`` for an empty range.
     """
 
     smallest: int
@@ -30,7 +30,7 @@ class NgramLimits:
 
 
 class NgramDrafter:
-    """A ``Drafter``: the latest of the places with the longest n-gram in common goes on."""
+    """A ``Drafter`` that continues from the latest of the longest matches."""
 
     def __init__(self, limits: NgramLimits) -> None:
         self._limits = limits
@@ -39,7 +39,7 @@ class NgramDrafter:
 
     def begin(self, request: DraftedRequest) -> None:
         """See ``Drafter``."""
-        text = TextIndex(self._limits.smallest, ROOM)
+        text = TextIndex(self._limits.smallest, MAX_TEXT_TOKENS)
         self._texts[request.request_id] = text
         self._tails[request.request_id] = []
         self.extend(request.request_id, request.prompt)

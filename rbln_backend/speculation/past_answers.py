@@ -1,4 +1,4 @@
-"""Finished answers as texts to guess from, those of each owner apart and all within bounds."""
+"""Finished answers as texts to draft from, separate by owner and bounded in memory."""
 
 from __future__ import annotations
 
@@ -13,62 +13,61 @@ _MAX_OWNERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose answers they are: texts of one are never drafts for another."""
+    """The adapter and API key of answers, which are never drafts for another owner."""
 
     adapter: str | None
     key: str | None
 
 
-class _Shelf:
+class _OwnedAnswers:
     """The answers of one owner."""
 
-    def __init__(self, gram: int, room: int) -> None:
-        self.text = TextIndex(gram, room)
+    def __init__(self, gram: int, capacity: int) -> None:
+        self.text = TextIndex(gram, capacity)
         self._starts: deque[int] = deque()
 
     def add(self, answer: Sequence[int], most: int) -> int:
-        """Keep an answer, forget the oldest of more than ``most``; return the tokens it takes."""
-        held = self.text.held
+        """Add an answer, evict the oldest beyond ``most``; return the growth in tokens."""
+        before = self.text.num_tokens
         self._starts.append(len(self.text))
         self.text.extend((GAP, *answer, GAP))
         while len(self._starts) > most:
             self._starts.popleft()
             self.text.start = max(self.text.start, self._starts[0])
-        return self.text.held - held
+        return self.text.num_tokens - before
 
 
 class PastAnswers:
-    """Invariants: at most ``max_answers`` of an owner, at most ``max_tokens`` of all
-    together, and no more than ``_MAX_OWNERS`` of them.
+    """Finished answers: at most ``max_answers`` of an owner, ``max_tokens`` in all.
 
-    The owner who has not been looked for the longest is forgotten first. An owner alone may have a
-    quarter of the tokens, so that one that answers much does not at once drive out the others.
+    At most ``_MAX_OWNERS`` owners have answers; the least recently used one is evicted first. One
+    owner may hold a quarter of the tokens, so that its answers do not evict all others.
     """
 
     def __init__(self, gram: int, max_answers: int, max_tokens: int) -> None:
         self._gram, self._max_answers, self._max_tokens = gram, max_answers, max_tokens
-        self._shelves: OrderedDict[Owner, _Shelf] = OrderedDict()
-        self.held = 0
-        """How many tokens are in memory."""
+        self._by_owner: OrderedDict[Owner, _OwnedAnswers] = OrderedDict()
+        self.num_tokens = 0
+        """Tokens in memory."""
 
     def of(self, owner: Owner) -> TextIndex | None:
-        """The owner's answers, if there are any."""
-        shelf = self._shelves.get(owner)
-        if shelf is None:
+        """Return the owner's answers, None without any."""
+        answers = self._by_owner.get(owner)
+        if answers is None:
             return None
-        self._shelves.move_to_end(owner)
-        return shelf.text
+        self._by_owner.move_to_end(owner)
+        return answers.text
 
     def add(self, owner: Owner, answer: Sequence[int]) -> None:
-        """Keep a finished answer; what is longer than there is room for by its end."""
-        room = self._max_tokens // 4
-        if self._max_answers == 0 or len(answer) <= self._gram or room <= self._gram:
+        """Add a finished answer, or the end of one that is longer than an owner's share."""
+        capacity = self._max_tokens // 4
+        if self._max_answers == 0 or len(answer) <= self._gram or capacity <= self._gram:
             return
-        if owner not in self._shelves:
-            self._shelves[owner] = _Shelf(self._gram, room)
-        shelf = self._shelves[owner]
-        self._shelves.move_to_end(owner)
-        self.held += shelf.add(answer[-room:], self._max_answers)
-        while self.held > self._max_tokens or len(self._shelves) > _MAX_OWNERS:
-            _, oldest = self._shelves.popitem(last=False)
-            self.held -= oldest.text.held
+        if owner not in self._by_owner:
+            self._by_owner[owner] = _OwnedAnswers(self._gram, capacity)
+        answers = self._by_owner[owner]
+        self._by_owner.move_to_end(owner)
+        self.num_tokens += answers.add(answer[-capacity:], self._max_answers)
+        while self.num_tokens > self._max_tokens or len(self._by_owner) > _MAX_OWNERS:
+            _, oldest = self._by_owner.popitem(last=False)
+            self.num_tokens -= oldest.text.num_tokens

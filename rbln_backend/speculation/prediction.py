@@ -1,4 +1,4 @@
-"""Drafts from the text that a client expects: where the answer is in it, also after an edit."""
+"""Drafts from a client's prediction: tracks the answer's position in it, also after edits."""
 
 from __future__ import annotations
 
@@ -8,72 +8,73 @@ from collections.abc import Sequence
 from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest, Drafter
 
 _NEAR = 64
-"""Tokens after an edit within which two in a row say where the answer is again; elsewhere three."""
+"""Tokens after an edit within which a match of two resynchronises the cursor; elsewhere three."""
 _NEXT = 8
-"""Tokens within which one says so, right after the answer has left the prediction."""
+"""Tokens within which a match of one does, right after the answer has left the prediction."""
 _TRIED = 8
-"""Places that two tokens in a row may be at."""
+"""Most occurrences of two tokens that are tried in each direction."""
 
 
 class Prediction:
-    """A cursor in one expected text, moved by the tokens of the answer.
+    """A cursor in one predicted text, moved by the tokens of the answer.
 
-    It depends on these tokens alone, however many came at a time. Where the answer leaves the
-    prediction, the next guess is that predicted tokens were left out, or else that one was
-    replaced; after that the tokens say where the answer is again.
+    It depends on these tokens alone, not on how many arrive at a time. Where the answer leaves the
+    prediction, the next draft assumes that predicted tokens were left out, else that one was
+    replaced. After that the cursor moves to where the latest tokens occur in the prediction.
     """
 
     def __init__(self, predicted: Sequence[int]) -> None:
         """`predicted` are token ids."""
         self.matched = 0
-        """Tokens of the answer that were as the prediction had them."""
+        """Tokens of the answer that were predicted."""
         self._predicted = list(predicted)
         self._ends: dict[tuple[int, int], list[int]] = {}
         for end in range(2, len(predicted) + 1):
             self._ends.setdefault((predicted[end - 2], predicted[end - 1]), []).append(end)
         self._cursor: int | None = 0
-        self._sure = 0
-        self._agreed = 0
+        self._last_match = 0
+        self._match_length = 0
         self._tail: tuple[int, ...] = ()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer goes on."""
+        """Append tokens of the answer."""
         for token in tokens:
             self._take(token)
 
     def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens that the prediction has next."""
+        """Return at most `limit` tokens of the prediction from the cursor on."""
         if self._cursor is None:
             return NO_DRAFT
-        return Draft(self._predicted[self._cursor : self._cursor + limit], self._agreed)
+        return Draft(self._predicted[self._cursor : self._cursor + limit], self._match_length)
 
     def _take(self, token: int) -> None:
         cursor = self._cursor
         self._tail = (*self._tail, token)[-3:]
         if cursor is not None and self._predicted[cursor : cursor + 1] == [token]:
             self.matched += 1
-            self._agreed += 1
-            self._cursor = self._sure = cursor + 1
+            self._match_length += 1
+            self._cursor = self._last_match = cursor + 1
             return
-        self._agreed = 0
-        if cursor == self._sure:
+        self._match_length = 0
+        if cursor == self._last_match:
             self._cursor = self._after_leaving(token)
         else:
-            self._cursor = self._found_again()
+            self._cursor = self._resynchronised()
 
     def _after_leaving(self, token: int) -> int:
-        left_out = self._predicted[self._sure + 1 : self._sure + 1 + _NEXT]
-        return self._sure + 2 + left_out.index(token) if token in left_out else self._sure + 1
+        first = self._last_match + 1
+        left_out = self._predicted[first : first + _NEXT]
+        return first + 1 + left_out.index(token) if token in left_out else first
 
-    def _found_again(self) -> int | None:
-        """The place that the last tokens lead to, the nearest after where the answer was."""
+    def _resynchronised(self) -> int | None:
+        """Return the position after an occurrence of the last tokens, the nearest ahead first."""
         if len(self._tail) < 2:
             return None
         ends = self._ends.get((self._tail[-2], self._tail[-1]), [])
-        first = bisect_left(ends, self._sure)
+        first = bisect_left(ends, self._last_match)
         ahead, behind = ends[first : first + _TRIED], ends[max(first - _TRIED, 0) : first][::-1]
         for end in ahead + behind:
-            is_near = 0 <= end - self._sure <= _NEAR
+            is_near = 0 <= end - self._last_match <= _NEAR
             if is_near or (
                 len(self._tail) == 3 and self._predicted[end - 3 : end] == [*self._tail]
             ):
@@ -82,7 +83,7 @@ class Prediction:
 
 
 class PredictionFirst:
-    """A ``Drafter`` that asks a request's prediction first, then another."""
+    """A ``Drafter`` that uses a request's prediction first, then another drafter."""
 
     def __init__(self, other: Drafter) -> None:
         self._other = other

@@ -1,4 +1,4 @@
-"""Drafts from finished answers and the request's own text: what most often followed its end."""
+"""Drafts from finished answers and the request's own text: the most frequent continuation."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from operator import attrgetter
 
 from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
 from rbln_backend.speculation.past_answers import Owner, PastAnswers
-from rbln_backend.speculation.text_index import GAP, ROOM, TextIndex
+from rbln_backend.speculation.text_index import GAP, MAX_TEXT_TOKENS, TextIndex
 
 _GRAM = 2
 _CANDIDATES = 8
-"""Places of each text that are compared, and places that are followed at once."""
+"""Most positions of a text that are compared, and most matches that are followed at once."""
 _LONG = 8
-"""Tokens in common from which on no other places are looked for."""
+"""A match of this length ends the search for others."""
 MAX_TOKENS = 1 << 18
-"""Of finished answers in memory; some 200 bytes each."""
+"""Of finished answers in memory; a token takes about 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixLimits:
-    """vLLM's settings of the same names behind ``suffix_decoding_``, read as its documentation has
-    them; ``shared``: answers to one API key are drafts for every other.
+    """vLLM's settings ``suffix_decoding_*``, with the meaning that vLLM documents.
 
     ``max_tree_depth`` bounds the tokens compared and drafted together, ``max_cached_requests`` the
-    finished answers of each owner. A match of n tokens drafts at most ``max_spec_factor`` times n,
-    and as far as the share of the places that agree is at least ``min_token_prob``. Raises
-    ``ValueError`` where one is out of range.
+    finished answers of each owner. A match of n tokens drafts at most ``max_spec_factor`` times n
+    tokens, while the share of matches that agree is at least ``min_token_prob``. ``shared``:
+    answers of one API key are drafts for all. Raises ``ValueError`` for values out of range.
     """
 
     max_tree_depth: int = 24
@@ -47,76 +46,77 @@ class SuffixLimits:
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where a text has gone on like the request, for ``length`` tokens so far."""
+class _Match:
+    """A position whose ``length`` preceding tokens are the request's latest ones."""
 
     text: TextIndex
-    at: int
+    position: int
     length: int
 
 
 _length = attrgetter("length")
 
 
-class _Followed:
-    """One request: its own text, its answer, and the places that have gone on like it."""
+class _RequestText:
+    """The text of one request, its answer, and the matches of its end, longest first."""
 
     def __init__(self, owner: Owner, prompt: Sequence[int], depth: int) -> None:
         self.owner = owner
-        self.own = TextIndex(_GRAM, ROOM)
+        self.own = TextIndex(_GRAM, MAX_TEXT_TOKENS)
         self.own.extend(prompt)
         self.answer: list[int] = []
-        self.places: list[_Place] = []
+        self.matches: list[_Match] = []
         self._depth = depth
         self._tail = list(prompt[-depth:])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Drop the places that went on otherwise."""
+        """Append tokens, and drop the matches that continue otherwise."""
         for token in tokens:
-            self.places = [place for place in self.places if place.text.at(place.at) == token]
-            for place in self.places:
-                place.at += 1
-                place.length = min(place.length + 1, self._depth)
+            self.matches = [m for m in self.matches if m.text.at(m.position) == token]
+            for match in self.matches:
+                match.position += 1
+                match.length = min(match.length + 1, self._depth)
             self.own.extend((token,))
         self.answer += tokens
         self._tail = [*self._tail, *tokens][-self._depth :]
 
-    def look(self, texts: Sequence[TextIndex]) -> None:
-        """Add the latest places that end as the request does, unless one has for long."""
-        if self.places and self.places[0].length >= _LONG:
+    def search(self, texts: Sequence[TextIndex]) -> None:
+        """Add the longest, latest matches in ``texts``, unless there is one of ``_LONG`` tokens."""
+        if self.matches and self.matches[0].length >= _LONG:
             return
-        known = {(id(place.text), place.at) for place in self.places}
+        known = {(id(match.text), match.position) for match in self.matches}
         found = [
-            (text.match(at, self._tail), text, at)
+            (text.match(position, self._tail), text, position)
             for text in texts
-            for at in text.places(self.own.key, _CANDIDATES)
-            if not known or (id(text), at) not in known
+            for position in text.positions(self.own.key, _CANDIDATES)
+            if not known or (id(text), position) not in known
         ]
         longest = max((length for length, _, _ in found), default=0)
-        if self.places and longest < self.places[0].length:
+        if self.matches and longest < self.matches[0].length:
             return
-        self.places += [_Place(text, at, length) for length, text, at in found if length == longest]
-        self.places.sort(key=_length, reverse=True)
-        del self.places[_CANDIDATES:]
+        self.matches += [
+            _Match(text, at, length) for length, text, at in found if length == longest
+        ]
+        self.matches.sort(key=_length, reverse=True)
+        del self.matches[_CANDIDATES:]
 
 
 class SuffixDrafter:
-    """A ``Drafter`` with a memory of finished answers, of each adapter and API key apart.
+    """A ``Drafter`` over finished answers, separate by adapter and API key.
 
-    Places that have gone on like the request are followed from token to token, so that a long
-    match is kept however many later places end in the same two tokens. What they say next is put
-    to the vote among those with the longest match.
+    Matches are followed from token to token: a long match stays, however many later positions
+    match two tokens. The longest matches vote on the tokens of a draft.
     """
 
     def __init__(self, limits: SuffixLimits) -> None:
         self._limits = limits
         self._answers = PastAnswers(_GRAM, limits.max_cached_requests, limits.max_tokens)
-        self._requests: dict[str, _Followed] = {}
+        self._requests: dict[str, _RequestText] = {}
 
     def begin(self, request: DraftedRequest) -> None:
         """See ``Drafter``."""
         owner = Owner(request.adapter, None if self._limits.shared else request.key)
-        self._requests[request.request_id] = _Followed(
+        self._requests[request.request_id] = _RequestText(
             owner, request.prompt, self._limits.max_tree_depth
         )
 
@@ -128,15 +128,15 @@ class SuffixDrafter:
         """See ``Drafter``."""
         request = self._requests[request_id]
         past = self._answers.of(request.owner)
-        request.look([request.own] if past is None else [request.own, past])
-        if not request.places:
+        request.search([request.own] if past is None else [request.own, past])
+        if not request.matches:
             return NO_DRAFT
-        limits, agreed = self._limits, request.places[0].length
-        longest = min(agreed, max(limits.max_tree_depth - limit, _GRAM))
-        best = [place for place in request.places if place.length >= longest]
-        room = min(limit, limits.max_tree_depth - longest, int(limits.max_spec_factor * longest))
-        drafts = [place.text.continuation(place.at, room) for place in best]
-        return Draft(_voted(drafts, limits, room), agreed)
+        limits, match_length = self._limits, request.matches[0].length
+        longest = min(match_length, max(limits.max_tree_depth - limit, _GRAM))
+        best = [match for match in request.matches if match.length >= longest]
+        most = min(limit, limits.max_tree_depth - longest, int(limits.max_spec_factor * longest))
+        drafts = [match.text.continuation(match.position, most) for match in best]
+        return Draft(_majority(drafts, limits, most), match_length)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""
@@ -145,15 +145,15 @@ class SuffixDrafter:
             self._answers.add(request.owner, request.answer)
 
 
-def _voted(drafts: list[list[int]], limits: SuffixLimits, room: int) -> list[int]:
-    """Return what most of the drafts agree on, token by token; the first wins a tie."""
+def _majority(drafts: list[list[int]], limits: SuffixLimits, most: int) -> list[int]:
+    """Return at most ``most`` tokens, each the most frequent one; the first wins a tie."""
     if drafts.count(drafts[0]) == len(drafts):
         return drafts[0]
     voters, chosen = len(drafts), list[int]()
-    while len(chosen) < room:
+    while len(chosen) < most:
         following = [draft[len(chosen)] if len(chosen) < len(draft) else GAP for draft in drafts]
         token = max(following, key=following.count)
-        drafts = [draft for draft, said in zip(drafts, following, strict=True) if said == token]
+        drafts = [draft for draft, voted in zip(drafts, following, strict=True) if voted == token]
         if token == GAP or len(drafts) < limits.min_token_prob * voters:
             break
         chosen.append(token)

@@ -1,33 +1,33 @@
-"""A text of token ids, and where in it each short run of them was seen."""
+"""A text of token ids with an index of its n-grams."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
 
-ROOM = 1 << 20
-"""Tokens of one request that are looked through."""
+MAX_TEXT_TOKENS = 1 << 20
+"""Latest tokens of one request that are searched."""
 GAP = -1
-"""Between two texts: no token, so that nothing is read across it."""
+"""Separator of two texts, equal to no token: no match or continuation crosses it."""
 _TOKEN_BITS = 32
 
 
 class TextIndex:
-    """The last ``room`` tokens of what was appended, found by the ``gram`` tokens before a place.
+    """The last ``capacity`` tokens appended, with an index of the positions after each n-gram.
 
-    A place is a number of tokens appended so far, and means the same for ever. Places with the
-    same tokens before them are chained from the latest back, as LZ77 coders do it: appending and
-    following a chain cost the same however long the text is, and memory is bounded by ``room``.
+    A position is the number of tokens appended before it, and never changes. Positions after equal
+    n-grams of ``gram`` tokens are chained from the latest back, as in LZ77 coders: the cost of
+    appending and of following a chain does not depend on the length of the text.
     """
 
-    def __init__(self, gram: int, room: int) -> None:
+    def __init__(self, gram: int, capacity: int) -> None:
         """Raises ``ValueError`` for less than one token of either."""
-        if gram < 1 or room < gram:
-            raise ValueError(f"a text of {room} tokens cannot be found by {gram}")
+        if gram < 1 or capacity < gram:
+            raise ValueError(f"a text of {capacity} tokens cannot be found by {gram}")
         self.gram = gram
         self.start = 0
-        """Of the text that counts; the owner may move it on to forget what lies before."""
-        self._room = room
+        """First position that is searched; the owner may move it forward."""
+        self._capacity = capacity
         self._mask = (1 << gram * _TOKEN_BITS) - 1
         self._key = 0
         self._end = 0
@@ -39,90 +39,90 @@ class TextIndex:
         self._latest: dict[int, int] = {}
 
     def __len__(self) -> int:
-        """How many tokens were ever appended: the place after the last."""
+        """Return the number of tokens ever appended: the position after the last."""
         return self._end
 
     @property
-    def held(self) -> int:
-        """How many tokens are in memory."""
+    def num_tokens(self) -> int:
+        """Tokens in memory."""
         return len(self._tokens)
 
     @property
     def key(self) -> int | None:
-        """What the last ``gram`` tokens are found by; None where there are too few."""
+        """The key of the last ``gram`` tokens for ``positions``; None where there are too few."""
         return self._key if self._known >= self.gram else None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
-        key, known, end, room = self._key, self._known, self._end, self._room
+        key, known, end, capacity = self._key, self._known, self._end, self._capacity
         for token in tokens:
-            slot = end % room
-            if end >= room:
-                self._forget(slot, end - room + 1)
+            slot = end % capacity
+            if end >= capacity:
+                self._unlink(slot, end - capacity + 1)
             end += 1
             known = 0 if token == GAP else known + 1
             key = (key << _TOKEN_BITS | token + 1) & self._mask
-            found_by = key if known >= self.gram else None
-            place = self._latest.get(key, -1) if found_by is not None else -1
-            if end > room:
-                self._tokens[slot], self._keys[slot], self._before[slot] = token, found_by, place
+            indexed = key if known >= self.gram else None
+            before = self._latest.get(key, -1) if indexed is not None else -1
+            if end > capacity:
+                self._tokens[slot], self._keys[slot], self._before[slot] = token, indexed, before
             else:
                 self._tokens.append(token)
-                self._keys.append(found_by)
-                self._before.append(place)
-            if found_by is not None:
+                self._keys.append(indexed)
+                self._before.append(before)
+            if indexed is not None:
                 self._latest[key] = end
         self._key, self._known, self._end = key, known, end
 
-    def at(self, place: int) -> int:
-        """The token that follows ``place``; ``GAP`` where none does or it is forgotten."""
-        if self.start <= place < self._end:
-            return self._tokens[place % self._room]
+    def at(self, position: int) -> int:
+        """Return the token at ``position``, ``GAP`` outside the text in memory."""
+        if self.start <= position < self._end:
+            return self._tokens[position % self._capacity]
         return GAP
 
-    def places(self, key: int | None, most: int) -> list[int]:
-        """At most ``most`` places before the end that ``key`` leads to, the latest first."""
+    def positions(self, key: int | None, most: int) -> list[int]:
+        """Return at most ``most`` positions of ``key`` before the end, the latest first."""
         found: list[int] = []
         if key is None:
             return found
-        oldest, before, room = self.start + self.gram, self._before, self._room
-        place = self._latest.get(key, -1)
-        if place == self._end:
-            place = before[(place - 1) % room]
-        while place >= oldest and len(found) < most:
-            found.append(place)
-            place = before[(place - 1) % room]
+        oldest, before, capacity = self.start + self.gram, self._before, self._capacity
+        position = self._latest.get(key, -1)
+        if position == self._end:
+            position = before[(position - 1) % capacity]
+        while position >= oldest and len(found) < most:
+            found.append(position)
+            position = before[(position - 1) % capacity]
         return found
 
-    def match(self, place: int, tail: Sequence[int]) -> int:
-        """How many tokens before ``place``, one of ``places``, are those at the end of ``tail``."""
-        tokens, room = self._tokens, self._room
-        length, most = self.gram, min(len(tail), place - self.start)
-        while length < most and tokens[(place - 1 - length) % room] == tail[-1 - length]:
+    def match(self, position: int, tail: Sequence[int]) -> int:
+        """Return how many tokens before ``position``, one of ``positions``, end ``tail``."""
+        tokens, capacity = self._tokens, self._capacity
+        length, most = self.gram, min(len(tail), position - self.start)
+        while length < most and tokens[(position - 1 - length) % capacity] == tail[-1 - length]:
             length += 1
         return length
 
-    def continuation(self, place: int, limit: int) -> list[int]:
-        """At most ``limit`` tokens from ``place`` on.
+    def continuation(self, position: int, limit: int) -> list[int]:
+        """Return at most ``limit`` tokens from ``position`` on.
 
-        Where the text ends it is taken to repeat itself from ``place``.
+        At its end the text is assumed to repeat itself from ``position``.
         """
-        if not self.start <= place < self._end:
+        if not self.start <= position < self._end:
             return []
-        found = self._between(place, min(place + limit, self._end))
+        found = self._between(position, min(position + limit, self._end))
         if GAP in found:
             return found[: found.index(GAP)]
         return (found * limit)[:limit] if len(found) < limit else found
 
     def _between(self, first: int, last: int) -> list[int]:
-        slot = first % self._room
+        slot = first % self._capacity
         end = slot + last - first
         found = self._tokens[slot:end]
-        return found if end <= self._room else found + self._tokens[: end - self._room]
+        return found if end <= self._capacity else found + self._tokens[: end - self._capacity]
 
-    def _forget(self, slot: int, place: int) -> None:
-        """Take a place from the chains whose slot is wanted."""
-        self.start = max(self.start, place)
+    def _unlink(self, slot: int, position: int) -> None:
+        """Remove the oldest position from its chain, so that its slot can be reused."""
+        self.start = max(self.start, position)
         key = self._keys[slot]
-        if key is not None and self._latest[key] == place:
+        if key is not None and self._latest[key] == position:
             del self._latest[key]

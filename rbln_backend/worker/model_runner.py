@@ -78,7 +78,7 @@ class RblnModelRunner:
         results from there alone.
         """
         started = time.perf_counter()
-        self._drafting.forget(scheduled)
+        self._drafting.start_step(scheduled)
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -111,7 +111,7 @@ class RblnModelRunner:
             logits = self._grammar_mask.apply(pending.scheduled, grammar, work.batch, logits)
         token_ids, logprobs = self._sample(work, logits)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
-        self._drafting.note(work, token_ids, took)
+        self._drafting.end_step(work, token_ids, took)
         return _with_tokens(work, token_ids, logprobs, pending.prompt_logprobs)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -21,14 +21,10 @@ RELEASED_WORDS = {"server/storage/schema.py": {"asked"}}
 PENDING_FOLDERS = {
     "rbln_backend",
     "rbln_backend/bucketing",
-    "rbln_backend/kv_cache",
-    "rbln_backend/parallel",
     "rbln_backend/reporting",
-    "rbln_backend/speculation",
     "rbln_backend/vllm_compat",
     "rbln_backend/worker",
     "rbln_backend/worker/check",
-    "rbln_backend/worker/drafts",
     "rbln_backend/worker/graphs",
     "rbln_backend/worker/sampling",
     "rbln_backend/worker/startup",
@@ -50,7 +46,6 @@ PENDING_CLASSES = {
 }
 # Folders whose public functions still lack shapes.
 PENDING_SHAPES = {
-    "rbln_backend/parallel",
     "rbln_backend/worker/sampling",
     "rbln_backend/worker/step",
 }

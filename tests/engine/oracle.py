@@ -1,4 +1,4 @@
-"""Drafts that tests know the truth of, and lengths of steps that nothing speaks for."""
+"""A drafter that knows the texts of a test, and a chooser of random step lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rbln_backend.speculation.chooser import Choice
+from rbln_backend.speculation.chooser import StepChoice
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
 
 KNOWN_TO_ALL = 512
@@ -17,7 +17,7 @@ MOST = 3
 
 @dataclass
 class Oracle:
-    """Knows how texts go on, and lies now and then, about lengths as well."""
+    """Drafts the known continuation, with a share of wrong tokens and of random lengths."""
 
     texts: dict[tuple[int, ...], list[int]]
     lies: float
@@ -51,10 +51,10 @@ class Oracle:
 
 @dataclass
 class AnyLength:
-    """In the place of the chooser: steps of all lengths, whatever they are worth."""
+    """A chooser of random lengths."""
 
     least: int = 1
     rng: random.Random = field(default_factory=lambda: random.Random(6))
 
-    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> Choice:
-        return Choice(self.rng.randint(self.least, MOST + 1))
+    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> StepChoice:
+        return StepChoice(self.rng.randint(self.least, MOST + 1))

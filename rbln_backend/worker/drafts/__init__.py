@@ -1,1 +1,1 @@
-"""Drafts on the worker's side: asked for after a step, judged by the next."""
+"""Drafts on the worker's side: proposed after a step, verified by the next."""

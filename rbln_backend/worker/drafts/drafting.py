@@ -1,4 +1,4 @@
-"""Asks a drafter for each request's next tokens, and has as many of them checked as pay."""
+"""Drafts of the next step: proposed for each request, and cut to the length that pays."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from rbln_backend.reporting.draft_counts import DraftCounts
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.speculation.acceptance import Acceptance
 from rbln_backend.speculation.choice import make_drafter
-from rbln_backend.speculation.chooser import Choice, Chooser
-from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest, Drafter, Wishes
+from rbln_backend.speculation.chooser import Chooser, StepChoice
+from rbln_backend.speculation.drafter import (
+    NO_DRAFT,
+    Draft,
+    DraftedRequest,
+    Drafter,
+    DraftSettings,
+)
 from rbln_backend.speculation.step_costs import StepCosts
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
@@ -27,7 +33,7 @@ from rbln_backend.worker.step.batches import RequestBatches, StepWork
 
 
 class StepSeconds(NamedTuple):
-    """What a step took."""
+    """Durations of one step."""
 
     graph: float
     whole: float
@@ -35,48 +41,52 @@ class StepSeconds(NamedTuple):
 
 
 class Drafting(Protocol):
-    """What the step loop tells of its requests, and takes drafts from."""
+    """Proposes drafts from the tokens of each step."""
 
-    def forget(self, scheduled: SchedulerOutput) -> None:
-        """Before a step: some requests are gone."""
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """Remove finished and preempted requests. Called before a step."""
         ...
 
-    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
-        """After a step: what each of its requests got."""
+    def end_step(
+        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+    ) -> None:
+        """Record the tokens sampled for each request. Called after a step."""
         ...
 
     def take(self) -> DraftTokenIds | None:
-        """Drafts for all who decode, None where the latest step sampled nothing."""
+        """Return drafts of all decoding requests, None where the latest step sampled nothing."""
         ...
 
 
 class NoDrafting:
-    """The engine does not speculate, or another rank is asked for drafts."""
+    """No drafts: the engine does not speculate, or another rank proposes them."""
 
-    def forget(self, scheduled: SchedulerOutput) -> None:
-        """Nobody is to be told."""
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """Do nothing."""
 
-    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
-        """Nobody is to be told."""
+    def end_step(
+        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+    ) -> None:
+        """Do nothing."""
 
     def take(self) -> DraftTokenIds | None:
-        """None."""
+        """Return None."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A request that has got tokens; one that wants no drafts has no acceptance."""
+class _Decoding:
+    """A request with sampled tokens; ``acceptance`` is None if its drafts are off."""
 
     state: CachedRequestState
     acceptance: Acceptance | None
 
 
 class HostDrafting:
-    """Over a drafter on the host, for the one rank that replies.
+    """Drafting over a drafter on the host, on the one rank that replies.
 
-    Whoever decodes has its next tokens guessed after every step, also while none are checked: what
-    comes then shows what checking them would have been worth.
+    Drafts of every decoding request are proposed after every step, also while none are checked:
+    the tokens sampled next show if they were right.
     """
 
     def __init__(
@@ -90,21 +100,21 @@ class HostDrafting:
         most: int,
         max_model_len: int,
     ) -> None:
-        """``table``: the compiled sizes; ``most``: drafts of a request in a step."""
+        """``table``: the compiled sizes; ``most``: most drafts of a request in a step."""
         self._drafter = drafter
         self._requests = batches.requests
         self._table, self._costs, self._counts = table, costs, counts
         self._chooser = Chooser(table, costs)
         self._most = most
         self._max_model_len = max_model_len
-        self._begun: dict[str, _Begun] = {}
-        # Whose next tokens are due: the latest decode step's requests, and prompts ended since.
+        self._begun: dict[str, _Decoding] = {}
+        # Requests to draft for: those of the latest decode step, and of prefill steps since.
         self._decoding: list[str] = []
         self._sampled = False
-        self._choice = Choice()
+        self._choice = StepChoice()
 
-    def forget(self, scheduled: SchedulerOutput) -> None:
-        """As ``Drafting``; a request ended by itself if its last token says so."""
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """As ``Drafting``. An answer is complete if its last token ends it, else aborted."""
         self._sampled = False
         gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
         if gone:
@@ -114,7 +124,9 @@ class HostDrafting:
             if begun.acceptance is not None:
                 self._drafter.end(name, finished=self._has_ended(begun.state))
 
-    def note(self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds) -> None:
+    def end_step(
+        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+    ) -> None:
         """As ``Drafting``."""
         self._sampled = True
         names = work.batch.req_ids
@@ -126,7 +138,7 @@ class HostDrafting:
         for name, tokens in zip(names, token_ids, strict=True):
             begun = self._begun.get(name) or self._begin(self._requests[name])
             if begun.acceptance is not None:
-                begun.acceptance.note(tokens)
+                begun.acceptance.record(tokens)
                 self._drafter.extend(name, tokens)
 
     def take(self) -> DraftTokenIds | None:
@@ -134,22 +146,22 @@ class HostDrafting:
         if not self._sampled:
             return None
         begun = [self._begun[name] for name in self._decoding]
-        going = [one for one in begun if not self._has_ended(one.state)]
-        drafts, guesses = dict[str, list[int]](), list[list[float]]()
-        for one in going:
-            if one.acceptance is not None:
-                draft = self._propose(one.state)
-                drafts[one.state.req_id] = draft.tokens
+        running = [request for request in begun if not self._has_ended(request.state)]
+        drafts, expected = dict[str, list[int]](), list[list[float]]()
+        for request in running:
+            if request.acceptance is not None:
+                draft = self._propose(request.state)
+                drafts[request.state.req_id] = draft.tokens
                 if draft.tokens:
-                    guesses.append(one.acceptance.guess(draft))
-        self._choice = self._chooser.choose(guesses, len(going))
+                    expected.append(request.acceptance.expect(draft))
+        self._choice = self._chooser.choose(expected, len(running))
         most = self._choice.length - 1
         return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
 
     def _count(self, work: StepWork, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(work.num_reqs, work.length)
         if work.phase is Phase.VERIFY:
-            without = self._costs.of((size[0], 1)) / took.whole
+            without = self._costs.seconds((size[0], 1)) / took.whole
             self._counts.record(
                 size,
                 checked=sum(map(len, work.drafts)),
@@ -157,37 +169,37 @@ class HostDrafting:
                 expected_gain=self._choice.gain,
                 gain=tokens / work.num_reqs * without,
             )
-        self._costs.note(size, took.graph, took.whole)
+        self._costs.record(size, took.graph, took.whole)
 
     def _propose(self, state: CachedRequestState) -> Draft:
-        limit = min(self._most, self._room(state))
+        limit = min(self._most, self._tokens_left(state) - 1)
         return self._drafter.propose(state.req_id, limit) if limit > 0 else NO_DRAFT
 
-    def _room(self, state: CachedRequestState) -> int:
-        """Drafts that the request could still take, besides the token that follows them."""
+    def _tokens_left(self, state: CachedRequestState) -> int:
+        """Return the tokens that may still be sampled for the request."""
         params = _sampling(state)
-        room = self._max_model_len - state.num_tokens
+        left = self._max_model_len - state.num_tokens
         if params.max_tokens is not None:
-            room = min(room, params.max_tokens - len(state.output_token_ids))
-        return room - 1
+            left = min(left, params.max_tokens - len(state.output_token_ids))
+        return left
 
     def _has_ended(self, state: CachedRequestState) -> bool:
-        return self._room(state) < 0 or _has_stopped(state)
+        return self._tokens_left(state) < 1 or _has_stopped(state)
 
-    def _begin(self, state: CachedRequestState) -> _Begun:
-        wishes = Wishes.of(_sampling(state).extra_args)
-        begun = _Begun(state, None if wishes.off else Acceptance())
+    def _begin(self, state: CachedRequestState) -> _Decoding:
+        settings = DraftSettings.of(_sampling(state).extra_args)
+        begun = _Decoding(state, None if settings.off else Acceptance())
         self._begun[state.req_id] = begun
         adapter = state.lora_request
-        if not wishes.off:
+        if not settings.off:
             self._drafter.begin(
                 DraftedRequest(
                     request_id=state.req_id,
                     prompt=state.prompt_token_ids or (),
-                    prediction=wishes.prediction,
-                    # Under its name other weights may be loaded later.
+                    prediction=settings.prediction,
+                    # Other weights may be loaded under the same name later.
                     adapter=f"{adapter.lora_name}:{adapter.lora_int_id}" if adapter else None,
-                    key=wishes.key,
+                    key=settings.key,
                 )
             )
         return begun
@@ -202,7 +214,10 @@ def make_drafting(
     measured: Mapping[Size, float],
     replies: bool,
 ) -> Drafting:
-    """``measured``: seconds of graphs; ``replies``: this rank is the one asked for drafts."""
+    """Return the drafting of a rank; one that does not reply to the executor has none.
+
+    ``measured``: seconds of graphs by size, from warm-up.
+    """
     speculation = config.speculative_config
     if speculation is None or not replies:
         return NoDrafting()
@@ -223,7 +238,7 @@ def _sampling(state: CachedRequestState) -> SamplingParams:
 
 
 def _has_stopped(state: CachedRequestState) -> bool:
-    """Whether the latest token may have ended the request."""
+    """Return True if the latest token is a stop token that may end the request."""
     params, tokens = _sampling(state), state.output_token_ids
     may_end = len(tokens) >= max(params.min_tokens, 1)
     return may_end and tokens[-1] in params.all_stop_token_ids

@@ -1,8 +1,8 @@
-"""Samples the tokens of a step that checks drafts: those that steps of one token would give.
+"""Sampling of a step that checks drafts: gives the tokens that steps of one token would give.
 
-A draft is right if it is what would be sampled in its place. Greedy tokens are looked up for all
-places at once. Where a token depends on those before it (penalties, a generator's state), place
-after place is sampled as a step of its own, for the requests whose drafts were right so far: a
+A draft is right if it is what would be sampled at its position. Greedy tokens of all positions are
+sampled at once. Where a token depends on those before it (penalties, a generator's state), each
+position is sampled as a step of its own, for the requests whose drafts were right so far: a
 request's generator advances once for each of its tokens and for no other.
 """
 
@@ -27,7 +27,7 @@ from rbln_backend.worker.step.batches import RequestBatches, StepWork
 
 
 class Sampled(NamedTuple):
-    """What a step gave."""
+    """Tokens and log-probabilities of one step."""
 
     token_ids: list[list[int]]
     """By request: its right drafts, and the token after them."""
@@ -35,18 +35,18 @@ class Sampled(NamedTuple):
 
 
 class Verification:
-    """Samples and records."""
+    """Samples the tokens of VERIFY steps and records them in the batches."""
 
     def __init__(self, sampler: Sampler, batches: RequestBatches) -> None:
         self._sampler = sampler
         self._batches = batches
 
     def sample(self, work: StepWork, logits: Tensor) -> Sampled:
-        """logits [tokens of the step, V], request by request."""
+        """Sample from logits [tokens of the step, V], request by request; record the tokens."""
         metadata = work.batch.sampling_metadata
         if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
             return self._take_largest(work, logits)
-        return self._sample_in_turn(work, logits)
+        return self._sample_by_position(work, logits)
 
     def _take_largest(self, work: StepWork, logits: Tensor) -> Sampled:
         largest = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
@@ -58,36 +58,36 @@ class Verification:
         self._batches.record(work, accepted)
         return Sampled(accepted, None)
 
-    def _sample_in_turn(self, work: StepWork, logits: Tensor) -> Sampled:
+    def _sample_by_position(self, work: StepWork, logits: Tensor) -> Sampled:
         batch, firsts = work.batch, _firsts(work)
-        going, places = list(range(work.num_reqs)), _Places(work.num_reqs)
-        for place in range(work.length):
-            # Rows of requests that are done are sampled, too, and dropped.
-            at = [
-                first + min(place, len(drafts))
+        active, results = list(range(work.num_reqs)), _Results(work.num_reqs)
+        for position in range(work.length):
+            # Rows of requests that are done are sampled as well, and the tokens dropped.
+            rows = [
+                first + min(position, len(drafts))
                 for first, drafts in zip(firsts, work.drafts, strict=True)
             ]
             sampled = self._sampler(
-                logits=logits[torch.tensor(at)],
-                sampling_metadata=drawing(batch.sampling_metadata, going),
+                logits=logits[torch.tensor(rows)],
+                sampling_metadata=drawing(batch.sampling_metadata, active),
             )
-            tokens = places.add(sampled, going)
+            tokens = results.add(sampled, active)
             self._batches.record(work, tokens)
-            going = [
+            active = [
                 row
-                for row in going
-                if place < len(work.drafts[row]) and work.drafts[row][place] == tokens[row][0]
+                for row in active
+                if position < len(work.drafts[row]) and work.drafts[row][position] == tokens[row][0]
             ]
-            if not going:
+            if not active:
                 break
-            # As before any step: minimum lengths and the like look at what was recorded.
+            # As before any step: minimum lengths, for example, depend on the recorded tokens.
             batch.refresh_metadata()
-        return places.sampled()
+        return results.sampled()
 
 
 @dataclass(slots=True)
-class _Places:
-    """The results place by place, put together by request."""
+class _Results:
+    """Tokens and log-probabilities, added by position and returned by request."""
 
     num_reqs: int
     token_ids: list[list[int]] = field(init=False)
@@ -96,11 +96,11 @@ class _Places:
     def __post_init__(self) -> None:
         self.token_ids = [[] for _ in range(self.num_reqs)]
 
-    def add(self, sampled: SamplerOutput, going: Sequence[int]) -> list[list[int]]:
-        """Keep what was sampled for ``going``; returns those tokens by request."""
+    def add(self, sampled: SamplerOutput, active: Sequence[int]) -> list[list[int]]:
+        """Add the tokens of one position for the rows ``active``; return them by request."""
         tokens: list[list[int]] = [[] for _ in range(self.num_reqs)]
         drawn = sampled.sampled_token_ids.tolist()
-        for row in going:
+        for row in active:
             tokens[row] = drawn[row]
             self.token_ids[row] += drawn[row]
         if sampled.logprobs_tensors is not None:
@@ -112,13 +112,13 @@ class _Places:
             return Sampled(self.token_ids, None)
         order = torch.tensor(
             [
-                place * self.num_reqs + row
+                position * self.num_reqs + row
                 for row, tokens in enumerate(self.token_ids)
-                for place in range(len(tokens))
+                for position in range(len(tokens))
             ]
         )
         ids, logprobs, ranks = (
-            # Of a whole vocabulary there are values alone.
+            # For the whole vocabulary there are values alone.
             torch.cat(parts)[order] if parts[0].numel() else parts[0]
             for parts in zip(*(tensors[:3] for tensors in self._logprobs), strict=True)
         )
@@ -127,13 +127,13 @@ class _Places:
 
 
 def _firsts(work: StepWork) -> list[int]:
-    """The row of each request's first token."""
+    """Return the row of each request's first token."""
     counts = [1 + len(drafts) for drafts in work.drafts]
     return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _num_right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    for place, draft in enumerate(drafts):
-        if draft != tokens[place]:
-            return place
+    for position, draft in enumerate(drafts):
+        if draft != tokens[position]:
+            return position
     return len(drafts)

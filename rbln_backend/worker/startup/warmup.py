@@ -43,7 +43,7 @@ class WarmUp:
             graphs.extend(self._compile(requests, factory))
             return {str(spec) for spec, how in self._results.items() if how == "compiled"}
 
-        self._fresh = self._peers.together(compile_here)
+        self._fresh = self._peers.union(compile_here)
         return graphs
 
     def _compile(
@@ -123,7 +123,7 @@ class WarmUp:
         if not sizes:
             return {}
         # Every rank runs the same, whatever its own clock says.
-        chosen = self._peers.together(lambda: _affordable(sizes, _seconds(steps[sizes[0]])))
+        chosen = self._peers.union(lambda: _affordable(sizes, _seconds(steps[sizes[0]])))
         return {
             size: min(_seconds(steps[size]), _seconds(steps[size]))
             for size in sizes

@@ -84,7 +84,7 @@ def check_graphs(group: Group, channel: int) -> None:
 
 def check_peers(group: Group) -> None:
     peers, rank = Peers(group), dist.get_rank()
-    assert peers.together(lambda: {f"of-{rank}", "both"}) == {"of-0", "of-1", "both"}
+    assert peers.union(lambda: {f"of-{rank}", "both"}) == {"of-0", "of-1", "both"}
 
     def fail_on_1() -> set[str]:
         if rank == 1:
@@ -92,7 +92,7 @@ def check_peers(group: Group) -> None:
         return set()
 
     with pytest.raises(*((ValueError,) if rank == 1 else (CompileError,)), match="no room"):
-        peers.together(fail_on_1)
+        peers.union(fail_on_1)
 
 
 def check_death(channel: int) -> None:

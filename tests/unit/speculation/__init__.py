@@ -1,1 +1,1 @@
-"""Drafters, and what they may see."""
+"""Drafters, and the texts that they may draft from."""

@@ -1,20 +1,21 @@
-"""What a request may say of drafts, as it travels in vLLM's extra arguments."""
+"""Draft settings of a request in vLLM's extra arguments."""
 
 import pytest
 
-from rbln_backend.speculation.drafter import EXTRA_ARGS, Wishes
+from rbln_backend.speculation.drafter import EXTRA_ARGS, DraftSettings
 
 
-def test_a_request_that_says_nothing_wants_drafts() -> None:
-    assert Wishes.of(None) == Wishes.of({}) == Wishes.of({EXTRA_ARGS: None}) == Wishes()
+def test_drafts_are_on_by_default() -> None:
+    for extra_args in (None, {}, {EXTRA_ARGS: None}):
+        assert DraftSettings.of(extra_args) == DraftSettings()
 
 
-def test_what_is_said_is_read() -> None:
-    told = {EXTRA_ARGS: {"off": True, "prediction": [3, 4], "key": "ours"}, "other": 1}
+def test_settings_are_read() -> None:
+    given = {EXTRA_ARGS: {"off": True, "prediction": [3, 4], "key": "ours"}, "other": 1}
 
-    assert Wishes.of(told) == Wishes(off=True, prediction=(3, 4), key="ours")
+    assert DraftSettings.of(given) == DraftSettings(off=True, prediction=(3, 4), key="ours")
 
 
 @pytest.mark.parametrize("written", ["x", 5, 1.5, [1], [], None])
-def test_what_is_no_mapping_says_nothing_of_drafts(written: object) -> None:
-    assert Wishes.of({EXTRA_ARGS: written}) == Wishes()
+def test_anything_but_a_mapping_counts_as_absent(written: object) -> None:
+    assert DraftSettings.of({EXTRA_ARGS: written}) == DraftSettings()

@@ -33,14 +33,14 @@ def proposed(tokens: list[int], limit: int, smallest: int = 2, largest: int = 4)
         ([], []),
     ],
 )
-def test_the_latest_place_of_the_longest_n_gram_goes_on(
+def test_the_latest_of_the_longest_matches_is_continued(
     tokens: list[int], draft: list[int]
 ) -> None:
     assert proposed(tokens, 4) == draft
 
 
 @given(TOKENS, st.integers(1, 5))
-def test_it_is_the_n_gram_that_a_search_finds(tokens: list[int], limit: int) -> None:
+def test_the_draft_equals_that_of_a_linear_search(tokens: list[int], limit: int) -> None:
     for length in (3, 2):
         tail = tokens[-length:]
         ends = [e for e in range(length, len(tokens)) if tokens[e - length : e] == tail]

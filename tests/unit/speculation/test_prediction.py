@@ -36,7 +36,7 @@ def test_the_answer_is_found_again(answer: list[int], most_steps: int) -> None:
     assert len(answer) - saved(drafter(), request, answer, 7) <= most_steps
 
 
-def test_without_a_prediction_the_other_drafter_is_asked() -> None:
+def test_without_a_prediction_the_other_drafter_is_used() -> None:
     both = drafter()
     both.begin(DraftedRequest("a", (1, 2, 3, 4, 1, 2, 3)))
     both.begin(DraftedRequest("b", (1, 2, 3, 4, 1, 2, 3), prediction=(9, 8)))

@@ -1,4 +1,4 @@
-"""Finished answers as drafts: useful, bounded, and of one owner never for another."""
+"""Finished answers as drafts: useful, bounded, and separate by owner."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_most_frequent_continuation_is_drafted_as_far_as_it_is_likely() -> N
         assert started(drafter, [3, 1, 2]) == draft
 
 
-def test_a_long_match_is_followed_past_tokens_that_are_everywhere() -> None:
+def test_a_long_match_is_followed_past_frequent_tokens() -> None:
     drafter = SuffixDrafter(SuffixLimits())
     story = [*range(300, 310), 1, 2, 77, 78, 79, 80]
     answered(drafter, "story", story)
@@ -95,7 +95,7 @@ ANSWERS = st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=12)
 
 
 @given(ANSWERS, ANSWERS, st.lists(st.integers(0, 9), max_size=8))
-def test_what_others_were_answered_changes_no_draft(
+def test_answers_of_other_owners_change_no_draft(
     own: list[list[int]], others: list[list[int]], tokens: list[int]
 ) -> None:
     alone, among = (SuffixDrafter(SuffixLimits(max_tokens=4000)) for _ in range(2))
@@ -113,7 +113,7 @@ def test_memory_is_bounded(answers: list[tuple[int, int]], most: int) -> None:
     for owner, length in answers:
         past.add(Owner(None, str(owner)), range(length))
         texts = [past.of(Owner(None, str(number))) for number in range(6)]
-        assert past.held == sum(text.held for text in texts if text is not None) <= most
+        assert past.num_tokens == sum(text.num_tokens for text in texts if text is not None) <= most
 
 
 def test_only_so_many_answers_of_an_owner_are_kept() -> None:

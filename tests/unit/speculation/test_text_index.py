@@ -1,4 +1,4 @@
-"""An index finds what a search finds, in bounded memory."""
+"""The index finds what a linear search finds, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ TEXTS = st.lists(st.sampled_from([GAP, 0, 1, 2, 200_000]), max_size=80)
 
 @given(TEXTS, st.integers(1, 3), st.integers(3, 20))
 def test_the_places_of_the_last_tokens_are_those_of_a_search(
-    tokens: list[int], gram: int, room: int
+    tokens: list[int], gram: int, capacity: int
 ) -> None:
-    text = TextIndex(gram, room)
+    text = TextIndex(gram, capacity)
     text.extend(tokens)
     tail = tokens[-gram:]
-    first = max(len(tokens) - room, 0) + gram
+    first = max(len(tokens) - capacity, 0) + gram
     expected = [
         place
         for place in range(len(tokens) - 1, first - 1, -1)
@@ -26,9 +26,9 @@ def test_the_places_of_the_last_tokens_are_those_of_a_search(
     ]
     if len(tail) < gram or GAP in tail:
         expected = []
-    assert list(text.places(text.key, len(tokens))) == expected
-    assert text.held <= room
-    assert len(text._latest) <= room
+    assert list(text.positions(text.key, len(tokens))) == expected
+    assert text.num_tokens <= capacity
+    assert len(text._latest) <= capacity
     for place in expected:
         limit = 9
         assert text.match(place, tail) == gram
@@ -38,12 +38,12 @@ def test_the_places_of_the_last_tokens_are_those_of_a_search(
         assert text.continuation(place, limit) == repeated[: min(cut, limit)]
 
 
-def test_what_is_forgotten_is_not_found() -> None:
+def test_text_before_the_start_is_not_found() -> None:
     text = TextIndex(2, 100)
     text.extend([1, 2, 3, 1, 2, 4, 1, 2])
-    assert list(text.places(text.key, 9)) == [5, 2]
+    assert list(text.positions(text.key, 9)) == [5, 2]
     text.start = 1
-    assert list(text.places(text.key, 9)) == [5]
+    assert list(text.positions(text.key, 9)) == [5]
     assert text.at(0) == GAP
 
 

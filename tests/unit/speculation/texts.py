@@ -1,4 +1,4 @@
-"""Requests of drafters as tests tell them."""
+"""Requests that tests pass to drafters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rbln_backend.speculation.drafter import DraftedRequest, Drafter
 
 
 def answered(drafter: Drafter, name: str, answer: Sequence[int], *, key: str | None = None) -> None:
-    """Have a request of one prompt token answered and finished."""
+    """Begin a request of one prompt token, answer it and finish it."""
     drafter.begin(DraftedRequest(name, (0,), key=key))
     drafter.extend(name, answer)
     drafter.end(name, finished=True)
